@@ -1,0 +1,1 @@
+"""GuardBit watches every attention head of a low-precision training run."""

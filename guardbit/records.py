@@ -1,0 +1,131 @@
+"""The plain records that stages hand each other; standard library only.
+
+A run is described by three kinds of record: `Sample` (what was measured), `Alarm` (what a
+detector saw in it) and `Decision` (what is done about it). None of them knows where it comes from
+or where it goes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+#: Indicators with one value a head, in the order tables show them.
+HEAD_INDICATORS: tuple[str, ...] = (
+    "w_q_spectral_norm",  # largest singular value of head h's rows of W_Q
+    "w_k_spectral_norm",  # the same for W_K
+    "qk_spectral_norm",  # largest singular value of W_Q^T W_K
+    "multiple_maxima",  # share of rows with more than one FP32 score within eps of the maximum
+    "multiple_maxima_bf16",  # the same with the scores rounded to BF16 first
+    "max_logit",  # largest score, after scaling
+    "attention_entropy",  # mean over rows, nats
+    "delta_bias",  # sum over rows of delta_lp - delta_hp
+    "delta_bias_abs",  # sum over rows of |delta_lp - delta_hp|
+    "delta_bias_cumulative",  # running sum of delta_bias over the sampled steps
+    "dq_relative_error",  # ||dQ - dQ_fp32|| / ||dQ_fp32||
+    "dq_coherent_error",  # signed sum over rows of dQ - dQ_fp32 along the head's top W_Q direction
+)
+
+#: Indicators of the whole run, recorded with site "" and head -1.
+RUN_INDICATORS: tuple[str, ...] = ("loss", "grad_norm")
+
+INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
+
+#: The ways to compute a head's attention. "none" is plain FlashAttention-2 numerics.
+STABILIZERS: tuple[str, ...] = ("none", "compensated", "stochastic", "row_max")
+
+EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
+EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")
+
+Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One indicator of one site at one optimizer step.
+
+    Attributes:
+        step: Optimizer step (Lightning's `global_step`) the values belong to.
+        site: Dotted name of the attention module; "" for indicators of the whole run.
+        layer: Position of the site in the model, counting from 0; -1 for the whole run.
+        indicator: One of `INDICATORS`.
+        values: One value a head, NaN where a head was not measured; a single value for the
+            whole run.
+    """
+
+    step: int
+    site: str
+    layer: int
+    indicator: str
+    values: tuple[float, ...]
+
+    def rows(self) -> Iterator[tuple[int, str, int, int, str, float]]:
+        """Yields (step, site, layer, head, indicator, value) for every measured head."""
+        for index, value in enumerate(self.values):
+            if math.isnan(value) and self.site:
+                continue
+            head = index if self.site else -1
+            yield self.step, self.site, self.layer, head, self.indicator, value
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A detector's rule has fired for some heads of one site.
+
+    Attributes:
+        step: Step of the sample that made the rule fire.
+        site: Name of the attention site.
+        heads: The heads concerned, ascending.
+        rule: Name of the rule, as documented in `guardbit.monitor.detectors`.
+        why: One sentence with the figures that made it fire.
+    """
+
+    step: int
+    site: str
+    heads: tuple[int, ...]
+    rule: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the policy wants done to some heads of one site.
+
+    Attributes:
+        step: Step after which the decision takes effect.
+        site: Name of the attention site.
+        heads: The heads concerned, ascending.
+        stabilizer: One of `STABILIZERS`; "none" undoes an earlier switch.
+        why: One sentence naming the alarms behind it.
+    """
+
+    step: int
+    site: str
+    heads: tuple[int, ...]
+    stabilizer: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A line of the run's journal.
+
+    Attributes:
+        step: Optimizer step.
+        kind: One of `EVENT_KINDS`.
+        site: Name of the attention site; "" where it concerns the whole run.
+        heads: The heads concerned, ascending; empty where it concerns all or none.
+        why: One sentence a person understands.
+        rule: The rule behind an alarm, the verdict's name for a verdict, else "".
+        stabilizer: The stabilizer switched to, else "".
+    """
+
+    step: int
+    kind: EventKind
+    site: str
+    heads: tuple[int, ...]
+    why: str
+    rule: str = ""
+    stabilizer: str = ""
