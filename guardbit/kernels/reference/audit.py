@@ -1,0 +1,185 @@
+"""What the monitor compares a kernel with: O, row statistics and gradients to FP32 accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.reference.common import (
+    Causal,
+    additive_mask,
+    finite_reference,
+    float32_products,
+    fold_groups,
+    masked_scores,
+)
+from guardbit.numerics import round_nearest
+
+
+class Shadow(NamedTuple):
+    """A recomputed forward and what its rows look like; R is the number of rows.
+
+    A row with no allowed key has out 0, row_max -inf, entropy 0 and counts 0.
+
+    Attributes:
+        out: FP32 (B, H, R, D).
+        row_max: FP32 (B, H, R), the largest score.
+        maxima: INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
+        maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
+            ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
+        unit_probabilities: INT64 (B, H, R), how many entries of P-bar = exp(S - row_max) round to 1
+            in BF16; above 1 is the condition of the paper's claim 3.
+        entropy: FP32 (B, H, R), of the row's probabilities, nats.
+    """
+
+    out: Tensor
+    row_max: Tensor
+    maxima: Tensor
+    maxima_bf16: Tensor
+    unit_probabilities: Tensor
+    entropy: Tensor
+
+
+@float32_products()
+def shadow(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    eps: float = 1e-3,
+    rows: Tensor | None = None,
+    chunk: int = 128,
+) -> Shadow:
+    """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
+
+    The keys are passed twice: the counts need the row's maximum first. Autocast must be off.
+
+    Args:
+        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        eps: How near the row maximum a score counts as another maximum, in units of the scores.
+        rows: INT64 (R,), the queries to look at; None for all N.
+        chunk: Keys looked at together.
+
+    Returns:
+        See `Shadow`.
+
+    Raises:
+        ValueError: If `causal` is unknown.
+    """
+    shape, heads, kv_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
+    key_positions = torch.arange(shape[1], device=q.device)
+    if rows is None:
+        rows = torch.arange(shape[0], device=q.device)
+    q_chosen = q[:, :, rows].float()
+    q_rows = fold_groups(q_chosen, kv_heads)
+
+    def scores_of(keys: slice) -> Tensor:
+        mask = additive_mask(rows, key_positions[keys], shape, causal)
+        return masked_scores(q_rows, k[:, :, keys].float(), heads, scale, mask)
+
+    chunks = [slice(start, start + chunk) for start in range(0, shape[1], chunk)]
+    row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
+    for keys in chunks:
+        row_max = row_max.maximum(scores_of(keys).amax(-1))
+    reference = finite_reference(row_max)[..., None]
+    row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
+
+    row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
+    maxima = torch.zeros_like(row_max, dtype=torch.int64)
+    maxima_bf16, units = torch.zeros_like(maxima), torch.zeros_like(maxima)
+    accumulator = torch.zeros_like(q_chosen)
+    for keys in chunks:
+        scores = scores_of(keys)
+        maxima += (row_max[..., None] - scores <= eps).sum(-1)
+        maxima_bf16 += (row_max_bf16 - round_nearest(scores, torch.bfloat16) <= eps).sum(-1)
+        probabilities = scores.sub_(reference).exp_()
+        units += (round_nearest(probabilities, torch.bfloat16) == 1).sum(-1)
+        row_sum += probabilities.sum(-1)
+        weighted_logs += probabilities.special_entr().sum(-1)
+        products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
+        accumulator += products.reshape(accumulator.shape)
+
+    row_sum = row_sum.masked_fill(row_max == -torch.inf, 1.0)
+    return Shadow(
+        out=accumulator / row_sum[..., None],
+        row_max=row_max,
+        maxima=maxima,
+        maxima_bf16=maxima_bf16,
+        unit_probabilities=units,
+        entropy=row_sum.log() + weighted_logs / row_sum,
+    )
+
+
+@float32_products()
+def exact_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    heads: Sequence[int],
+    chunk: int = 128,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of a few heads in FP32 throughout, from the inputs a kernel got.
+
+    delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
+    to 0 as nearly as FP32 can. Autocast must be off.
+
+    Args:
+        d_out: (B, H, N, D), gradient of the output.
+        q: (B, H, N, D), BF16, FP16 or FP32.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        heads: The query heads wanted, C of them.
+        chunk: Query rows looked at together; memory grows as chunk x M.
+
+    Returns:
+        dQ (B, C, N, D), dK and dV (B, C, M, D), FP32. With grouped heads, dK and dV are the share of
+        each query head alone: a key head's gradient is their sum over its group.
+
+    Raises:
+        IndexError: If a head does not exist.
+        ValueError: If `causal` is unknown.
+    """
+    missing = [head for head in heads if not 0 <= head < q.shape[1]]
+    if missing:
+        raise IndexError(f"`heads` takes 0 to {q.shape[1] - 1}, but holds {missing}.")
+    chosen = torch.tensor(list(heads), dtype=torch.int64, device=q.device)
+    kv_chosen = chosen // (q.shape[1] // k.shape[1])
+    q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
+    k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
+    shape = (q.shape[2], k.shape[2])
+    query_positions = torch.arange(shape[0], device=q.device)
+    key_positions = torch.arange(shape[1], device=q.device)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q_chosen, k_chosen, v_chosen))
+    if not shape[1]:
+        return dq, dk, dv
+
+    for start in range(0, shape[0], chunk):
+        rows = slice(start, start + chunk)
+        mask = additive_mask(query_positions[rows], key_positions, shape, causal)
+        scores = masked_scores(q_chosen[:, :, rows], k_chosen, len(chosen), scale, mask)
+        row_max = finite_reference(scores.amax(-1, keepdim=True))
+        probabilities = scores.sub_(row_max).exp_()
+        row_sum = probabilities.sum(-1, keepdim=True)
+        probabilities /= row_sum.masked_fill(row_sum == 0, 1.0)
+        d_probabilities = d_out_chosen[:, :, rows] @ v_chosen.mT
+        delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
+        d_scores = probabilities * (d_probabilities - delta)
+        dv += probabilities.mT @ d_out_chosen[:, :, rows]
+        dk += (d_scores.mT @ q_chosen[:, :, rows]) * scale
+        dq[:, :, rows] = (d_scores @ k_chosen) * scale
+    return dq, dk, dv

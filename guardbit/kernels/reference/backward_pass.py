@@ -1,0 +1,114 @@
+"""Backward: dQ, dK, dV with the delta each head's stabilizer calls for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.reference.common import (
+    Causal,
+    additive_mask,
+    float32_products,
+    fold_groups,
+    masked_scores,
+)
+from guardbit.numerics import round_nearest
+
+
+class Gradients(NamedTuple):
+    """Gradients of the loss, and the bias that compensation took out of delta.
+
+    Attributes:
+        dq: (B, H, N, D) in q's dtype.
+        dk: (B, H_kv, M, D) in k's dtype.
+        dv: (B, H_kv, M, D) in v's dtype.
+        delta_bias: FP32 (H,), sum over batch and rows of delta_lp - delta_hp, where delta_lp is
+            that of the rounded O; NaN in heads that are not compensated.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    delta_bias: Tensor
+
+
+@float32_products()
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    key_tile: int = 128,
+) -> Gradients:
+    """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
+
+    P = exp(S - L) and dS = P (dP - delta) are computed in FP32 and rounded to the input's dtype
+    before their products; these accumulate in FP32, over the query heads of a group too, and each
+    gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
+    compensated heads. Autocast must be off.
+
+    Args:
+        d_out: (B, H, N, D), gradient of `out`; any strides.
+        q: (B, H, N, D), BF16, FP16 or FP32.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        out: (B, H, N, D), from the forward.
+        lse: FP32 (B, H, N), from the forward.
+        residual: From the forward; None if no head is compensated.
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        stabilizers: The forward's, one name a head.
+        key_tile: Keys a tile.
+
+    Returns:
+        See `Gradients`. Rows with no allowed key have gradient 0.
+
+    Raises:
+        ValueError: If a head is compensated and no residual came, or `causal` is unknown.
+    """
+    batch, heads, rows, width = q.shape
+    keys, kv_heads = k.shape[2], k.shape[1]
+    d_out_wide = d_out.float()
+    delta = (d_out_wide * out.float()).sum(-1)
+    delta_bias = torch.full((heads,), torch.nan, device=q.device)
+    if "compensated" in stabilizers:
+        if residual is None:
+            raise ValueError("Compensated heads need the forward's residual, but it is None.")
+        chosen = torch.tensor([name == "compensated" for name in stabilizers], device=q.device)
+        correction = (d_out_wide * residual.float()).sum(-1) * chosen[:, None]
+        delta = delta + correction
+        delta_bias = torch.where(chosen, -correction.sum((0, 2)), delta_bias)
+
+    # exp(S - inf) = 0: a row with no allowed key has no probabilities, instead of exp(-inf + inf).
+    log_sum = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
+    q_rows = fold_groups(q.float(), kv_heads)
+    d_out_rows = fold_groups(d_out_wide, kv_heads)
+    query_positions = torch.arange(rows, device=q.device)
+    key_positions = torch.arange(keys, device=q.device)
+    dq = torch.zeros_like(q_rows)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+
+    for start in range(0, keys, key_tile):
+        tile = slice(start, start + key_tile)
+        k_tile, v_tile = k[:, :, tile].float(), v[:, :, tile].float()
+        mask = additive_mask(query_positions, key_positions[tile], (rows, keys), causal)
+        scores = masked_scores(q_rows, k_tile, heads, scale, mask)
+        probabilities = (scores - log_sum).exp_()
+        d_probabilities = (d_out_rows @ v_tile.mT).reshape(scores.shape)
+        d_scores = probabilities * (d_probabilities - delta[..., None])
+        rounded = fold_groups(round_nearest(probabilities, q.dtype).float(), kv_heads)
+        d_rounded = fold_groups(round_nearest(d_scores, q.dtype).float(), kv_heads)
+        dv[:, :, tile] = round_nearest(rounded.mT @ d_out_rows, v.dtype)
+        dk[:, :, tile] = round_nearest((d_rounded.mT @ q_rows) * scale, k.dtype)
+        dq += d_rounded @ k_tile
+    return Gradients(round_nearest(dq * scale, q.dtype).reshape(q.shape), dk, dv, delta_bias)

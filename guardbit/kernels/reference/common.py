@@ -1,0 +1,108 @@
+"""What the passes of the reference share: masks, grouped heads, true FP32 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+#: False: every query sees every key. True: bottom-right aligned, query n sees keys up to
+#: n + M - N, as FlashAttention has it. "top-left": query n sees keys up to n, as
+#: `F.scaled_dot_product_attention(is_causal=True)` has it.
+Causal = bool | Literal["top-left"]
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Makes FP32 matrix products FP32, whatever the program allows elsewhere; records no graph.
+
+    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends, lets oneDNN take
+    BF16 and cuBLAS take TF32 operands. An oracle that rounds its operands is none. The settings are
+    read and written by backend because PyTorch refuses the old call once the new ones were used.
+    """
+    backends = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    before = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        with torch.no_grad():
+            yield
+    finally:
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
+
+
+def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
+    """Lays the query heads that share a key head below one another.
+
+    With them k and v need no expanding, and products over the folded rows sum over the group.
+
+    Args:
+        x: (B, H, N, E), H a multiple of `kv_heads`.
+        kv_heads: Number of key heads.
+
+    Returns:
+        (B, kv_heads, H / kv_heads * N, E).
+    """
+    batch, heads, rows, width = x.shape
+    return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def additive_mask(rows: Tensor, columns: Tensor, shape: tuple[int, int], causal: Causal) -> Tensor:
+    """0 where a query may see a key, -inf where not.
+
+    Drawn for N = 2, M = 4, x for allowed::
+
+        True: x x x .    "top-left": x . . .
+              x x x x                x x . .
+
+    It is added, not filled in, so that NaN and +inf scores of forbidden keys come out as in
+    PyTorch's math backend.
+
+    Args:
+        rows: INT64 (R,), positions of the queries.
+        columns: INT64 (C,), positions of the keys.
+        shape: (N, M), the whole lengths.
+        causal: See `Causal`.
+
+    Returns:
+        FP32 (R, C).
+
+    Raises:
+        ValueError: If `causal` is none of the three.
+    """
+    if causal not in (False, True, "top-left"):
+        raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')
+    mask = torch.zeros(len(rows), len(columns), device=rows.device)
+    if causal is False:
+        return mask
+    shift = shape[1] - shape[0] if causal is True else 0
+    return mask.masked_fill_(columns > rows[:, None] + shift, -torch.inf)
+
+
+def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor) -> Tensor:
+    """Scores of folded queries against one tile of keys, in FP32.
+
+    Products of BF16 or FP16 numbers are exact in FP32; what rounds is their sum, as in a tensor core.
+
+    Args:
+        q_rows: FP32 (B, H_kv, H / H_kv * R, D), see `fold_groups`.
+        k_tile: FP32 (B, H_kv, C, D).
+        heads: H.
+        scale: Factor of Q K^T.
+        mask: FP32 (R, C), see `additive_mask`.
+
+    Returns:
+        FP32 (B, H, R, C).
+    """
+    rows, columns = mask.shape
+    products = (q_rows @ k_tile.mT).reshape(q_rows.shape[0], heads, rows, columns)
+    return products.mul_(scale).add_(mask)
+
+
+def finite_reference(row_max: Tensor) -> Tensor:
+    """What to subtract from the scores: 0 instead of the -inf of a row with no allowed key."""
+    return row_max.masked_fill(row_max == -torch.inf, 0.0)

@@ -1,0 +1,211 @@
+"""Forward: O and L, with each head's own stabilizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.reference.common import (
+    Causal,
+    additive_mask,
+    finite_reference,
+    float32_products,
+    fold_groups,
+    masked_scores,
+)
+from guardbit.numerics import philox, round_nearest, round_stochastic, split
+
+#: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
+#: where it fails; no other part of the package offers it.
+STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
+
+#: Ends of row_max's shift. P-bar is dithered, and its rounding unbiased, while the shift varies with
+#: the row maximum. At an end all rows share one shift, and its rounding error is a bias of its own
+#: (paper, appendix C), unless exp(-shift) is a power of two, which rounds not at all. Hence multiples
+#: of ln 2. Coherent error of O (2,048 rows of an attention sink with two equal maxima rm; `none` has
+#: 7.6): rm = 0: 9.8 with 0.5 and 7.6 with ln 2 as the lower end; rm = 6 to 7.2: 0.75 with 8 or
+#: 12 ln 2 as the upper end, 7.4 with 4; rm = 60 to 72 or 600 to 720: 9.5 with 16, 7.6 with 12 ln 2.
+#: So at an end row_max is no better than none, and no worse.
+SHIFT_MIN = math.log(2)
+SHIFT_MAX = 12 * math.log(2)
+#: FP16 has no room below: P-bar would lose what lies under exp(shift) 2^-25, for 12 ln 2 every key
+#: with less than 1e-4 of the largest probability.
+SHIFT_MAX_FP16 = 2 * math.log(2)
+
+
+class Forward(NamedTuple):
+    """What the forward leaves for the user and for the backward.
+
+    Attributes:
+        out: (B, H, N, D) in the input's dtype.
+        lse: FP32 (B, H, N), L = m + log l; -inf where a row sees no key.
+        residual: (B, H, N, D) in the input's dtype, what rounding took from O: out + residual is O
+            to twice the significand. 0 in heads that are not compensated; None if no head is.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None
+
+
+@float32_products()
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    beta: float = 2.0,
+    eps: float = 1e-3,
+    seed: int = 0,
+    offset: int = 0,
+    key_tile: int = 128,
+) -> Forward:
+    """Attention with the roundings of FlashAttention-2 (paper, Algorithm 1) and a stabilizer a head.
+
+    Scores, l and the accumulator of O are FP32; P-bar is rounded to the input's dtype before the
+    product with V while l sums the unrounded P-bar; O is divided by l and rounded once. FP32 inputs
+    round nowhere. Autocast must be off.
+
+    - none: nothing more.
+    - compensated: the residual of O is kept for the backward.
+    - stochastic: O is rounded stochastically, with the random word of counter
+      offset + ((b H + h) N + n) D + d, so an element's word does not depend on the other heads'
+      stabilizers, nor on the tile.
+    - row_max: where a second score lies within eps of the row maximum rm seen so far,
+      m = rm + clamp((beta - 1) |rm|, SHIFT_MIN, SHIFT_MAX) instead of m = rm (paper, section 4, made
+      safe). Helps where the clamp does not hold, for beta = 2 up to |rm| = 8.3.
+    - row_max_published: the paper's Algorithm 3, maxima counted within a tile and m = beta rm, or 0
+      for rm < 0. Its line 11 is read as m = max(m of the tiles before, m' of this one): as printed,
+      m' would take effect one tile late and never in the last. 0 / 0 where exp(-(beta - 1) rm)
+      underflows.
+
+    Args:
+        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        stabilizers: One name a head, of `STABILIZERS`.
+        beta: Factor of the row maximum for row_max; above 1.
+        eps: How near the row maximum a score counts as another maximum, in units of the scores.
+        seed: Key of the random words, modulo 2^64.
+        offset: First counter of the random words.
+        key_tile: Keys a tile.
+
+    Returns:
+        See `Forward`. NaN and infinities come out as in PyTorch's math backend.
+
+    Raises:
+        ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
+    """
+    batch, heads, rows, width = q.shape
+    keys, kv_heads = k.shape[2], k.shape[1]
+    check_stabilizers(stabilizers, heads)
+    shifted = _head_mask(stabilizers, "row_max", q.device)
+    published = _head_mask(stabilizers, "row_max_published", q.device)
+
+    shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
+
+    q_rows = fold_groups(q.float(), kv_heads)
+    query_positions = torch.arange(rows, device=q.device)
+    key_positions = torch.arange(keys, device=q.device)
+    row_max = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+    tied = torch.zeros_like(row_max, dtype=torch.bool)
+    normalizer, row_sum = row_max, torch.zeros_like(row_max)
+    accumulator = q.new_zeros(q.shape, dtype=torch.float32)
+
+    for start in range(0, keys, key_tile):
+        tile = slice(start, start + key_tile)
+        mask = additive_mask(query_positions, key_positions[tile], (rows, keys), causal)
+        scores = masked_scores(q_rows, k[:, :, tile].float(), heads, scale, mask)
+        tile_max = scores.amax(-1)
+        before, row_max = row_max, row_max.maximum(tile_max)
+        before_normalizer, normalizer = normalizer, row_max
+        if shifted is not None or published is not None:
+            tile_tied = (tile_max[..., None] - scores <= eps).sum(-1) > 1
+        if shifted is not None:
+            # Exact across tiles without the scores of earlier ones: when the maximum rises by no
+            # more than eps, the old one is the second score within eps of the new.
+            tied = torch.where(tile_max > before, tile_tied, tied)
+            tied |= (tile_max - before).abs() <= eps
+            shift = ((beta - 1) * row_max.abs()).clamp(SHIFT_MIN, shift_max)
+            normalizer = torch.where(shifted & tied, row_max + shift, normalizer)
+        if published is not None:
+            rule = torch.where(tile_max > 0, beta * tile_max, torch.zeros_like(tile_max))
+            rule = torch.where(tile_tied & (tile_max != 0), rule, tile_max)
+            normalizer = torch.where(published, before_normalizer.maximum(rule), normalizer)
+
+        reference = finite_reference(normalizer)
+        probabilities = (scores - reference[..., None]).exp_()
+        rescale = (before_normalizer - reference).exp()
+        row_sum = row_sum * rescale + probabilities.sum(-1)
+        rounded = fold_groups(round_nearest(probabilities, q.dtype).float(), kv_heads)
+        products = (rounded @ v[:, :, tile].float()).reshape(q.shape)
+        accumulator = accumulator.mul_(rescale[..., None]).add_(products)
+
+    # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
+    row_sum = row_sum.masked_fill(row_max == -torch.inf, 1.0)
+    exact = accumulator / row_sum[..., None]
+    out = round_nearest(exact, q.dtype)
+    stochastic = _chosen(stabilizers, "stochastic", q.device)
+    if len(stochastic) and q.dtype != torch.float32:
+        words = philox(seed, offset + element_counters(q.shape, stochastic))
+        out[:, stochastic] = round_stochastic(exact[:, stochastic], q.dtype, words)
+    compensated = _chosen(stabilizers, "compensated", q.device)
+    residual = None
+    if len(compensated):
+        residual = torch.zeros_like(out)
+        residual[:, compensated] = split(exact[:, compensated], q.dtype, 2)[1]
+    return Forward(out, normalizer + row_sum.log(), residual)
+
+
+def check_stabilizers(stabilizers: Sequence[str], heads: int) -> None:
+    """Refuses anything but one known name a head.
+
+    Raises:
+        ValueError: Saying what came and what is allowed.
+    """
+    if len(stabilizers) != heads:
+        raise ValueError(
+            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
+        )
+    unknown = sorted(set(stabilizers) - set(STABILIZERS))
+    if unknown:
+        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
+
+
+def element_counters(shape: torch.Size, heads: Tensor) -> Tensor:
+    """Position of each element of some heads in a contiguous tensor of the whole shape.
+
+    Args:
+        shape: (B, H, N, D).
+        heads: INT64 (C,), the chosen heads.
+
+    Returns:
+        INT64 (B, C, N, D): ((b H + h) N + n) D + d.
+    """
+    batch, all_heads, rows, width = shape
+    device = heads.device
+    of_head = torch.arange(batch, device=device)[:, None] * all_heads + heads
+    within_head = torch.arange(rows * width, device=device).reshape(rows, width)
+    return of_head[..., None, None] * (rows * width) + within_head
+
+
+def _chosen(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor:
+    """Indices of the heads with this stabilizer, INT64 (C,)."""
+    chosen = [head for head, stabilizer in enumerate(stabilizers) if stabilizer == name]
+    return torch.tensor(chosen, dtype=torch.int64, device=device)
+
+
+def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:
+    """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
+    if name not in stabilizers:
+        return None
+    return torch.tensor([[stabilizer == name] for stabilizer in stabilizers], device=device)

@@ -1,0 +1,111 @@
+"""Which stabilizer each head of each attention site uses right now, and who is listening.
+
+The attention op is opaque to the compiler and looks its site up here when it *runs*, so a switch
+takes effect at the next call, forward and backward, without a graph break or a recompilation.
+Kernels know sites only as numbers; names, modules and meaning belong to the layers above.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Everything one attention call saw and returned, handed to the observer in its backward.
+
+    Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v, dk, dv `(B, H_kv, M, D)`.
+
+    Attributes:
+        site: Number of the site.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        out: The output the kernel in use returned.
+        residual: Rounding residual of `out` in the heads that keep one, else None.
+        d_out: Gradient of the loss with respect to `out`.
+        dq: Gradient of q by the kernel in use.
+        dk: Gradient of k by the kernel in use.
+        dv: Gradient of v by the kernel in use.
+        causal: False, True (bottom-right aligned) or "top-left".
+        scale: Factor of the scores.
+        stabilizers: One name a head.
+    """
+
+    site: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    residual: Tensor | None
+    d_out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    causal: bool | str
+    scale: float
+    stabilizers: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class SiteState:
+    """What the op looks up for one site, each time it runs.
+
+    Attributes:
+        stabilizers: One name a head, or None for what the call itself asked for.
+        observer: Called once in every backward of the site, or None. It must not raise.
+        launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
+            Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
+        num_heads: Query heads of the last call, 0 before the first.
+    """
+
+    stabilizers: tuple[str, ...] | None = None
+    observer: Callable[[AttentionCall], None] | None = None
+    launches: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_heads: int = 0
+
+
+#: Number of calls outside any instrumented model.
+NO_SITE = -1
+
+_sites: dict[int, SiteState] = {NO_SITE: SiteState()}
+_next_number = 0
+_random_offset = 0
+
+
+def add_site() -> int:
+    """Registers a new site and returns its number, unique in this process."""
+    global _next_number
+    number = _next_number
+    _next_number += 1
+    _sites[number] = SiteState()
+    return number
+
+
+def remove_site(number: int) -> None:
+    """Forgets a site; calls that still carry its number behave as outside any site."""
+    _sites.pop(number, None)
+
+
+def site_state(number: int) -> SiteState:
+    """Returns the state of a site, or that of `NO_SITE` if it was removed."""
+    return _sites.get(number) or _sites[NO_SITE]
+
+
+def set_random_offset(offset: int) -> None:
+    """Sets where stochastic rounding's counter starts.
+
+    It must differ between steps and stay the same within one, so that a forward recomputed under
+    activation checkpointing draws the same bits.
+    """
+    global _random_offset
+    _random_offset = offset
+
+
+def random_offset() -> int:
+    """Returns where stochastic rounding's counter starts now."""
+    return _random_offset

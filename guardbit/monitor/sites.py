@@ -1,0 +1,294 @@
+"""The attention sites of a model, and the switch of their heads' kernels.
+
+inst = guardbit.instrument(model)        # before the first forward
+...                                      # one ordinary training step
+inst.sites                               # name of the module -> Site
+inst.switch("h.2.attn", "compensated", heads=[3, 7])
+inst.remove()
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import check_stabilizers
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor import interception
+from guardbit.monitor.layouts import Layout, LayoutUnavailable, find_layout
+
+T = TypeVar("T")
+
+# The modules of torch.nn that call attention themselves; its others never do.
+_ATTENTION_OF_TORCH = (
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerDecoder,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+)
+
+
+class Site:
+    """One module of the model in which attention is called.
+
+    Attributes:
+        name: Dotted name of the module.
+        module: The module.
+        number: Number by which the kernels know the site.
+    """
+
+    def __init__(self, name: str, module: nn.Module, number: int) -> None:
+        self.name = name
+        self.module = module
+        self.number = number
+        self._layout: tuple[Layout, nn.Module] | LayoutUnavailable | None = None
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, num_heads={self.num_heads})"
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads; 0 before the first call."""
+        record = self._record()
+        return record.num_heads if record else 0
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the site's heads cannot be switched, or None."""
+        record = self._record()
+        return record.refusal if record else "it has not been called yet"
+
+    @property
+    def launches(self) -> dict[tuple[str, str], int]:
+        """How often each kernel ran here, by (direction, kernel)."""
+        return dict(switchboard.site_state(self.number).launches)
+
+    @property
+    def stabilizers(self) -> list[str]:
+        """The stabilizer in use, one name a head."""
+        switched = switchboard.site_state(self.number).stabilizers
+        return list(switched) if switched else ["none"] * self.num_heads
+
+    def query_weight(self, head: int) -> Tensor:
+        """Returns head `head`'s rows of W_Q from the current weights.
+
+        Args:
+            head: Query head, from 0.
+
+        Returns:
+            FP32 `(d_head, d_model)`.
+
+        Raises:
+            IndexError: If there is no such head.
+            LayoutUnavailable: If it cannot be known which rows they are, saying why.
+        """
+        layout, module = self._settled_layout()
+        return layout.query_weight(_parameters(module), head)
+
+    def query_weights(self) -> Tensor:
+        """Returns W_Q of all heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
+        layout, module = self._settled_layout()
+        return layout.query_weights(_parameters(module))
+
+    def key_weights(self) -> Tensor:
+        """Returns W_K of all key heads, FP32 `(H_kv, d_head, d_model)`; see `query_weight`."""
+        layout, module = self._settled_layout()
+        return layout.key_weights(_parameters(module))
+
+    def settle_layout(self) -> str | None:
+        """Finds out where W_Q and W_K lie, if that was not done yet.
+
+        Returns:
+            Why it cannot be known, or None.
+        """
+        try:
+            layout, _ = self._settled_layout()
+        except LayoutUnavailable as unavailable:
+            return str(unavailable)
+        return layout.key if isinstance(layout.key, str) else None
+
+    def _settled_layout(self) -> tuple[Layout, nn.Module]:
+        if self._layout is None:
+            if self._record() is None:
+                raise LayoutUnavailable(
+                    f"site '{self.name}' has not been called yet; run a training step first"
+                )
+            self._layout = self._find_layout()
+        if isinstance(self._layout, LayoutUnavailable):
+            raise self._layout
+        return self._layout
+
+    def _find_layout(self) -> tuple[Layout, nn.Module] | LayoutUnavailable:
+        """Asks the innermost module that has weight matrices, then those around it."""
+        record = self._record()
+        reason: str | None = None
+        for module, inputs in record.modules if record else []:
+            parameters = {name: p.float() for name, p in _parameters(module).items()}
+            if not any(p.dim() >= 2 for p in parameters.values()):
+                continue
+
+            def project(
+                leaves: dict[str, Tensor],
+                module: nn.Module = module,
+                inputs: interception.ModuleInputs = inputs,
+            ) -> tuple[Tensor, Tensor]:
+                return interception.rerun(self.number, module, inputs, leaves)
+
+            try:
+                return find_layout(project, parameters), module
+            except LayoutUnavailable as unavailable:
+                reason = reason or str(unavailable)
+            except Exception as error:
+                reason = reason or f"the module could not be run by itself: {error}"
+        reason = reason or "the inputs of its module could not be recorded"
+        return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
+
+    def _record(self) -> interception.SiteRecord | None:
+        seen_by_op = switchboard.site_state(self.number).num_heads
+        return interception.site_record(self.number, self.module, seen_by_op)
+
+
+class Instrumentation:
+    """A model whose attention calls are routed through GuardBit; made by `instrument`."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[str] | None) -> None:
+        candidates = dict(_candidates(model))
+        if sites is not None:
+            candidates = _select(candidates, sites, "module")
+        if not candidates:
+            raise ValueError(
+                f"{type(model).__name__} has no module that could call attention; GuardBit watches"
+                " calls of F.scaled_dot_product_attention inside a model's own modules"
+            )
+        self._sites: dict[str, Site] = {}
+        interception.install()
+        for name, module in candidates.items():
+            site = Site(name, module, switchboard.add_site())
+            self._sites[name] = site
+            interception.attach(module, site.number)
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """The sites that were called at least once, by name, in the order of the model."""
+        return {name: site for name, site in self._sites.items() if site.num_heads}
+
+    def switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> None:
+        """Switches heads to a kernel, from the next call of the site on.
+
+        Args:
+            site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
+            stabilizer: One name of `guardbit.STABILIZERS`, or one for each of `heads`. "none"
+                gives a head back to PyTorch's own kernel.
+            heads: The heads to switch; None for all.
+
+        Raises:
+            ValueError: If the site, the stabilizer, or the switch itself is impossible.
+            IndexError: If a head is out of range.
+        """
+        matching = _select(self.sites, [site], "attention site")
+        if _is_pattern(site):
+            matching = {name: s for name, s in matching.items() if s.refusal is None}
+        for target in matching.values():
+            if target.refusal is not None:
+                raise ValueError(f"site '{target.name}' cannot be switched: {target.refusal}")
+        for target in matching.values():
+            chosen = list(range(target.num_heads)) if heads is None else list(heads)
+            for head in chosen:
+                if not 0 <= head < target.num_heads:
+                    raise IndexError(
+                        f"head {head} is out of range; site '{target.name}' has heads 0 to"
+                        f" {target.num_heads - 1}"
+                    )
+            names = target.stabilizers
+            given = check_stabilizers(stabilizer, len(chosen))
+            for head, name in zip(chosen, given, strict=True):
+                names[head] = name
+            switchboard.site_state(target.number).stabilizers = tuple(names)
+
+    def stabilizers(self) -> dict[str, list[str]]:
+        """Returns the stabilizer in use: name of the site -> one name a head."""
+        return {name: site.stabilizers for name, site in self.sites.items()}
+
+    def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
+        """Sets what `stabilizers()` returned earlier, before or after the first forward.
+
+        Raises:
+            ValueError: If the model has no such module or a name is unknown.
+        """
+        for name, names in stabilizers.items():
+            if name not in self._sites:
+                raise ValueError(f"the model has no module '{name}' to switch")
+            checked = check_stabilizers(names, len(names))
+            switchboard.site_state(self._sites[name].number).stabilizers = checked
+
+    def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
+        """Calls `observer` in every attention backward from now on; None for no longer."""
+        for site in self._sites.values():
+            switchboard.site_state(site.number).observer = observer
+
+    def remove(self) -> None:
+        """Takes everything out of the model again; calling it twice is harmless."""
+        if not self._sites:
+            return
+        for site in self._sites.values():
+            interception.detach(site.module, site.number)
+            switchboard.remove_site(site.number)
+        self._sites.clear()
+        interception.uninstall()
+
+
+def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
+    """Routes a model's attention calls through GuardBit, without changing what they compute.
+
+    Args:
+        model: Any model; call it before the first forward, before or after `torch.compile`.
+        sites: Names or patterns of the modules to consider; None for all.
+
+    Raises:
+        ValueError: If the model has no module that could call attention, a name matches none, or
+            the model is instrumented already.
+    """
+    for name, module in model.named_modules():
+        if interception.is_attached(module):
+            raise ValueError(f"the model is instrumented already (module '{name}')")
+    return Instrumentation(model, sites)
+
+
+def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        of_torch = type(module).__module__.startswith("torch.nn.modules.")
+        if of_torch and not isinstance(module, _ATTENTION_OF_TORCH):
+            continue
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            continue  # a wrapper around the module that matters
+        parts = [part for part in name.split(".") if part != "_orig_mod"]
+        yield ".".join(parts) or type(module).__name__, module
+
+
+def _select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
+    selected: dict[str, T] = {}
+    for pattern in patterns:
+        matches = fnmatch.filter(named, pattern) if _is_pattern(pattern) else [pattern]
+        matches = [name for name in matches if name in named]
+        if not matches:
+            known = ", ".join(list(named)[:8]) or "none yet: run a training step first"
+            raise ValueError(f"no {kind} is called '{pattern}'; there are {known}")
+        selected.update({name: named[name] for name in matches})
+    return selected
+
+
+def _is_pattern(name: str) -> bool:
+    return any(character in name for character in "*?[")
+
+
+def _parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters()}
