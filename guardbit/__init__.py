@@ -1,1 +1,63 @@
-"""GuardBit watches every attention head of a low-precision training run."""
+"""GuardBit watches every attention head of a low-precision training run.
+
+It sees the rounding bias of low-precision flash attention build up long before the loss moves, and
+swaps a stabilized kernel in for the affected heads in the middle of the run.
+
+Everything is imported when it is first used, so reading telemetry never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from guardbit.callbacks import AttentionMonitor, AutoStabilizer
+    from guardbit.kernels.attention import flash_attention
+    from guardbit.monitor.layouts import LayoutUnavailable
+    from guardbit.monitor.session import MonitorSession
+    from guardbit.monitor.sites import Instrumentation, Site, instrument
+    from guardbit.records import INDICATORS, STABILIZERS
+    from guardbit.store import read_events, read_metadata, read_run
+
+__all__ = [
+    "INDICATORS",
+    "STABILIZERS",
+    "AttentionMonitor",
+    "AutoStabilizer",
+    "Instrumentation",
+    "LayoutUnavailable",
+    "MonitorSession",
+    "Site",
+    "flash_attention",
+    "instrument",
+    "read_events",
+    "read_metadata",
+    "read_run",
+]
+
+_HOMES = {
+    "INDICATORS": "guardbit.records",
+    "STABILIZERS": "guardbit.records",
+    "AttentionMonitor": "guardbit.callbacks",
+    "AutoStabilizer": "guardbit.callbacks",
+    "Instrumentation": "guardbit.monitor.sites",
+    "LayoutUnavailable": "guardbit.monitor.layouts",
+    "MonitorSession": "guardbit.monitor.session",
+    "Site": "guardbit.monitor.sites",
+    "flash_attention": "guardbit.kernels.attention",
+    "instrument": "guardbit.monitor.sites",
+    "read_events": "guardbit.store",
+    "read_metadata": "guardbit.store",
+    "read_run": "guardbit.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'guardbit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

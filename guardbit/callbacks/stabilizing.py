@@ -1,0 +1,58 @@
+"""`AutoStabilizer`: acts on what `AttentionMonitor` sees."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from guardbit.callbacks.monitoring import AttentionMonitor
+from guardbit.monitor.policy import Policy
+
+
+class AutoStabilizer(pl.Callback):
+    """Swaps a stabilized attention kernel in for the heads an alarm names, in the middle of a run.
+
+    It needs an `AttentionMonitor` among the same Trainer's callbacks, which keeps its state in the
+    checkpoint. The switch takes effect at the next step and recompiles nothing.
+
+    Args:
+        stabilizer: What alarmed heads are switched to: "compensated", "stochastic" or "row_max".
+        agreeing_rules: Number of different rules that must name a head.
+        agreement_steps: Steps within which they must do so.
+        calm_steps: Steps without an alarm after which a switch is undone; None for never.
+        dry_run: Decide and record, but switch nothing.
+
+    Raises:
+        ValueError: If an argument is out of range, or at setup, if no `AttentionMonitor` is there.
+    """
+
+    def __init__(
+        self,
+        stabilizer: str = "compensated",
+        *,
+        agreeing_rules: int = 1,
+        agreement_steps: int = 2000,
+        calm_steps: int | None = 5000,
+        dry_run: bool = False,
+    ) -> None:
+        self.dry_run = dry_run
+        self.policy = Policy(
+            stabilizer,
+            agreeing_rules=agreeing_rules,
+            agreement_steps=agreement_steps,
+            calm_steps=calm_steps,
+        )
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Hands the policy to the monitor, before that instruments the model."""
+        if stage != "fit":
+            return
+        # Lightning sets the attribute from another class, where type checkers do not see it.
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
+        if len(monitors) != 1:
+            raise ValueError(
+                f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has {len(monitors)};"
+                " pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
+            )
+        monitors[0].policy = self.policy
+        monitors[0].dry_run = self.dry_run

@@ -1,0 +1,52 @@
+"""Hands the attention calls of sampled steps on; no maths, no synchronisation.
+
+Calls arrive from inside the op's backward, where q, k, v, the output and all gradients are at hand:
+once a call, also under activation checkpointing and `torch.compile`. They are passed on at once
+and not kept, so a sampled step needs no more memory than any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor.sites import Instrumentation
+
+
+class Capture:
+    """Listens to the attention calls of a model while it is armed.
+
+    Args:
+        instrumentation: The instrumented model.
+        consume: Receives every call; runs without autograd and autocast.
+        on_error: Receives what `consume` raises, so that training goes on.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        consume: Callable[[AttentionCall], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._consume = consume
+        self._on_error = on_error
+
+    def arm(self) -> None:
+        """Starts listening."""
+        self._instrumentation.observe(self._receive)
+
+    def disarm(self) -> None:
+        """Stops listening; calls then cost nothing."""
+        self._instrumentation.observe(None)
+
+    def _receive(self, call: AttentionCall) -> None:
+        if call.q.numel() == 0 or call.k.numel() == 0:
+            return
+        try:
+            with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+                self._consume(call)
+        except Exception as error:
+            self._on_error(error)

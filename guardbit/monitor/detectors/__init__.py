@@ -1,0 +1,187 @@
+"""Streaming rules that turn the telemetry of attention heads into alarms.
+
+`Detectors` holds a tuple of rules and their states. The same object serves a live run, which
+hands it the samples of each sampled step, and the replay of a recorded one. Rules compare a head
+with its own past and with its peers, and only ever fire upwards; their thresholds and the data
+that set them stand in `guardbit.monitor.detectors.rules`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from itertools import groupby
+
+import numpy as np
+
+from guardbit.monitor.detectors.frames import (
+    OVERFLOW,
+    Finding,
+    Frame,
+    Rule,
+    State,
+    Values,
+    from_plain,
+    to_plain,
+)
+from guardbit.monitor.detectors.rules import (
+    DEFAULT_RULES,
+    DeltaBias,
+    LogitOutlier,
+    LossDeparture,
+    ModelLogits,
+    MultipleMaxima,
+    NormGrowth,
+)
+from guardbit.records import INDICATORS, Alarm, Sample
+
+__all__ = [
+    "DEFAULT_RULES",
+    "DeltaBias",
+    "Detectors",
+    "Finding",
+    "Frame",
+    "LogitOutlier",
+    "LossDeparture",
+    "ModelLogits",
+    "MultipleMaxima",
+    "NormGrowth",
+    "Rule",
+]
+
+
+class Detectors:
+    """Samples in, alarms out; one object for a live run and for a replay.
+
+    Args:
+        rules: The rules, each with its own name.
+        cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
+
+    Raises:
+        ValueError: If two rules share a name or the cool-down is negative.
+    """
+
+    def __init__(
+        self, rules: tuple[Rule, ...] = DEFAULT_RULES, *, cool_down_steps: int = 1000
+    ) -> None:
+        names = [rule.name for rule in rules]
+        if len(set(names)) < len(names):
+            raise ValueError(f"each rule of Detectors needs a name of its own, got {names}")
+        if cool_down_steps < 0:
+            raise ValueError(f"cool_down_steps of Detectors must be >= 0, got {cool_down_steps}")
+        self.rules = rules
+        self.cool_down_steps = cool_down_steps
+        self._rule_states: dict[str, State] = {name: {} for name in names}
+        self._last_step: dict[str, dict[str, int]] = {}
+        self._latest: dict[str, dict[str, Values]] = {}
+        self._widths: dict[str, int] = {}
+        # Rule -> site -> head (-1: the whole run) as text, as in JSON -> step of the last alarm.
+        self._fired: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
+
+    def update(self, samples: Iterable[Sample]) -> list[Alarm]:
+        """Takes the samples of one step or of several and returns the alarms they raise.
+
+        Hand over all samples of a step together: peers and pairs of indicators are compared
+        within a step. What a site's indicator already has of the same or of a later step is
+        ignored, as are unknown indicators; NaN is a missing head.
+
+        Args:
+            samples: In any order; normally no step older than those of earlier calls.
+
+        Returns:
+            The alarms in the order of steps, and of rules within a step.
+        """
+        alarms = []
+        known = (sample for sample in samples if sample.indicator in INDICATORS)
+        for step, group in groupby(sorted(known, key=_step), key=_step):
+            frame = self._frame(step, group)
+            for rule in self.rules:
+                for finding in rule.examine(frame, self._rule_states[rule.name]):
+                    if heads := self._not_cooling(rule.name, step, finding):
+                        run_wide = heads == (-1,)
+                        alarms.append(
+                            Alarm(
+                                step,
+                                finding.site,
+                                () if run_wide else heads,
+                                rule.name,
+                                finding.why,
+                            )
+                        )
+        return alarms
+
+    def state_dict(self) -> State:
+        """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
+        latest = {
+            indicator: {site: to_plain(values) for site, values in sites.items()}
+            for indicator, sites in self._latest.items()
+        }
+        state = {
+            "rules": self._rule_states,
+            "last_step": self._last_step,
+            "latest": latest,
+            "widths": self._widths,
+            "fired": self._fired,
+        }
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: State) -> None:
+        """Continues where the object stood whose `state_dict` this is.
+
+        Raises:
+            ValueError: If the state belongs to other rules.
+        """
+        if state["rules"].keys() != self._rule_states.keys():
+            raise ValueError(
+                f"the state of Detectors is of the rules {sorted(state['rules'])}, "
+                f"but the rules are {sorted(self._rule_states)}"
+            )
+        state = copy.deepcopy(state)
+        self._rule_states = state["rules"]
+        self._last_step = state["last_step"]
+        self._widths = state["widths"]
+        self._fired = state["fired"]
+        self._latest = {
+            indicator: {site: from_plain(values) for site, values in sites.items()}
+            for indicator, sites in state["latest"].items()
+        }
+
+    def _frame(self, step: int, samples: Iterable[Sample]) -> Frame:
+        now: dict[str, dict[str, Values]] = {}
+        for sample in samples:
+            last_step = self._last_step.setdefault(sample.indicator, {})
+            if not sample.values or step <= last_step.get(sample.site, -1):
+                continue
+            last_step[sample.site] = step
+            values = np.array(sample.values, np.float64).clip(-OVERFLOW, OVERFLOW)
+            now.setdefault(sample.indicator, {})[sample.site] = values
+            if len(values) > self._widths.get(sample.site, 0):
+                self._widths[sample.site] = len(values)
+        for indicator, sites in now.items():
+            latest = self._latest.setdefault(indicator, {})
+            for site, values in sites.items():
+                sites[site] = values = _widened(values, self._widths[site])
+                before = _widened(latest.get(site, values), len(values))
+                latest[site] = np.where(np.isnan(values), before, values)
+        return Frame(step, now, self._latest)
+
+    def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
+        """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""
+        fired = self._fired[rule].setdefault(finding.site, {})
+        ready = tuple(
+            head
+            for head in finding.heads or (-1,)
+            if str(head) not in fired or step >= fired[str(head)] + self.cool_down_steps
+        )
+        fired.update({str(head): step for head in ready})
+        return ready
+
+
+def _step(sample: Sample) -> int:
+    return sample.step
+
+
+def _widened(values: Values, heads: int) -> Values:
+    missing = max(0, heads - len(values))
+    return np.concatenate([values, np.full(missing, math.nan)]) if missing else values

@@ -1,0 +1,223 @@
+"""From alarms to decisions: which heads to switch, when to undo it, and what kind of trouble it is.
+
+The policy knows rules by their names only. Those of `MODEL_RULES` speak of the whole model; every
+other rule speaks of the heads its alarms name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
+
+#: Rules whose alarms are about all layers or the loss: no case for switching single heads.
+MODEL_RULES: frozenset[str] = frozenset({"model_logits", "loss_departure"})
+
+#: The rule that measures the rounding bias itself, where the others see its consequences.
+CAUSE_RULE = "delta_bias"
+
+#: Alarms "at once": the later step is at most this many times the earlier one.
+AT_ONCE = 1.25
+
+
+class Judgement(NamedTuple):
+    """What kind of trouble a run is in, and one sentence with the evidence."""
+
+    verdict: Verdict
+    why: str
+
+
+class Policy:
+    """Decides which heads are stabilized.
+
+    A head is switched when `agreeing_rules` different rules have named it within
+    `agreement_steps`. One is the default, because a false switch is cheap: the default
+    stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
+    away at once (`model_logits`) the cause is not one head's rounding, and for `calm_steps` only
+    a measured delta bias still switches.
+
+    A switched head that no rule has named for `calm_steps` goes back to "none", once: a head that
+    is alarmed again after that stays switched for good, so that nothing swings to and fro.
+    How soon a rule repeats itself is the detectors' cool-down; `calm_steps` must be longer.
+
+    Args:
+        stabilizer: What alarmed heads are switched to, one of `guardbit.records.STABILIZERS`.
+        agreeing_rules: Number of different rules that must name a head, at least 1.
+        agreement_steps: Steps within which they must do so.
+        calm_steps: Steps without an alarm after which a switch is undone; None: never.
+
+    Raises:
+        ValueError: If an argument is outside its range.
+    """
+
+    def __init__(
+        self,
+        stabilizer: str = "compensated",
+        *,
+        agreeing_rules: int = 1,
+        agreement_steps: int = 2000,
+        calm_steps: int | None = 5000,
+    ) -> None:
+        if stabilizer not in STABILIZERS or stabilizer == "none":
+            allowed = ", ".join(name for name in STABILIZERS if name != "none")
+            raise ValueError(f"stabilizer of Policy must be one of {allowed}, got {stabilizer!r}")
+        if agreeing_rules < 1:
+            raise ValueError(f"agreeing_rules of Policy must be >= 1, got {agreeing_rules}")
+        if agreement_steps < 0:
+            raise ValueError(f"agreement_steps of Policy must be >= 0, got {agreement_steps}")
+        if calm_steps is not None and calm_steps < 1:
+            raise ValueError(f"calm_steps of Policy must be >= 1 or None, got {calm_steps}")
+        self.stabilizer = stabilizer
+        self.agreeing_rules = agreeing_rules
+        self.agreement_steps = agreement_steps
+        self.calm_steps = calm_steps
+        # Site -> head, as text as in JSON -> rule -> step of its last alarm.
+        self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
+        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good).
+        self._switched: dict[str, dict[str, str]] = {}
+        self._model_alarm: int | None = None
+        self._first_alarms: dict[str, Alarm] = {}
+
+    def decide(self, alarms: Iterable[Alarm], step: int) -> list[Decision]:
+        """Takes the alarms raised since the last call and returns what to do now.
+
+        Args:
+            alarms: In the order of their steps; may be empty.
+            step: The current optimizer step, not before the last call's.
+
+        Returns:
+            At most one decision a site to switch heads and one to undo that, in the order of sites.
+        """
+        for alarm in alarms:
+            self._first_alarms.setdefault(f"{alarm.rule} {alarm.site}", alarm)
+            if alarm.rule == "model_logits":
+                self._model_alarm = alarm.step
+            if alarm.rule not in MODEL_RULES:
+                for head in alarm.heads:
+                    rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
+                    rules[alarm.rule] = alarm.step
+        decisions = []
+        for site, heads in sorted(self._alarmed.items()):
+            states = self._switched.setdefault(site, {})
+            switch, undo, reasons = [], [], set()
+            for head, rules in heads.items():
+                state = states.get(head)
+                if state in (None, "undone"):
+                    agreeing = self._agreeing(rules, step)
+                    if agreeing:
+                        states[head] = "on" if state is None else "kept"
+                        switch.append(int(head))
+                        reasons |= agreeing
+                elif state == "on" and self._calm(rules, step):
+                    states[head] = "undone"
+                    undo.append(int(head))
+            if switch:
+                why = f"alarmed by {', '.join(sorted(reasons))}"
+                decisions.append(Decision(step, site, _ascending(switch), self.stabilizer, why))
+            if undo:
+                why = f"no alarm for {self.calm_steps} steps"
+                decisions.append(Decision(step, site, _ascending(undo), "none", why))
+        return decisions
+
+    def judge(self, sites: int) -> Judgement:
+        """Judges all alarms taken so far; see the function `judge`.
+
+        Args:
+            sites: Number of attention sites of the model.
+        """
+        return judge(tuple(self._first_alarms.values()), sites)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
+        state = {
+            "alarmed": self._alarmed,
+            "switched": self._switched,
+            "model_alarm": self._model_alarm,
+            "first_alarms": [list(astuple(alarm)) for alarm in self._first_alarms.values()],
+        }
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where the policy stood whose `state_dict` this is."""
+        state = copy.deepcopy(state)
+        self._alarmed = state["alarmed"]
+        self._switched = state["switched"]
+        self._model_alarm = state["model_alarm"]
+        alarms = [
+            Alarm(step, site, tuple(heads), rule, why)
+            for step, site, heads, rule, why in state["first_alarms"]
+        ]
+        self._first_alarms = {f"{alarm.rule} {alarm.site}": alarm for alarm in alarms}
+
+    def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
+        """Returns the rules that name the head now, empty where they are too few to switch."""
+        recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
+        if len(recent) < self.agreeing_rules:
+            return set()
+        if self._model_alarm is None or CAUSE_RULE in recent:
+            return recent
+        holds = self.calm_steps is None or step - self._model_alarm < self.calm_steps
+        return set() if holds else recent
+
+    def _calm(self, rules: dict[str, int], step: int) -> bool:
+        return self.calm_steps is not None and step - max(rules.values()) >= self.calm_steps
+
+
+def judge(alarms: Sequence[Alarm], sites: int) -> Judgement:
+    """Tells a rounding failure from a divergence of the learning rate, by the alarms.
+
+    Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
+    2510.04212, section 3.2); too high a learning rate moves all layers at once, together with the
+    loss, during or soon after the warm-up. So:
+
+    - no alarm: "stable";
+    - all layers' logits run away before any head does, or at once with it: "learning-rate";
+    - heads of at most a third of the layers (one, in smaller models) are alarmed at first, or a
+      delta bias is measured in them: "rounding";
+    - else, many layers without a common rise, or a loss that departs before any head shows a
+      sign: "unclear".
+
+    Args:
+        alarms: All alarms of the run, or at least the first of each rule and site.
+        sites: Number of attention sites of the model.
+
+    Returns:
+        The verdict and the evidence in words.
+    """
+    if not alarms:
+        return Judgement("stable", f"no rule has fired in any of {sites} layers")
+    of_heads = [alarm for alarm in alarms if alarm.rule not in MODEL_RULES]
+    first_head = min((alarm.step for alarm in of_heads), default=None)
+    first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
+    first_loss = min((a.step for a in alarms if a.rule == "loss_departure"), default=None)
+    loss = (
+        "the loss has not departed"
+        if first_loss is None
+        else f"the loss departs at step {first_loss}"
+    )
+    if first_model is not None and (first_head is None or first_model <= AT_ONCE * first_head):
+        moved = {a.site for a in alarms if a.site and a.step <= AT_ONCE * first_model}
+        return Judgement(
+            "learning-rate",
+            f"the logits of {len(moved)} of {sites} layers run away at once, at step "
+            f"{first_model}; {loss}",
+        )
+    if first_head is None or (first_loss is not None and first_loss < first_head):
+        return Judgement("unclear", f"{loss} before any head shows a sign")
+    early = [alarm for alarm in of_heads if alarm.step <= AT_ONCE * first_head]
+    layers = sorted({alarm.site for alarm in early})
+    measured = any(alarm.rule == CAUSE_RULE for alarm in early)
+    bias = "a one-sided delta bias is measured" if measured else "no delta bias is established"
+    evidence = (
+        f"{len(layers)} of {sites} layers move ({', '.join(layers)}), from step {first_head}; "
+        f"{bias}; {loss}"
+    )
+    local = len(layers) <= max(1, sites // 3)
+    return Judgement("rounding" if local or measured else "unclear", evidence)
+
+
+def _ascending(heads: list[int]) -> tuple[int, ...]:
+    return tuple(sorted(heads))

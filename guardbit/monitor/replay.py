@@ -1,0 +1,87 @@
+"""Runs the detectors over recorded telemetry again, as if the run were live."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from typing import Literal
+
+import pandas as pd
+
+from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.policy import judge
+from guardbit.records import Alarm, Sample
+
+COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the detectors would have said.
+
+    Attributes:
+        alarms: In the order of their steps.
+        first_alarm: Step of the first alarm, None without any.
+        verdict: What kind of run it was. What a live run calls "unclear" is called
+            "learning-rate" here: "rounding" needs evidence that single heads are to blame.
+        why: The evidence in one sentence.
+    """
+
+    alarms: list[Alarm]
+    first_alarm: int | None
+    verdict: Literal["stable", "rounding", "learning-rate"]
+    why: str
+
+
+def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Replay:
+    """Runs rules over the telemetry of one run.
+
+    Args:
+        frame: Tidy, one row a value, in any order: step, site (empty or missing for the whole
+            run), layer, head (from 0; -1 for the whole run), indicator, value. Of rows that
+            repeat step, site, head and indicator the last counts.
+        rules: The rules and their thresholds.
+
+    Returns:
+        Alarms and verdict.
+
+    Raises:
+        ValueError: If a column is missing or a site has a negative head.
+    """
+    if missing := [column for column in COLUMNS if column not in frame.columns]:
+        raise ValueError(
+            f"the telemetry lacks the columns {missing}; needed are {list(COLUMNS)}, "
+            f"given are {list(frame.columns)}"
+        )
+    frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
+    alarms = Detectors(rules).update(samples(frame))
+    verdict, why = judge(alarms, frame.loc[frame["site"] != "", "site"].nunique())
+    first = alarms[0].step if alarms else None
+    return Replay(alarms, first, "learning-rate" if verdict == "unclear" else verdict, why)
+
+
+def samples(frame: pd.DataFrame) -> Iterator[Sample]:
+    """Yields the rows of a tidy frame as samples, one for each step, site and indicator.
+
+    Args:
+        frame: As for `replay`, with "" as the site of the whole run.
+
+    Raises:
+        ValueError: If a site has a negative head.
+    """
+    ordered = frame.sort_values(["step", "site", "layer", "indicator"], kind="stable")
+    rows = zip(*(ordered[column].tolist() for column in COLUMNS), strict=True)
+    for (step, site, layer, indicator), group in groupby(rows, key=itemgetter(0, 1, 2, 4)):
+        values: dict[int, float] = {}
+        for _, _, _, head, _, value in group:
+            if site and head < 0:
+                raise ValueError(
+                    f"head {head} of site {site!r} at step {step} in the telemetry; "
+                    f"the heads of a site count from 0"
+                )
+            values[int(head) if site else 0] = float(value)
+        heads = tuple(values.get(head, math.nan) for head in range(max(values) + 1))
+        yield Sample(int(step), site, int(layer), indicator, heads)

@@ -1,0 +1,26 @@
+"""Append-only telemetry of one run: a folder of small files that a kill cannot break.
+
+What lies in the folder of a run:
+
+```
+session-0001-5e0c9a41.json                         one writer: its start step and its metadata
+samples-0001-5e0c9a41-00000000-00000007.parquet    what its flushes 0 to 7 wrote, merged
+samples-0001-5e0c9a41-00000008-00000008.parquet    what its flush 8 wrote
+events-0001-5e0c9a41-00000000-00000000.jsonl       the same for events, one JSON object a line
+```
+
+Every file is written under a temporary name, synced and renamed, so a name that exists holds all
+it should, on network file systems too; nothing is appended to and nothing is locked. Every writer
+is a session of its own with names nobody else uses, so a second writer on the folder can hide but
+never harm what the first one wrote. Small segments are merged into larger ones; the merged segment
+exists before those it covers are removed, and the reader passes over segments that another covers.
+
+A session that starts at step s hides what earlier sessions recorded after step s, for the run does
+those steps again. It does so from its first sample or event on: a run that is started and dies
+before it has recorded anything hides nothing. The files of hidden steps stay on disk.
+"""
+
+from guardbit.store.reading import read_events, read_metadata, read_run
+from guardbit.store.writing import RunWriter
+
+__all__ = ["RunWriter", "read_events", "read_metadata", "read_run"]

@@ -1,0 +1,109 @@
+"""The files of a run's folder: their names, their columns, and how one comes to exist."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import pyarrow as pa
+
+from guardbit.records import Event
+
+SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("site", pa.string()),
+        ("layer", pa.int64()),
+        ("head", pa.int64()),
+        ("indicator", pa.string()),
+        ("value", pa.float64()),
+    ]
+)
+COLUMNS: list[str] = SCHEMA.names
+KEY = ["step", "layer", "site", "indicator", "head"]
+EVENT_COLUMNS = [field.name for field in dataclasses.fields(Event)]
+
+#: What reading a broken file raises.
+UNREADABLE = (OSError, ValueError, pa.ArrowException)
+
+_SEGMENT_NAME = re.compile(
+    r"(?P<kind>samples|events)-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})"
+    r"-(?P<first>\d{8,})-(?P<last>\d{8,})\.(parquet|jsonl)"
+)
+_SESSION_NAME = re.compile(r"session-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})\.json")
+_TEMPORARY_NAME = re.compile(r"\.(session|samples|events)-.*\.partial")
+
+
+class SessionKey(NamedTuple):
+    """Orders the writers of a folder; the token tells apart two that opened it at once."""
+
+    number: int
+    token: str
+
+    def __str__(self) -> str:
+        return f"{self.number:04d}-{self.token}"
+
+
+class Segment(NamedTuple):
+    """A file with what the flushes `first` to `last` of one session wrote."""
+
+    path: Path
+    first: int
+    last: int
+
+    @property
+    def width(self) -> int:
+        """Number of flushes it covers."""
+        return self.last - self.first + 1
+
+
+@dataclasses.dataclass
+class Listing:
+    """What a folder holds of a run at one moment."""
+
+    sessions: dict[SessionKey, Path]
+    segments: dict[str, dict[SessionKey, list[Segment]]]
+    leftovers: bool  # whether temporary files of killed writers lie there
+
+
+def list_folder(folder: Path) -> Listing:
+    """Looks at what a folder holds, files of other kinds passed over."""
+    listing = Listing({}, {"samples": {}, "events": {}}, leftovers=False)
+    for name in sorted(os.listdir(folder)):
+        if match := _SEGMENT_NAME.fullmatch(name):
+            key = SessionKey(int(match["number"]), match["token"])
+            segment = Segment(folder / name, int(match["first"]), int(match["last"]))
+            listing.segments[match["kind"]].setdefault(key, []).append(segment)
+        elif match := _SESSION_NAME.fullmatch(name):
+            listing.sessions[SessionKey(int(match["number"]), match["token"])] = folder / name
+        elif _TEMPORARY_NAME.fullmatch(name):
+            listing.leftovers = True
+    return listing
+
+
+def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Makes a complete file appear under its name, or nothing at all."""
+    temporary = path.with_name(f".{path.name}.partial")
+    try:
+        with open(temporary, "wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    # The name itself survives a power cut only once the folder is synced. Some file systems, and
+    # Windows, refuse to sync a folder; the promise about a killed process holds without it.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

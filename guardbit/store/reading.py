@@ -1,0 +1,270 @@
+"""The reader of a run's telemetry."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+import pyarrow.parquet as pq
+
+from guardbit.store.files import (
+    COLUMNS,
+    EVENT_COLUMNS,
+    KEY,
+    SCHEMA,
+    UNREADABLE,
+    Listing,
+    Segment,
+    SessionKey,
+    list_folder,
+)
+
+Part = TypeVar("Part")
+
+#: How often a reader looks again when a live writer's merge took a file from under it.
+_READ_ATTEMPTS = 10
+
+
+def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Reads the samples of a run, also while it is being written.
+
+    Args:
+        path: Folder of a run, or a CSV file (`.csv`, `.csv.gz`) with the columns below; a CSV's
+            other columns are passed over.
+
+    Returns:
+        One row a measured value, with the columns step (int64), site (str; "" for the whole run),
+        layer (int64; -1 for the whole run), head (int64; -1 for the whole run), indicator (str)
+        and value (float64; infinities stand for themselves), sorted by step, layer, site, indicator
+        and head. A run with no sample yet gives no row. Indicators this version does not know are
+        kept.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run and no CSV of these columns, or no segment of the run
+            can be read.
+
+    Warns:
+        UserWarning: A segment cannot be read (cut short, say) and is left out.
+    """
+    path = _existing(path)
+    if path.is_file():
+        return _tidy(_read_csv(path))
+    parts = [
+        part.loc[part["step"] <= last_step]
+        for part, last_step in _read_segments(path, "samples", _load_samples)
+    ]
+    return _tidy(pd.concat(parts) if parts else SCHEMA.empty_table().to_pandas())
+
+
+def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
+    """Reads the events of a run, also while it is being written.
+
+    Args:
+        path: Folder of a run, or a CSV file of samples, which holds no events.
+
+    Returns:
+        One row an event, with the columns step (int64), kind (str), site (str), heads (tuple of
+        int), why (str), rule (str) and stabilizer (str), sorted by step and, within one, in the
+        order they were written.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run, or no segment of the run's events can be read.
+
+    Warns:
+        UserWarning: A segment cannot be read (cut short, say) and is left out.
+    """
+    path = _existing(path)
+    rows: list[dict[str, Any]] = []
+    if path.is_dir():
+        for events, last_step in _read_segments(path, "events", _load_events):
+            rows += [event for event in events if event["step"] <= last_step]
+    frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
+        {name: "object" if name == "heads" else "str" for name in EVENT_COLUMNS} | {"step": "int64"}
+    )
+    return frame.sort_values("step", kind="stable", ignore_index=True)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads what describes a run as a whole.
+
+    Args:
+        path: Folder of a run, or a CSV file of samples, which has no metadata.
+
+    Returns:
+        The metadata of all its sessions; where two give the same key, the later one's.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run.
+
+    Warns:
+        UserWarning: A session's file cannot be read and is left out.
+    """
+    path = _existing(path)
+    metadata: dict[str, Any] = {}
+    if path.is_dir():
+        sessions = _list_run(path).sessions
+        for key in sorted(sessions):
+            metadata |= _load_session(sessions[key])["metadata"]
+    return metadata
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
+    return path
+
+
+def _list_run(folder: Path) -> Listing:
+    listing = list_folder(folder)
+    if not (listing.sessions or any(listing.segments.values())):
+        state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
+        raise ValueError(f"there is no run at {folder}: the folder {state}")
+    return listing
+
+
+def _load_session(path: Path) -> dict[str, Any]:
+    """Reads a session's file; one that is broken hides nothing and says nothing."""
+    try:
+        session = json.loads(path.read_bytes())
+        return {"start_step": int(session["start_step"]), "metadata": dict(session["metadata"])}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(
+            f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
+        )
+        return {"start_step": None, "metadata": {}}
+
+
+def _last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
+    """Yields the sessions that recorded something, oldest first, and the last step each counts for.
+
+    A session counts up to the smallest step that a later one started from.
+    """
+    recorded = sorted({key for sessions in listing.segments.values() for key in sessions})
+    last_steps: list[tuple[SessionKey, float]] = []
+    last_step = float("inf")
+    for key in reversed(recorded):
+        last_steps.append((key, last_step))
+        path = listing.sessions.get(key)
+        start_step = _load_session(path)["start_step"] if path else None
+        if start_step is not None:
+            # A run that starts at step 0 has no past, so not even a step 0 of another run's.
+            last_step = min(last_step, start_step or -1)
+    yield from reversed(last_steps)
+
+
+def _read_segments(
+    folder: Path, kind: str, load: Callable[[Path], Part]
+) -> list[tuple[Part, float]]:
+    """Reads all segments of a kind in the order they were written, each with its last step."""
+    for attempt in range(_READ_ATTEMPTS):
+        listing = _list_run(folder)
+        parts: list[tuple[Part, float]] = []
+        try:
+            for key, last_step in _last_steps(listing):
+                segments = listing.segments[kind].get(key, [])
+                parts += [(part, last_step) for part in _load_uncovered(segments, load)]
+        except FileNotFoundError:
+            if attempt == _READ_ATTEMPTS - 1:
+                raise
+            continue
+        listed = sum(map(len, listing.segments[kind].values()))
+        if listed and not parts:
+            raise ValueError(f"none of the {listed} segments of {kind} in {folder} can be read")
+        return parts
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -> Iterator[Part]:
+    """Loads the segments of one session in order, those that another one covers left out.
+
+    The widest come first, so that where a merged segment is broken and those it covers still
+    exist, they stand in for it.
+    """
+    loaded: list[tuple[Segment, Part]] = []
+    for segment in sorted(segments, key=lambda segment: segment.width, reverse=True):
+        if any(other.first <= segment.first and segment.last <= other.last for other, _ in loaded):
+            continue
+        try:
+            loaded.append((segment, load(segment.path)))
+        except FileNotFoundError:
+            raise
+        except UNREADABLE as error:
+            warnings.warn(
+                f"left out the segment {segment.path}, which cannot be read: {error}", stacklevel=5
+            )
+    for _, part in sorted(loaded, key=lambda pair: pair[0].first):
+        yield part
+
+
+def _load_samples(path: Path) -> pd.DataFrame:
+    with pq.ParquetFile(path) as file:
+        _check_columns(file.schema_arrow.names, path)
+        return file.read(columns=COLUMNS).cast(SCHEMA).to_pandas()
+
+
+def _load_events(path: Path) -> list[dict[str, Any]]:
+    # A binary file ends its lines at "\n" only; a text's lines also end at characters that JSON
+    # leaves as they are inside a string, such as U+0085.
+    with open(path, "rb") as lines:
+        events = [json.loads(line) for line in lines]
+    for event in events:
+        missing = [name for name in EVENT_COLUMNS if name not in event]
+        if missing:
+            raise ValueError(f"an event lacks {', '.join(missing)}")
+        event["heads"] = tuple(event["heads"])
+    return events
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    if not path.name.endswith((".csv", ".csv.gz")):
+        raise ValueError(
+            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
+        )
+    try:
+        # A site may be called "NA" or "null": only a value can be missing.
+        table = pd.read_csv(
+            path,
+            keep_default_na=False,
+            na_values={"value": ["", "nan", "NaN"]},
+            dtype={"site": "str", "indicator": "str", "value": "float64"},
+        )
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"cannot read a run from {path}: {error}") from error
+    _check_columns(table.columns, path)
+    table = table.loc[:, COLUMNS]
+    for name in ("step", "layer", "head"):
+        numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
+        broken = numbers.mod(1).ne(0)
+        if broken.any():
+            raise ValueError(
+                f"cannot read a run from {path}: {name} must be a whole number in every row, "
+                f"one row has {table.loc[broken, name].iloc[0]!s}"
+            )
+        table[name] = numbers.astype("int64")
+    return table
+
+
+def _check_columns(names: Iterable[str], path: Path) -> None:
+    names = list(names)
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ValueError(
+            f"{path} lacks the columns {', '.join(missing)}: a run has {', '.join(COLUMNS)}, "
+            f"this has {', '.join(map(str, names)) or 'none'}"
+        )
+
+
+def _tidy(frame: pd.DataFrame) -> pd.DataFrame:
+    """Drops heads that were not measured, keeps the last of equal keys, and sorts."""
+    measured = frame["value"].notna() | (frame["site"] == "")
+    frame = frame.loc[measured, COLUMNS].drop_duplicates(subset=KEY, keep="last")
+    return frame.sort_values(KEY, ignore_index=True)

@@ -1,0 +1,271 @@
+"""The writer of a run's telemetry."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from guardbit.records import Event, Sample
+from guardbit.store.files import (
+    COLUMNS,
+    KEY,
+    SCHEMA,
+    UNREADABLE,
+    Segment,
+    SessionKey,
+    list_folder,
+    publish,
+)
+
+_PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
+
+#: This many neighbouring segments of one width become one segment, so n flushes leave at most
+#: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
+_FAN_OUT = 8
+#: Rows a merge holds in memory at a time.
+_ROW_GROUP = 1 << 16
+
+
+def _merge_samples(sources: Sequence[Path], stream: BinaryIO) -> None:
+    with pq.ParquetWriter(stream, SCHEMA, **_PARQUET) as writer:
+        batches: list[pa.RecordBatch] = []
+        for source in sources:
+            with pq.ParquetFile(source) as file:
+                for batch in file.iter_batches(batch_size=_ROW_GROUP, columns=COLUMNS):
+                    batches.append(batch)
+                    if sum(held.num_rows for held in batches) >= _ROW_GROUP:
+                        writer.write_table(pa.Table.from_batches(batches))
+                        batches.clear()
+        if batches:
+            writer.write_table(pa.Table.from_batches(batches))
+
+
+def _merge_events(sources: Sequence[Path], stream: BinaryIO) -> None:
+    for source in sources:
+        with open(source, "rb") as lines:
+            shutil.copyfileobj(lines, stream)
+
+
+class _SegmentSeries:
+    """The segments that one session writes of one kind, oldest first."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: str,
+        session: SessionKey,
+        suffix: str,
+        merge: Callable[[Sequence[Path], BinaryIO], None],
+    ) -> None:
+        self._stem = folder / f"{kind}-{session}"
+        self._suffix = suffix
+        self._merge = merge
+        self._segments: list[Segment] = []
+        self._flushes = 0
+
+    def _segment(self, first: int, last: int) -> Segment:
+        name = f"{self._stem.name}-{first:08d}-{last:08d}{self._suffix}"
+        return Segment(self._stem.with_name(name), first, last)
+
+    def append(self, write: Callable[[BinaryIO], None]) -> None:
+        segment = self._segment(self._flushes, self._flushes)
+        publish(segment.path, write)
+        self._segments.append(segment)
+        self._flushes += 1
+
+    def compact(self) -> None:
+        """Merges the newest segments for as long as `_FAN_OUT` of them have the same width."""
+        while len({segment.width for segment in self._segments[-_FAN_OUT:]}) == 1 and (
+            len(self._segments) >= _FAN_OUT
+        ):
+            self._merge_newest(_FAN_OUT)
+
+    def compact_all(self) -> None:
+        """Merges all segments into one."""
+        if len(self._segments) > 1:
+            self._merge_newest(len(self._segments))
+
+    def _merge_newest(self, count: int) -> None:
+        covered = self._segments[-count:]
+        merged = self._segment(covered[0].first, covered[-1].last)
+        sources = [segment.path for segment in covered]
+        try:
+            publish(merged.path, lambda stream: self._merge(sources, stream))
+        except UNREADABLE as error:
+            # Merging is housekeeping: what the segments hold is safe as it is.
+            warnings.warn(
+                f"telemetry segments stay unmerged in {merged.path}: {error}", stacklevel=2
+            )
+            self._segments.clear()
+            return
+        self._segments[-count:] = [merged]
+        for source in sources:
+            with contextlib.suppress(OSError):
+                os.unlink(source)
+
+
+class RunWriter:
+    """Writes the telemetry of one run into a folder.
+
+    Samples are held in memory until `flush_every` of them have come; events are on disk when
+    `event` returns. A process killed at any moment loses the samples not yet flushed and nothing
+    else. One process of a run writes, in general rank 0.
+
+    Args:
+        path: Folder of the run; made if it does not exist. It may hold an earlier part of the run
+            (see `start_step`) and other files beside it.
+        metadata: What describes the run as a whole (settings, versions, sites), JSON-able. Keys
+            given by an earlier session stay unless they are given again.
+        start_step: Optimizer step the run continues from, as its checkpoint says. What earlier
+            sessions recorded after it is hidden from readers once this one has recorded something.
+            0 is a run from the beginning and hides all they recorded.
+        flush_every: Samples (indicators of one site at one step, with all their heads) held in
+            memory at most.
+
+    Raises:
+        ValueError: `path` is a file, or a folder that holds something else than a run;
+            `start_step` is negative; `flush_every` is below 1.
+        TypeError: `metadata` cannot be written as JSON.
+        OSError: The folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        start_step: int = 0,
+        flush_every: int = 256,
+    ) -> None:
+        if start_step < 0:
+            raise ValueError(f"start_step of a run must be 0 or more, got {start_step}")
+        if flush_every < 1:
+            raise ValueError(f"flush_every of a run must be 1 or more, got {flush_every}")
+        folder = Path(path)
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
+        folder.mkdir(parents=True, exist_ok=True)
+        listing = list_folder(folder)
+        if any(folder.iterdir()) and not (listing.sessions or listing.leftovers):
+            raise ValueError(
+                f"cannot write a run to {folder}: the folder holds other files and no GuardBit "
+                "run, an empty or new folder is needed"
+            )
+        number = 1 + max((key.number for key in listing.sessions), default=0)
+        session = SessionKey(number, uuid.uuid4().hex[:8])
+        self._session_path = folder / f"session-{session}.json"
+        self._start_step = start_step
+        self._flush_every = flush_every
+        self._metadata: dict[str, Any] = {}
+        self._rows: list[tuple[int, str, int, int, str, float]] = []
+        self._pending = 0
+        self._closed = False
+        self._samples = _SegmentSeries(folder, "samples", session, ".parquet", _merge_samples)
+        self._events = _SegmentSeries(folder, "events", session, ".jsonl", _merge_events)
+        self.update_metadata(metadata or {})
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Adds to the run's metadata, or replaces what stands there under the same keys.
+
+        Args:
+            metadata: JSON-able; on disk when this returns.
+
+        Raises:
+            TypeError: It cannot be written as JSON; what stood there stays.
+            ValueError: The writer is closed.
+        """
+        self._check_open()
+        updated = {**self._metadata, **metadata}
+        try:
+            content = json.dumps({"start_step": self._start_step, "metadata": updated}, indent=2)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"metadata of a run must be JSON-able: {error}") from error
+        publish(self._session_path, lambda stream: _write_text(stream, content))
+        self._metadata = updated
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Takes samples in, and writes a segment whenever `flush_every` of them are held.
+
+        Args:
+            samples: In any order. Of two samples of the same step, site, head and indicator the
+                reader gives the later one. Heads that were not measured (NaN) leave no row.
+
+        Raises:
+            ValueError: The writer is closed.
+            OSError: The segment cannot be written; the samples stay in memory for the next try.
+        """
+        self._check_open()
+        for sample in samples:
+            self._rows.extend(list(sample.rows()))
+            self._pending += 1
+            if self._pending >= self._flush_every:
+                self.flush()
+
+    def event(self, event: Event) -> None:
+        """Writes an event; it is on disk when this returns.
+
+        Raises:
+            ValueError: The writer is closed.
+            OSError: It cannot be written.
+        """
+        self._check_open()
+        line = json.dumps(dataclasses.asdict(event), ensure_ascii=False) + "\n"
+        self._events.append(lambda stream: _write_text(stream, line))
+        self._events.compact()
+
+    def flush(self) -> None:
+        """Writes the samples held in memory; they are on disk when this returns.
+
+        Raises:
+            ValueError: The writer is closed.
+            OSError: They cannot be written and stay in memory for the next try.
+        """
+        self._check_open()
+        if self._rows:
+            columns = zip(*self._rows, strict=True)
+            arrays = [pa.array(c, t) for c, t in zip(columns, SCHEMA.types, strict=True)]
+            table = pa.Table.from_arrays(arrays, schema=SCHEMA)
+            self._samples.append(lambda stream: pq.write_table(table, stream, **_PARQUET))
+        self._rows.clear()
+        self._pending = 0
+        self._samples.compact()
+
+    def close(self) -> None:
+        """Flushes, merges this session's segments into one file a kind, and ends the session.
+
+        Closing twice is allowed.
+
+        Raises:
+            OSError: The samples held in memory cannot be written.
+        """
+        if self._closed:
+            return
+        self.flush()
+        self._samples.compact_all()
+        self._events.compact_all()
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the run's writer is closed: {self._session_path}")
+
+
+def _write_text(stream: BinaryIO, text: str) -> None:
+    stream.write(text.encode())

@@ -1,0 +1,311 @@
+"""The reader: what it gives back, and what it says about broken or foreign input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.records import EVENT_KINDS, Event, Sample
+from guardbit.store import RunWriter, read_events, read_metadata, read_run, reading
+
+COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
+READERS = [read_run, read_events, read_metadata]
+
+
+def loss(step: int) -> Sample:
+    return Sample(step, "", -1, "loss", (float(step),))
+
+
+def segment(folder: Path, kind: str = "samples") -> Path:
+    (path,) = folder.glob(f"{kind}-*")
+    return path
+
+
+def check_dtypes(frame: pd.DataFrame) -> None:
+    assert list(frame.columns) == COLUMNS
+    assert [frame[name].dtype.kind for name in ("step", "layer", "head")] == ["i"] * 3
+    assert frame["value"].dtype == "float64"
+    assert pd.api.types.is_string_dtype(frame["site"])
+    assert pd.api.types.is_string_dtype(frame["indicator"])
+
+
+# Names as module trees and foreign tools make them; lone surrogates are no text.
+_NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+_SAMPLES = st.builds(
+    Sample,
+    step=st.integers(0, 2**40),
+    site=_NAMES,
+    layer=st.integers(-1, 100),
+    indicator=_NAMES,
+    values=st.lists(st.floats(), min_size=1, max_size=4).map(tuple),
+)
+
+
+def rows_by_hand(samples: list[Sample]) -> dict[tuple, float]:
+    """Later samples win; a head that was not measured has no row; the whole run is head -1."""
+    rows = {}
+    for sample in samples:
+        for head, value in enumerate(sample.values):
+            if sample.site == "":
+                rows[sample.step, sample.layer, "", sample.indicator, -1] = value
+            elif value == value:
+                rows[sample.step, sample.layer, sample.site, sample.indicator, head] = value
+    return rows
+
+
+@settings(max_examples=50, deadline=None)
+@given(samples=st.lists(_SAMPLES, max_size=20), flush_every=st.integers(1, 9))
+def test_samples_come_back_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, samples: list[Sample], flush_every: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    with RunWriter(folder, flush_every=flush_every) as writer:
+        writer.add(samples)
+    frame = read_run(folder)
+    check_dtypes(frame)
+    expected = rows_by_hand(samples)
+    keys = list(
+        frame[["step", "layer", "site", "indicator", "head"]].itertuples(index=False, name=None)
+    )
+    assert keys == sorted(expected)
+    for key, value in zip(keys, frame["value"].tolist(), strict=True):
+        # Equal to the bit, but for the many encodings of NaN.
+        assert value == expected[key] or (math.isnan(value) and math.isnan(expected[key]))
+        assert math.copysign(1, value) == math.copysign(1, expected[key]) or math.isnan(value)
+
+
+_EVENTS = st.builds(
+    Event,
+    step=st.integers(0, 20),
+    kind=st.sampled_from(EVENT_KINDS),
+    site=_NAMES,
+    heads=st.lists(st.integers(0, 99), max_size=3).map(tuple),
+    why=_NAMES,
+    rule=_NAMES,
+    stabilizer=_NAMES,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=st.lists(_EVENTS, max_size=12))
+def test_events_come_back_as_they_were(
+    tmp_path_factory: pytest.TempPathFactory, events: list[Event]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    with RunWriter(folder) as writer:
+        for event in events:
+            writer.event(event)
+    frame = read_events(folder)
+    assert list(frame.columns) == ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+    assert frame["step"].dtype == "int64"
+    found = [Event(**row) for row in frame.to_dict("records")]
+    assert found == sorted(events, key=lambda event: event.step)
+
+
+def test_a_run_without_samples_or_events_reads_as_empty_tables(tmp_path: Path) -> None:
+    RunWriter(tmp_path, metadata={"lr": 1}).close()
+    check_dtypes(read_run(tmp_path))
+    assert len(read_run(tmp_path)) == len(read_events(tmp_path)) == 0
+    assert read_events(tmp_path)["step"].dtype == "int64"
+    assert read_metadata(tmp_path) == {"lr": 1}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_no_run_there_is_one_clear_sentence(reader, tmp_path: Path) -> None:
+    there = re.escape(f"there is no run at {tmp_path}")
+    with pytest.raises(FileNotFoundError, match=f"^{there}/none: nothing has that name$"):
+        reader(tmp_path / "none")
+    with pytest.raises(ValueError, match=f"^{there}: the folder is empty$"):
+        reader(tmp_path)
+    (tmp_path / "hparams.yaml").write_text("lr: 1")
+    with pytest.raises(ValueError, match=f"^{there}: the folder holds no GuardBit run$"):
+        reader(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 200, -1])
+def test_a_truncated_segment_is_left_out_and_named(tmp_path: Path, kept: int) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    first = segment(tmp_path)
+    with RunWriter(tmp_path, start_step=1) as writer:
+        writer.add([loss(2)])
+    first.write_bytes(first.read_bytes()[:kept])
+    with pytest.warns(UserWarning, match=f"left out the segment {re.escape(str(first))}, which"):
+        frame = read_run(tmp_path)
+    assert frame["step"].tolist() == [2]
+
+
+def test_damage_inside_a_segment_is_left_out_and_named(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add(loss(step) for step in range(500))
+    first = segment(tmp_path)
+    content = bytearray(first.read_bytes())
+    content[4:400] = bytes(396)  # the data pages; the footer at the end stays whole
+    first.write_bytes(content)
+    with RunWriter(tmp_path, start_step=600) as writer:
+        writer.add([loss(601)])
+    with pytest.warns(UserWarning, match=re.escape(first.name)):
+        assert read_run(tmp_path)["step"].tolist() == [601]
+
+
+def test_a_run_of_which_nothing_can_be_read_is_an_error(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    segment(tmp_path).write_text("step,value\n1,2\n")
+    with (
+        pytest.warns(UserWarning, match="left out the segment"),
+        pytest.raises(ValueError, match=r"none of the 1 segments of samples in .* can be read"),
+    ):
+        read_run(tmp_path)
+
+
+def test_the_segments_a_broken_merged_one_covers_stand_in_for_it(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, flush_every=1)
+    writer.add([loss(1), loss(2)])
+    covered = {path: path.read_bytes() for path in tmp_path.glob("samples-*")}
+    writer.close()
+    merged = segment(tmp_path)
+    for path, content in covered.items():
+        path.write_bytes(content)
+    assert read_run(tmp_path)["step"].tolist() == [1, 2]
+    merged.write_bytes(merged.read_bytes()[:-7])
+    with pytest.warns(UserWarning, match=re.escape(merged.name)):
+        assert read_run(tmp_path)["step"].tolist() == [1, 2]
+
+
+def test_events_cut_short_or_incomplete_are_left_out_and_named(tmp_path: Path) -> None:
+    for start, kept in ((0, 20), (1, None), (2, None)):
+        with RunWriter(tmp_path, start_step=start) as writer:
+            writer.event(Event(start + 1, "alarm", "a", (1,), "why"))
+        path = max(tmp_path.glob("events-*"))
+        path.write_bytes(path.read_bytes()[:kept])
+    first, second, _ = sorted(tmp_path.glob("events-*"))
+    second.write_text(json.dumps({"step": 2, "kind": "alarm"}) + "\n")
+    with pytest.warns(UserWarning) as caught:
+        assert read_events(tmp_path)["step"].tolist() == [3]
+    messages = " ".join(str(warning.message) for warning in caught)
+    assert first.name in messages
+    assert f"{second.name}, which cannot be read: an event lacks site, heads, why" in messages
+
+
+def test_a_broken_session_file_hides_nothing(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, metadata={"lr": 1}) as writer:
+        writer.add([loss(1), loss(2)])
+    with RunWriter(tmp_path, start_step=1, metadata={"lr": 2}) as writer:
+        writer.add([loss(3)])
+    broken = max(tmp_path.glob("session-*"))
+    broken.write_text('{"start_step": 1, "metad')
+    with pytest.warns(UserWarning, match="left out the session file"):
+        assert read_run(tmp_path)["step"].tolist() == [1, 2, 3]
+    with pytest.warns(UserWarning, match=re.escape(broken.name)):
+        assert read_metadata(tmp_path) == {"lr": 1}
+
+
+def test_strays_are_passed_over(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    name = segment(tmp_path).name
+    for stray in (f".{name}.partial", f"{name}~", "samples-x.parquet", "notes.txt", ".nfs0001"):
+        (tmp_path / stray).write_bytes(b"PAR1")
+    (tmp_path / "checkpoints").mkdir()
+    assert read_run(tmp_path)["step"].tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [(lambda t: t.append_column("rank", pa.array([0])), [1, 2]), (lambda t: t.drop(["head"]), [2])],
+    ids=["unknown column", "missing column"],
+)
+def test_segments_with_other_columns(tmp_path: Path, change, steps: list[int]) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    first = segment(tmp_path)
+    with RunWriter(tmp_path, start_step=1) as writer:
+        writer.add([loss(2)])
+    pq.write_table(change(pq.ParquetFile(first).read()), first)
+    if steps == [2]:
+        with pytest.warns(UserWarning, match=r"lacks the columns head: a run has step, site"):
+            frame = read_run(tmp_path)
+    else:
+        frame = read_run(tmp_path)
+    assert frame["step"].tolist() == steps
+    check_dtypes(frame)
+
+
+@pytest.mark.parametrize("kind", ["samples", "events"])
+def test_a_merge_under_the_readers_feet_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    writer = RunWriter(tmp_path, flush_every=1)
+    for step in range(5):
+        writer.add([loss(step)])
+        writer.event(Event(step, "alarm", "a", (1,), "why"))
+    list_folder = reading.list_folder
+
+    def list_then_merge(folder: Path):
+        listing = list_folder(folder)
+        writer.close()
+        return listing
+
+    monkeypatch.setattr(reading, "list_folder", list_then_merge)
+    frame = read_run(tmp_path) if kind == "samples" else read_events(tmp_path)
+    assert frame["step"].tolist() == [0, 1, 2, 3, 4]
+
+
+CSV = """step,site,layer,head,indicator,value,comment
+200,h.1.attn,1,0,max_logit,inf,x
+0,,-1,-1,loss,nan,
+200,NA,2,1,brand_new_indicator,-1.5e-3,"a, b"
+200,h.1.attn,1,1,max_logit,,unmeasured
+"""
+CSV_ROWS = [
+    (0, "", -1, -1, "loss", "nan"),
+    (200, "h.1.attn", 1, 0, "max_logit", "inf"),
+    (200, "NA", 2, 1, "brand_new_indicator", "-0.0015"),
+]
+
+
+@pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])
+def test_a_csv_reads_as_a_run(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(CSV.encode()) if name.endswith("gz") else CSV.encode())
+    frame = read_run(path)
+    check_dtypes(frame)
+    rows = [(*row[:-1], str(row[-1])) for row in frame.itertuples(index=False, name=None)]
+    assert rows == CSV_ROWS
+    assert len(read_events(path)) == 0
+    assert read_metadata(path) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"step,value\n1,2\n", "lacks the columns site, layer, head, indicator: a run"),
+        ("a.csv", b"", "cannot read a run from .*a.csv: No columns"),
+        ("a.csv", b"\xff\xfe\x00\x01", "cannot read a run from .*a.csv: "),
+        ("a.csv.gz", b"step,site\n", "cannot read a run from .*a.csv.gz: Not a gzipped file"),
+        ("a.csv.gz", gzip.compress(CSV.encode())[:40], "cannot read a run from .*a.csv.gz: "),
+        ("a.csv", CSV.replace("200,h", "2.5,h").encode(), "step must be a whole .* row has .*2.5"),
+        ("a.csv", CSV.replace("200,h", "x,h").encode(), "step must be a whole .* one row has x"),
+        ("a.csv", CSV.replace(",1,0,", ",1,,").encode(), "head must be a whole number in every"),
+        ("a.csv", CSV.replace("inf", "much").encode(), "cannot read a run .* 'much'"),
+        ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
+    ],
+)
+def test_what_is_no_run_is_one_clear_sentence(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_run(tmp_path / name)
+    assert "\n" not in str(caught.value)

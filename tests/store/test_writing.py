@@ -1,0 +1,428 @@
+"""The writer: what it promises about kills, resumed runs, merging and bad input."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter, read_events, read_metadata, read_run, writing
+from guardbit.store.files import Listing
+
+
+def loss(step: int, value: float = 0.0) -> Sample:
+    return Sample(step, "", -1, "loss", (value,))
+
+
+def alarm(step: int, why: str = "") -> Event:
+    return Event(step, "alarm", "h.2.attn", (3, 7), why, rule="norm")
+
+
+def steps_and_values(path: Path) -> list[tuple[int, float]]:
+    frame = read_run(path)
+    return list(zip(frame["step"].tolist(), frame["value"].tolist(), strict=True))
+
+
+def file_names(path: Path, kind: str) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.name.startswith(kind))
+
+
+def test_importing_the_store_imports_no_torch() -> None:
+    code = (
+        "import sys, guardbit.store; "
+        "print([m for m in ('torch', 'lightning', 'matplotlib') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.stdout.strip(), result.stderr, result.returncode) == ("[]", "", 0)
+
+
+# A process that forks a writer for each folder named on its standard input, so that twenty writers
+# cost one start of Python. The writer says its process id, then after each call how many samples
+# and events are promised to be on disk.
+_WRITERS = """
+import os, sys
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        writer = RunWriter(line.strip(), flush_every=3)
+        os.write(1, b"pid %d\\n" % os.getpid())
+        step = 0
+        while True:
+            writer.add([Sample(step, "", -1, "loss", (step / 2,))])
+            step += 1
+            if step % 5 == 0:
+                writer.event(Event(step, "alarm", "a", (1,), str(step)))
+            os.write(1, b"promised %d %d\\n" % (step // 3 * 3, step // 5))
+    os.waitpid(pid, 0)
+    os.write(1, b"dead\\n")
+"""
+
+
+def test_a_writer_killed_at_random_moments_loses_only_unflushed_samples(tmp_path: Path) -> None:
+    draw = random.Random(20)
+    with subprocess.Popen(
+        [sys.executable, "-c", _WRITERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as writers:
+        assert writers.stdin and writers.stdout
+        for trial in range(20):
+            folder = tmp_path / str(trial)
+            print(folder, file=writers.stdin, flush=True)
+            pid = int(writers.stdout.readline().removeprefix("pid "))
+            lines = iter(writers.stdout.readline, "dead\n")
+            reports = [next(lines) for _ in range(draw.randrange(100))]
+            # A step takes about 5 ms, so this falls anywhere in it.
+            time.sleep(draw.uniform(0.0, 0.01))
+            os.kill(pid, signal.SIGKILL)
+            reports = ["promised 0 0", *reports, *lines]
+            promised_samples, promised_events = map(int, reports[-1].split()[1:])
+
+            found = steps_and_values(folder)
+            # One flush or event may have reached the disk without having been reported.
+            assert len(found) in (promised_samples, promised_samples + 3)
+            assert found == [(step, step / 2) for step in range(len(found))]
+            events = read_events(folder)
+            assert len(events) in (promised_events, promised_events + 1)
+            assert events["why"].tolist() == [str(5 * k + 5) for k in range(len(events))]
+
+            with RunWriter(folder, start_step=4) as resumed:
+                resumed.add([loss(5, math.inf)])
+            assert steps_and_values(folder) == [*found[:5], (5, math.inf)]
+        writers.stdin.close()
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing in the store may catch it and go on."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """From the given call on, every system call the store's safety rests on ends the process."""
+    made = 0
+
+    def guard(function):
+        def guarded(*arguments, **options):
+            nonlocal made
+            made += 1
+            if made > call:
+                raise Killed
+            return function(*arguments, **options)
+
+        return guarded
+
+    for name in ("replace", "unlink", "fsync"):
+        monkeypatch.setattr(os, name, guard(getattr(os, name)))
+
+
+def test_a_kill_between_any_two_system_calls_loses_nothing_flushed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_FAN_OUT", 2)
+    call, alive = 0, False
+    while not alive:
+        folder = tmp_path / str(call)
+        flushed = recorded = 0
+        with monkeypatch.context() as patch:
+            kill_at(patch, call)
+            try:
+                writer = RunWriter(folder, flush_every=1)
+                for step in range(5):
+                    writer.add([loss(step, step / 2)])
+                    flushed += 1
+                    writer.event(alarm(step))
+                    recorded += 1
+                writer.close()
+                alive = True
+            except Killed:
+                pass
+        if file_names(folder, "session"):
+            found = steps_and_values(folder)
+            assert len(found) in (flushed, flushed + 1)
+            assert found == [(step, step / 2) for step in range(len(found))]
+            events = read_events(folder)["step"].tolist()
+            assert len(events) in (recorded, recorded + 1)
+            assert events == list(range(len(events)))
+        else:
+            assert flushed == recorded == 0
+        with RunWriter(folder, start_step=5) as resumed:
+            resumed.add([loss(6)])
+        assert steps_and_values(folder)[-1] == (6, 0.0)
+        call += 1
+    # 11 files published and 7 merges of 2 or 3 segments: each file costs two syncs and a rename.
+    assert call > 3 * 18
+    assert len(file_names(folder, "samples")) == 2  # one of each of the two writers
+    assert len(file_names(folder, "events")) == 1
+
+
+@pytest.mark.parametrize("fan_out", [2, 3, 8])
+@pytest.mark.parametrize("flushes", [1, 7, 8, 9, 65])
+def test_merging_changes_no_sample_and_keeps_files_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushes: int, fan_out: int
+) -> None:
+    monkeypatch.setattr(writing, "_FAN_OUT", fan_out)
+    monkeypatch.setattr(writing, "_ROW_GROUP", 5)  # merged segments of several row groups
+    expected = [(step, head, value) for step in range(flushes) for head, value in [(0, 1), (2, -3)]]
+    writer = RunWriter(tmp_path, flush_every=1)
+    for step in range(flushes):
+        writer.add([Sample(step, "h.0.attn", 0, "max_logit", (1.0, math.nan, -3.0))])
+        writer.event(alarm(step))
+    for finished in (False, True):
+        if finished:
+            writer.close()
+        frame = read_run(tmp_path)
+        assert list(frame[["step", "head", "value"]].itertuples(index=False, name=None)) == expected
+        assert read_events(tmp_path)["step"].tolist() == list(range(flushes))
+        # As many full widths as the number has digits in base fan_out, each at most fan_out - 1.
+        digits = math.floor(math.log(flushes, fan_out) + 1e-9) + 1
+        most = 1 if finished else (fan_out - 1) * digits
+        assert 1 <= len(file_names(tmp_path, "samples")) <= most
+        assert 1 <= len(file_names(tmp_path, "events")) <= most
+
+
+def test_a_merge_holds_a_row_group_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_ROW_GROUP", 10)
+    with RunWriter(tmp_path, flush_every=7) as writer:
+        writer.add(loss(step) for step in range(70))
+    (name,) = file_names(tmp_path, "samples")
+    file = pq.ParquetFile(tmp_path / name)
+    groups = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
+    assert sum(groups) == 70
+    assert max(groups) < 20  # a group is closed by the batch that takes it to 10 rows or more
+
+
+def test_samples_beyond_flush_every_are_on_disk_and_events_at_once(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, flush_every=4)
+    for step in range(10):
+        writer.add([loss(step)])
+        writer.event(alarm(step))
+        assert len(read_run(tmp_path)) == (step + 1) // 4 * 4
+        assert len(read_events(tmp_path)) == step + 1
+    writer.flush()
+    assert len(read_run(tmp_path)) == 10
+
+
+def test_segments_are_compressed_and_dictionary_encoded(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([Sample(1, "h.0.attn", 0, "max_logit", tuple(range(12)))])
+    (name,) = file_names(tmp_path, "samples")
+    group = pq.ParquetFile(tmp_path / name).metadata.row_group(0)
+    columns = {group.column(k).path_in_schema: group.column(k) for k in range(group.num_columns)}
+    assert {column.compression for column in columns.values()} == {"ZSTD"}
+    assert "RLE_DICTIONARY" in columns["site"].encodings
+    assert "RLE_DICTIONARY" in columns["indicator"].encodings
+
+
+# Sessions as (start step, steps recorded), the steps as distances from the start.
+_SESSIONS = st.lists(
+    st.tuples(st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6)), max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sessions=_SESSIONS)
+def test_resumed_sessions_hide_what_they_do_again(
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, list[int]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    # What a reader of a plain table would do by hand, session after session.
+    samples: dict[int, float] = {}
+    events: list[tuple[int, str]] = []
+    for session, (start, distances) in enumerate(sessions):
+        with RunWriter(folder, start_step=start, flush_every=2) as writer:
+            for distance in distances:
+                writer.add([loss(start + distance, session)])
+                writer.event(alarm(start + distance, str(session)))
+        if distances:
+            hidden = start if start > 0 else -1
+            samples = {step: value for step, value in samples.items() if step <= hidden}
+            events = [event for event in events if event[0] <= hidden]
+            for distance in distances:
+                samples[start + distance] = session
+                events.append((start + distance, str(session)))
+    if not sessions:
+        with pytest.raises(ValueError, match="is empty"):
+            read_run(folder)
+        return
+    assert steps_and_values(folder) == sorted(samples.items())
+    frame = read_events(folder)
+    found = list(zip(frame["step"].tolist(), frame["why"].tolist(), strict=True))
+    assert found == sorted(events, key=lambda event: event[0])
+
+
+def test_a_session_hides_nothing_before_it_has_recorded_something(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1), loss(2)])
+    resumed = RunWriter(tmp_path, start_step=1)
+    resumed.add([loss(2, 5.0)])
+    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 0.0)]
+    resumed.flush()
+    assert steps_and_values(tmp_path) == [(1, 0.0), (2, 5.0)]
+
+
+def test_hidden_samples_stay_on_disk(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(step) for step in range(10)])
+    (first,) = file_names(tmp_path, "samples")
+    with RunWriter(tmp_path, start_step=3) as writer:
+        writer.add([loss(4)])
+    assert pq.ParquetFile(tmp_path / first).metadata.num_rows == 10
+
+
+def test_a_second_live_writer_leaves_the_first_ones_files_alone(tmp_path: Path) -> None:
+    first = RunWriter(tmp_path, flush_every=1, metadata={"who": "first", "lr": 1})
+    first.add([loss(1, 0.5)])
+    first.event(alarm(1))
+    before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
+    with RunWriter(tmp_path, flush_every=1, start_step=1, metadata={"who": "second"}) as second:
+        for step in range(2, 20):
+            second.add([loss(step, 1.0)])
+            second.event(alarm(step))
+            first.add([loss(step, 0.5)])
+    assert {name: (tmp_path / name).read_bytes() for name in before if "events" in name} == {
+        name: content for name, content in before.items() if "events" in name
+    }
+    first.close()
+    (first_file,) = [name for name in file_names(tmp_path, "samples") if "-0001-" in name]
+    table = pq.ParquetFile(tmp_path / first_file).read()
+    assert table["step"].to_pylist() == list(range(1, 20))
+    assert set(table["value"].to_pylist()) == {0.5}
+    assert steps_and_values(tmp_path) == [(1, 0.5), *((step, 1.0) for step in range(2, 20))]
+    assert read_metadata(tmp_path) == {"who": "second", "lr": 1}
+
+
+def test_two_writers_that_open_a_folder_at_once_get_different_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each sees the folder as it was before the other's session file appeared.
+    nothing = Listing({}, {"samples": {}, "events": {}}, leftovers=True)
+    monkeypatch.setattr(writing, "list_folder", lambda _: nothing)
+    for step in (1, 2):
+        RunWriter(tmp_path, flush_every=1, start_step=step).add([loss(step)])
+    assert [name[8:12] for name in file_names(tmp_path, "session")] == ["0001", "0001"]
+    assert len(file_names(tmp_path, "samples")) == 2
+
+
+def test_metadata_of_sessions_is_joined_and_can_grow(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, metadata={"lr": 1e-3, "sites": {"h.0.attn": "no rows"}}) as writer:
+        writer.update_metadata({"torch": "2.13"})
+    with RunWriter(tmp_path, metadata={"lr": 2e-3}, start_step=5):
+        pass
+    assert read_metadata(tmp_path) == {
+        "lr": 2e-3,
+        "sites": {"h.0.attn": "no rows"},
+        "torch": "2.13",
+    }
+
+
+def test_metadata_that_is_no_json_is_refused_and_what_stood_there_stays(tmp_path: Path) -> None:
+    with RunWriter(tmp_path, metadata={"lr": 1e-3}) as writer:
+        with pytest.raises(TypeError, match=r"metadata of a run must be JSON-able: .*set"):
+            writer.update_metadata({"heads": {1, 2}})
+        writer.update_metadata({"seed": 1})
+    assert read_metadata(tmp_path) == {"lr": 1e-3, "seed": 1}
+
+
+def test_a_flush_that_fails_keeps_its_samples_for_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = RunWriter(tmp_path, flush_every=100)
+    writer.add([loss(1), loss(2)])
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            writer.flush()
+    assert not list(tmp_path.glob(".*"))
+    writer.add([loss(3)])
+    writer.flush()
+    assert [step for step, _ in steps_and_values(tmp_path)] == [1, 2, 3]
+
+
+def test_a_merge_that_fails_leaves_the_segments_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "_FAN_OUT", 2)
+    writer = RunWriter(tmp_path, flush_every=1)
+    writer.add([loss(1)])
+    (broken,) = file_names(tmp_path, "samples")
+    whole = (tmp_path / broken).read_bytes()
+    (tmp_path / broken).write_bytes(whole[:50])
+    with pytest.warns(UserWarning, match=r"stay unmerged in .*00000000-00000001"):
+        writer.add([loss(2)])
+    writer.add([loss(step) for step in range(3, 8)])
+    writer.close()
+    (tmp_path / broken).write_bytes(whole)
+    assert [step for step, _ in steps_and_values(tmp_path)] == list(range(1, 8))
+
+
+def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    message = f"cannot write a run to {re.escape(str(tmp_path))}: the folder holds other files"
+    with pytest.raises(ValueError, match=message):
+        RunWriter(tmp_path)
+    with pytest.raises(ValueError, match="it is a file, a folder is needed"):
+        RunWriter(tmp_path / "thesis.tex")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_other_files_beside_a_run_are_left_alone(tmp_path: Path) -> None:
+    RunWriter(tmp_path / "new" / "run").close()
+    report = tmp_path / "new" / "run" / "report.html"
+    report.write_text("x")
+    with RunWriter(tmp_path / "new" / "run") as writer:
+        writer.add([loss(1)])
+    assert report.read_text() == "x"
+    assert len(read_run(tmp_path / "new" / "run")) == 1
+
+
+def test_a_folder_left_by_a_writer_killed_before_its_first_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / ".session-0001-0a1b2c3d.json.partial").write_bytes(b"{")
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    assert len(read_run(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start_step": -1}, "start_step of a run must be 0 or more, got -1"),
+        ({"flush_every": 0}, "flush_every of a run must be 1 or more, got 0"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunWriter(tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_closed_writer_says_so(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.close()
+    writer.close()
+    calls = (
+        lambda: writer.add([loss(1)]),
+        lambda: writer.event(alarm(1)),
+        writer.flush,
+        lambda: writer.update_metadata({}),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match=r"the run's writer is closed: .*session-0001"):
+            call()

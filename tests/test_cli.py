@@ -1,0 +1,247 @@
+"""The command line: what it prints, and that the user's errors are sentences."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+import tomllib
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from guardbit.cli import app
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
+
+RUNS = Path(__file__).parent / "data" / "runs"
+HEADER = "step,site,layer,head,indicator,value\n"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def check_refused(result: Result, message: str) -> None:
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("guardbit: ")
+    assert result.stderr.count("\n") == 1
+
+
+def imported_by(*arguments: object) -> set[str]:
+    """Heavy packages a fresh interpreter has imported after one command."""
+    code = (
+        "import sys\n"
+        "from guardbit.cli import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "heavy = ('torch', 'lightning', 'triton', 'matplotlib', 'pandas', 'pyarrow', 'numpy')\n"
+        "print(*[name for name in heavy if name in sys.modules])\n"
+    )
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("small") / "run"
+    with RunWriter(folder, metadata={"torch": "2.13"}) as writer:
+        for step in range(0, 1000, 100):
+            writer.add([Sample(step, "", -1, "loss", (3.0,))])
+            for layer in range(2):
+                site = f"h.{layer}.attn"
+                writer.add([Sample(step, site, layer, "w_q_spectral_norm", (5.0, 5.5))])
+                writer.add([Sample(step, site, layer, "max_logit", (10.0, 11.0))])
+        writer.event(Event(500, "switch", "h.1.attn", (1,), "by hand", stabilizer="compensated"))
+    return folder
+
+
+# What became of each run is FINDINGS' word, carried by the names of the files. The failing run's
+# query norm leaves its trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps
+# before the loss. Learning rates of 3e-3 diverge within 2,000 steps.
+@pytest.mark.parametrize(
+    ("name", "verdict", "earliest", "latest"),
+    [
+        ("fails-sdpa-lr1.5e-3", "rounding", 6_000, 8_000),
+        ("lrdiverges-fp32out-lr3e-3", "learning-rate", 0, 2_000),
+        ("stable-fp32out-lr1.5e-3", "stable", None, None),
+    ],
+)
+def test_replay_of_recorded_runs(
+    name: str, verdict: str, earliest: int | None, latest: int | None
+) -> None:
+    result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    replay = json.loads(result.stdout)
+    assert list(replay) == ["alarms", "first_alarm", "verdict"]
+    assert replay["verdict"] == verdict
+    if earliest is None:
+        assert (replay["alarms"], replay["first_alarm"]) == ([], None)
+        return
+    assert earliest <= replay["first_alarm"] <= latest
+    assert replay["first_alarm"] == min(alarm["step"] for alarm in replay["alarms"])
+    for alarm in replay["alarms"]:
+        assert list(alarm) == ["step", "site", "heads", "rule"]
+    # The CSVs hold each layer's largest head as head 0; alarms of the whole run name none.
+    assert {(bool(alarm["site"]), tuple(alarm["heads"])) for alarm in replay["alarms"]} <= {
+        (True, (0,)),
+        (False, ()),
+    }
+
+
+def test_replay_in_words() -> None:
+    result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
+    assert result.exit_code == 0
+    *table, evidence = result.stdout.splitlines()
+    assert table[0].split() == ["first", "step", "site", "heads", "rule", "alarms"]
+    assert "h.2.attn" in table[1]
+    steps = [int(line.split()[0].replace(",", "")) for line in table[1:]]
+    assert steps == sorted(steps)
+    assert evidence.startswith("rounding: ")
+    assert "h.2.attn" in evidence
+
+
+def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> None:
+    result = invoke("replay", small_run)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("stable: ")
+    assert result.stdout.count("\n") == 1
+
+
+def test_replay_takes_other_thresholds() -> None:
+    path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
+    # An infinite slope and level switch the two rules off that see this run first.
+    arguments = ["--threshold", "norm_growth.slope=inf", "--threshold", "logit_outlier.level=inf"]
+    rules = {
+        alarm["rule"] for alarm in json.loads(invoke("replay", path, "--json").stdout)["alarms"]
+    }
+    result = invoke("replay", path, "--json", *arguments)
+    remaining = {alarm["rule"] for alarm in json.loads(result.stdout)["alarms"]}
+    assert {"norm_growth", "logit_outlier"} <= rules
+    assert remaining == rules - {"norm_growth", "logit_outlier"}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "message"),
+    [
+        ("norm_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'norm_growth=3'; there are "),
+        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are norm_growth."),
+        ("norm_growth.name=3", "got 'norm_growth.name=3'"),
+        ("norm_growth.slope=steep", "norm_growth.slope must be a number, got 'steep'"),
+        ("norm_growth.slope=nan", "norm_growth.slope must be a number, got 'nan'"),
+        ("norm_growth.samples=2.5", "norm_growth.samples must be a whole number, got '2.5'"),
+    ],
+)
+def test_bad_thresholds_are_refused(small_run: Path, threshold: str, message: str) -> None:
+    check_refused(invoke("replay", small_run, "--threshold", threshold), message)
+
+
+def test_unknown_indicators_change_no_alarm(tmp_path: Path) -> None:
+    content = gzip.decompress((RUNS / "stable-fp32out-lr1.5e-3.csv.gz").read_bytes())
+    path = tmp_path / "run.csv"
+    path.write_bytes(content + b"10000,h.3.attn,3,0,an_indicator_of_tomorrow,1e9\n")
+    result = invoke("replay", path, "--json")
+    assert json.loads(result.stdout) == {"alarms": [], "first_alarm": None, "verdict": "stable"}
+
+
+def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
+    recorded = gzip.decompress((RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()).decode()
+    path = tmp_path / "run.csv"
+    path.write_text(recorded.replace("h.2.attn", "[bold]2"))
+    result = invoke("replay", path)
+    *table, evidence = result.stdout.splitlines()
+    assert "[bold]2" in table[1]
+    assert "[bold]2" in evidence
+
+
+@pytest.mark.parametrize("command", ["replay", "report"])
+def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
+    check_refused(invoke(command, tmp_path / "none"), "nothing has that name")
+    check_refused(invoke(command, tmp_path), "the folder is empty")
+    (tmp_path / "a.csv").write_text("step,site,value\n1,,2\n")
+    check_refused(invoke(command, tmp_path / "a.csv"), "lacks the columns layer, head, indicator")
+    check_refused(invoke(command, tmp_path), "the folder holds no GuardBit run")
+    (tmp_path / "b.csv").write_text(HEADER)
+    check_refused(invoke(command, tmp_path / "b.csv"), "b.csv holds no samples yet")
+    (tmp_path / "c.txt").write_text(HEADER)
+    check_refused(invoke(command, tmp_path / "c.txt"), "a folder, a .csv or a .csv.gz is needed")
+    RunWriter(tmp_path / "new").close()
+    check_refused(invoke(command, tmp_path / "new"), "new holds no samples yet")
+
+
+def test_a_broken_segment_is_one_line_on_stderr(tmp_path: Path) -> None:
+    for start in (0, 100):
+        with RunWriter(tmp_path, start_step=start) as writer:
+            writer.add([Sample(start + 1, "", -1, "loss", (1.0,))])
+    broken = min(tmp_path.glob("samples-*"))
+    broken.write_bytes(broken.read_bytes()[:-5])
+    result = invoke("replay", tmp_path, "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["verdict"] == "stable"
+    assert result.stderr.startswith(f"guardbit: left out the segment {broken}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_report_writes_a_page_into_the_runs_folder(small_run: Path) -> None:
+    result = invoke("report", small_run)
+    assert (result.exit_code, result.stderr) == (0, "")
+    page = small_run / "report.html"
+    assert result.stdout == f"{page}\n"
+    text = page.read_text(encoding="utf-8")
+    assert "h.1.attn" in text
+    assert "2.13" in text
+    assert "by hand" in text
+    assert "<title>run" in text
+
+
+def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
+    path = tmp_path / "small.csv.gz"
+    lines = [f"{step},,-1,-1,loss,3.0\n" for step in range(0, 100, 20)]
+    path.write_bytes(gzip.compress((HEADER + "".join(lines)).encode()))
+    for arguments, page in [
+        ((), tmp_path / "small-report.html"),
+        (("--output", tmp_path / "page.html"), tmp_path / "page.html"),
+        (("--output", tmp_path), tmp_path / "report.html"),
+    ]:
+        result = invoke("report", path, *arguments)
+        assert (result.exit_code, result.stdout) == (0, f"{page}\n")
+        assert page.is_file()
+
+
+def test_a_report_that_cannot_be_written_is_refused(small_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    check_refused(invoke("report", small_run, "--output", tmp_path / "file" / "a.html"), "file")
+
+
+def test_report_and_replay_import_no_torch_and_help_imports_nothing_heavy(small_run: Path) -> None:
+    assert imported_by("--help") == set()
+    assert imported_by("report", small_run) == {"matplotlib", "pandas", "pyarrow", "numpy"}
+    assert imported_by("replay", small_run) == {"pandas", "pyarrow", "numpy"}
+
+
+def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls: list[dict] = []
+    stand_in = types.ModuleType("guardbit.demo")
+    monkeypatch.setattr(
+        stand_in, "run_demo", lambda **options: calls.append(options), raising=False
+    )
+    monkeypatch.setitem(sys.modules, "guardbit.demo", stand_in)
+    assert invoke("demo").exit_code == 0
+    assert invoke("demo", "--healthy", "--run-dir", tmp_path).exit_code == 0
+    assert calls == [
+        {"healthy": False, "run_dir": Path("runs/demo")},
+        {"healthy": True, "run_dir": tmp_path},
+    ]
+
+
+def test_version_is_the_packages() -> None:
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"guardbit {version}\n")
