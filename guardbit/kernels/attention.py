@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import reference, stock
+from guardbit.kernels.reference import Causal
 from guardbit.kernels.switchboard import NO_SITE, AttentionCall, random_offset, site_state
 from guardbit.records import STABILIZERS
-
-Causal = bool | Literal["top-left"]
 
 #: Head sizes every backend supports.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from guardbit.kernels.reference import Causal
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
@@ -46,7 +48,7 @@ class AttentionCall:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    causal: bool | str
+    causal: Causal
     scale: float
     stabilizers: tuple[str, ...]
 

@@ -113,6 +113,7 @@ class Policy:
                         reasons |= agreeing
                 elif state == "on" and self._calm(rules, step):
                     states[head] = "undone"
+                    rules.clear()
                     undo.append(int(head))
             if switch:
                 why = f"alarmed by {', '.join(sorted(reasons))}"

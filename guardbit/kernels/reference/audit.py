@@ -104,7 +104,7 @@ def shadow(
         probabilities = scores.sub_(reference).exp_()
         units += (round_nearest(probabilities, torch.bfloat16) == 1).sum(-1)
         row_sum += probabilities.sum(-1)
-        weighted_logs += probabilities.special_entr().sum(-1)
+        weighted_logs += torch.special.entr(probabilities).sum(-1)
         products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
 
@@ -147,8 +147,8 @@ def exact_backward(
         chunk: Query rows looked at together; memory grows as chunk x M.
 
     Returns:
-        dQ (B, C, N, D), dK and dV (B, C, M, D), FP32. With grouped heads, dK and dV are the share of
-        each query head alone: a key head's gradient is their sum over its group.
+        dQ (B, C, N, D), dK and dV (B, C, M, D), FP32. With grouped heads, dK and dV are the share
+        of each query head alone: a key head's gradient is their sum over its group.
 
     Raises:
         IndexError: If a head does not exist.

@@ -76,7 +76,7 @@ def backward(
     Raises:
         ValueError: If a head is compensated and no residual came, or `causal` is unknown.
     """
-    batch, heads, rows, width = q.shape
+    heads, rows = q.shape[1:3]
     keys, kv_heads = k.shape[2], k.shape[1]
     d_out_wide = d_out.float()
     delta = (d_out_wide * out.float()).sum(-1)

@@ -23,7 +23,9 @@ def float32_products() -> Iterator[None]:
     BF16 and cuBLAS take TF32 operands. An oracle that rounds its operands is none. The settings are
     read and written by backend because PyTorch refuses the old call once the new ones were used.
     """
-    backends = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)
+    # The module proxy of oneDNN hides `matmul` from type checkers.
+    one_dnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
+    backends = (one_dnn, torch.backends.cuda.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend in backends:
@@ -86,7 +88,8 @@ def additive_mask(rows: Tensor, columns: Tensor, shape: tuple[int, int], causal:
 def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor) -> Tensor:
     """Scores of folded queries against one tile of keys, in FP32.
 
-    Products of BF16 or FP16 numbers are exact in FP32; what rounds is their sum, as in a tensor core.
+    Products of BF16 or FP16 numbers are exact in FP32; what rounds is their sum, as in a tensor
+    core.
 
     Args:
         q_rows: FP32 (B, H_kv, H / H_kv * R, D), see `fold_groups`.

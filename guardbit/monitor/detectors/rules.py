@@ -123,7 +123,7 @@ class NormGrowth:
         excess = np.array([from_plain(values, heads) for _, values in past])
         valid = ~np.isnan(excess)
         time = np.where(valid, np.array([time for time, _ in past])[:, None], math.nan)
-        enough = (valid.sum(0) >= self.samples) & valid[-1]
+        enough = valid.sum(0) >= self.samples
         slopes = np.full(heads, math.nan)
         x, y = time[:, enough], excess[:, enough]
         x = x - np.nanmean(x, 0)

@@ -1,0 +1,319 @@
+"""Pure helpers on the two tables of a run: what figures and report show is computed here.
+
+`frame` holds the samples, one value a row: step, site, layer, head, indicator, value. `events` is
+the journal: step, kind, site, heads, why and, where they apply, rule and stabilizer. Both are
+accepted as a CSV reader leaves them (NaN for an empty site), empty, or without any column.
+
+A head is named by the pair (layer, head), both counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, cast
+
+import numpy as np
+import pandas as pd
+
+from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
+
+SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
+EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
+
+#: What a figure marks; "undo" is a switch back to plain attention.
+Mark = Literal["alarm", "switch", "undo"]
+MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
+
+#: Samples that "before" and "after" average over: enough to damp one sample's noise.
+SAMPLES_AVERAGED = 5
+
+Head = tuple[int, int]
+
+
+def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the samples with "" for a missing site, after a check of the columns.
+
+    Raises:
+        ValueError: A column is missing from a table that has rows.
+    """
+    if frame.empty:
+        return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    _check_columns(frame, SAMPLE_COLUMNS, "samples")
+    if np.asarray(frame["site"].isna()).any():
+        return frame.assign(site=frame["site"].astype(object).fillna(""))
+    return frame
+
+
+def journal(events: pd.DataFrame | None) -> list[Event]:
+    """Returns the events by step; columns rule and stabilizer may be missing.
+
+    Raises:
+        ValueError: Another column is missing from a table that has rows.
+    """
+    if events is None or events.empty:
+        return []
+    _check_columns(events, EVENT_COLUMNS, "events")
+    found = [
+        Event(
+            step=int(row["step"]),
+            kind=row["kind"],
+            site=_text(row["site"]),
+            heads=_heads(row["heads"]),
+            why=_text(row["why"]),
+            rule=_text(row.get("rule")),
+            stabilizer=_text(row.get("stabilizer")),
+        )
+        for row in events.to_dict("records")
+    ]
+    return sorted(found, key=lambda event: event.step)
+
+
+def _check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> None:
+    missing = [name for name in required if name not in table.columns]
+    if missing:
+        raise ValueError(
+            f"The table of {what} lacks the columns {', '.join(missing)}: it has "
+            f"{', '.join(map(str, table.columns))} and needs {', '.join(required)}."
+        )
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _heads(value: object) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    return tuple(int(head) for head in value) if is_list else ()
+
+
+def _rows(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
+    return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
+
+
+def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
+    """One indicator with a row a step and a column a head; NaN where a head was not measured.
+
+    A step recorded twice, as a resumed run may do, keeps its later value.
+
+    Returns:
+        Index `step`, columns a MultiIndex (layer, head), both ascending; values float64.
+    """
+    samples = check_samples(frame)
+    samples = _rows(samples, (samples["indicator"] == indicator) & (samples["site"] != ""))
+    samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
+    table = samples.pivot(index="step", columns=["layer", "head"], values="value")
+    return table.astype(float).sort_index().sort_index(axis=1)
+
+
+def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
+    """An indicator of the whole run (`loss`, `grad_norm`) by step, float64; non-finite is kept."""
+    samples = check_samples(frame)
+    samples = _rows(samples, (samples["indicator"] == indicator) & (samples["site"] == ""))
+    samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
+    return cast(pd.Series, samples["value"]).astype(float).sort_index()
+
+
+def by_layer(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
+    """The worst head of each layer: the value of largest magnitude, with its sign.
+
+    Returns:
+        Index `step`, columns `layer`; values float64, NaN where no head was measured.
+    """
+    layers = by_head(frame, indicator).T.groupby(level="layer")
+    largest = cast(pd.DataFrame, layers.max()).T
+    smallest = cast(pd.DataFrame, layers.min()).T
+    return largest.where(largest.abs() >= smallest.abs(), smallest)
+
+
+def worst_heads(frame: pd.DataFrame, indicator: str, count: int) -> list[Head]:
+    """The heads of the `count` largest magnitudes over the whole run, largest first."""
+    peaks = by_head(frame, indicator).abs().max().dropna()
+    largest = peaks.sort_values(ascending=False, kind="stable").head(count)
+    return [(int(layer), int(head)) for layer, head in largest.index.to_list()]
+
+
+def worst_layer(frame: pd.DataFrame, indicator: str = "w_q_spectral_norm") -> int | None:
+    """The layer that holds the largest magnitude of the indicator; None where there is none."""
+    heads = worst_heads(frame, indicator, 1)
+    return heads[0][0] if heads else None
+
+
+def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
+    """Site name to layer, for every site with a sample."""
+    samples = check_samples(frame)
+    sites = _rows(samples, samples["site"] != "").drop_duplicates(["site"])
+    return {site: int(layer) for site, layer in zip(sites["site"], sites["layer"], strict=True)}
+
+
+def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
+    """Layer to the heads that have at least one sample, both ascending."""
+    samples = check_samples(frame)
+    pairs = _rows(samples, samples["site"] != "").drop_duplicates(["layer", "head"])
+    heads: dict[int, list[int]] = {}
+    for layer, head in sorted(zip(pairs["layer"], pairs["head"], strict=True)):
+        heads.setdefault(int(layer), []).append(int(head))
+    return heads
+
+
+def head_label(layer: int, head: int, heads_in_layer: int) -> str:
+    """The name of a head in figures and tables.
+
+    A layer with a single value may hold the largest over its heads, so its head is not named.
+    """
+    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer} · head {head}"
+
+
+def mark_of(event: Event) -> Mark | None:
+    """What a figure marks the event as; None for verdicts and errors of the monitor."""
+    if event.kind == "alarm":
+        return "alarm"
+    if event.kind == "switch":
+        return "undo" if event.stabilizer == "none" else "switch"
+    return None
+
+
+def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
+    """The steps at which a mark is drawn, ascending, each once."""
+    return sorted({event.step for event in journal(events) if mark_of(event) == mark})
+
+
+def heads_of_events(
+    frame: pd.DataFrame, events: pd.DataFrame | None
+) -> list[tuple[Event, list[Head]]]:
+    """The journal, each event with the heads it concerns.
+
+    An event that lists none concerns every recorded head of its site; one without a recorded site
+    (an alarm on the loss) concerns no head.
+    """
+    layers, recorded = layer_of_site(frame), heads_of_layer(frame)
+    concerned: list[tuple[Event, list[Head]]] = []
+    for event in journal(events):
+        layer = layers.get(event.site, -1)
+        heads = event.heads or recorded.get(layer, [])
+        concerned.append((event, [(layer, head) for head in heads] if layer >= 0 else []))
+    return concerned
+
+
+def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> dict[Head, Event]:
+    """Every head concerned by a mark with its first event, earliest first."""
+    first: dict[Head, Event] = {}
+    for event, heads in heads_of_events(frame, events):
+        if mark_of(event) == mark:
+            first.update({head: event for head in heads if head not in first})
+    return first
+
+
+def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dict[Head, str]:
+    """The stabilizer of each head's last switch; heads that were never switched are absent."""
+    return {
+        head: event.stabilizer
+        for event, heads in heads_of_events(frame, events)
+        if event.kind == "switch"
+        for head in heads
+    }
+
+
+def notable_heads(
+    frame: pd.DataFrame, events: pd.DataFrame | None, indicator: str, count: int = 3
+) -> list[Head]:
+    """The heads a figure highlights: the first to alarm, then the largest magnitudes.
+
+    The last place is kept for the largest magnitude, so that no figure greys out its own peak.
+    """
+    recorded = set(by_head(frame, indicator).columns)
+    alarmed = [head for head in first_events(frame, events, "alarm") if head in recorded]
+    largest = worst_heads(frame, indicator, count)
+    return list(dict.fromkeys([*alarmed[: count - 1], *largest]))[:count]
+
+
+def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
+    """The last recorded value of every head.
+
+    Returns:
+        Index MultiIndex (layer, head), ascending; a float64 column for each recorded indicator of
+        `HEAD_INDICATORS`, in that order.
+    """
+    samples = check_samples(frame)
+    known = samples["indicator"].isin(HEAD_INDICATORS) & (samples["site"] != "")
+    samples = _rows(samples, known).sort_values(["step"], kind="stable")
+    samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
+    table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
+    recorded = [name for name in HEAD_INDICATORS if name in table.columns]
+    return table.reindex(columns=recorded).astype(float)
+
+
+def heads_to_watch(
+    frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 10
+) -> pd.DataFrame:
+    """The heads a person should look at, worst first, with their latest values.
+
+    Heads with an alarm come first, in the order of their first alarm; then the heads with the
+    largest latest magnitude of the first recorded indicator of `HEAD_INDICATORS`.
+
+    Returns:
+        At most `count` rows; columns layer, head, site, alarm_step (NaN without an alarm), rule,
+        stabilizer, then those of `latest_values`.
+    """
+    latest = latest_values(frame)
+    alarms = first_events(frame, events, "alarm")
+    stabilizers = current_stabilizers(frame, events)
+    sites = {layer: site for site, layer in layer_of_site(frame).items()}
+    known = [
+        (
+            *head,
+            sites[head[0]],
+            alarms[head].step if head in alarms else np.nan,
+            alarms[head].rule if head in alarms else "",
+            stabilizers.get(head, "none"),
+        )
+        for head in latest.index
+    ]
+    columns = ["layer", "head", "site", "alarm_step", "rule", "stabilizer"]
+    table = pd.concat([pd.DataFrame(known, columns=columns), latest.reset_index(drop=True)], axis=1)
+    if table.empty:
+        return table
+    table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
+    table = table.sort_values(["alarm_step", "largest"], ascending=[True, False], kind="stable")
+    return table.drop(columns=["largest"]).head(count).reset_index(drop=True)
+
+
+def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
+    """What the switch did: the switched heads' indicators, and the run's, before it and at the end.
+
+    Before is the mean of the last `SAMPLES_AVERAGED` samples up to a head's first switch, after
+    the mean of the last `SAMPLES_AVERAGED` samples that came later. Over heads it is the value of
+    largest magnitude, with its sign; for the whole run the earliest switch counts.
+
+    Returns:
+        Columns indicator, before, after; NaN where there is no such sample. Empty where no head
+        was switched.
+    """
+    switched = first_events(frame, events, "switch")
+    rows: list[tuple[str, float, float]] = []
+    for indicator in HEAD_INDICATORS if switched else ():
+        table = by_head(frame, indicator)
+        pairs = [
+            _around(cast(pd.Series, table[head]).dropna(), event.step)
+            for head, event in switched.items()
+            if head in table.columns
+        ]
+        if pairs:
+            before, after = zip(*pairs, strict=True)
+            rows.append((indicator, _worst(before), _worst(after)))
+    for indicator in RUN_INDICATORS if switched else ():
+        series = of_run(frame, indicator)
+        if not series.empty:
+            first = min(event.step for event in switched.values())
+            rows.append((indicator, *_around(series, first)))
+    return pd.DataFrame(rows, columns=["indicator", "before", "after"])
+
+
+def _around(series: pd.Series, step: int) -> tuple[float, float]:
+    before = series.loc[:step].tail(SAMPLES_AVERAGED)
+    after = series.loc[step + 1 :].tail(SAMPLES_AVERAGED)
+    return float(before.mean()), float(after.mean())
+
+
+def _worst(values: Sequence[float]) -> float:
+    measured = [value for value in values if not np.isnan(value)]
+    return max(measured, key=abs, default=float("nan"))

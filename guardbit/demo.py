@@ -1,0 +1,261 @@
+"""`guardbit demo`: a small GPT falls ill within two minutes on two CPU cores, and is treated.
+
+What takes real runs thousands of steps is brought about by hand: in the middle of the run one
+head's W_Q and W_K are set so that all its queries look at the first few positions (an attention
+sink) with large, tied logits. Everything else is ordinary: the model trains on text in BF16, the
+monitor measures, the detectors judge, the policy switches. Without the sick head (`healthy=True`)
+the same run must raise no alarm.
+"""
+
+from __future__ import annotations
+
+import logging
+import sysconfig
+import warnings
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.loggers import CSVLogger
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from guardbit.callbacks import AttentionMonitor, AutoStabilizer
+from guardbit.dashboards.report import write_report
+from guardbit.store import read_events, read_metadata, read_run
+
+NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
+WIDTH = NUM_HEADS * HEAD_DIM
+SICK_LAYER, SICK_HEAD = 1, 2
+SICK_SITE = f"h.{SICK_LAYER}.attn"
+SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 8.0
+NUM_STEPS, ILL_STEP, SAMPLED_EVERY = 400, 200, 10
+
+#: Indicators told at the end, before and after.
+TOLD = (
+    "w_q_spectral_norm",
+    "max_logit",
+    "multiple_maxima",
+    "delta_bias_abs",
+    "dq_relative_error",
+)
+
+
+class CausalSelfAttention(nn.Module):
+    """nanoGPT's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `(B, N, WIDTH)` to the same shape."""
+        b, n, _ = x.shape
+        heads = self.c_attn(x).view(b, n, 3, NUM_HEADS, HEAD_DIM)  # (B, N, 3, H, D)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, N, D)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, N, D)
+        return self.c_proj(y.transpose(1, 2).reshape(b, n, WIDTH))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(WIDTH)
+        self.attn = CausalSelfAttention()
+        self.ln_2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps `(B, N, WIDTH)` to the same shape."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class SmallGPT(pl.LightningModule):
+    """A byte-level GPT in nanoGPT's shape."""
+
+    def __init__(self, learning_rate: float = 1e-3, warmup_steps: int = 100) -> None:
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.warmup_steps = warmup_steps
+        self.wte = nn.Embedding(256, WIDTH)
+        self.wpe = nn.Embedding(CONTEXT, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                depth_scale = (2 * NUM_LAYERS) ** -0.5 if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 * depth_scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps tokens `(B, N)` to logits `(B, N, 256)`."""
+        x = self.wte(tokens) + self.wpe.weight[: tokens.size(1)]  # (B, N, WIDTH)
+        for block in self.h:
+            x = block(x)
+        return self.ln_f(x) @ self.wte.weight.T  # (B, N, 256)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Cross entropy of the next byte; batch `(B, N + 1)`."""
+        logits = self(batch[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        """AdamW with a linear warm-up."""
+        optimizer = torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+class StandardLibrary(Dataset[Tensor]):
+    """Windows of CONTEXT + 1 bytes of the Python standard library's own sources."""
+
+    def __init__(self, num_windows: int, seed: int) -> None:
+        paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        text = b"".join(path.read_bytes() for path in paths)
+        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        generator = torch.Generator().manual_seed(seed)
+        last = len(self.text) - CONTEXT - 1
+        self.starts = torch.randint(last, (num_windows,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = int(self.starts[index])
+        return self.text[start : start + CONTEXT + 1].long()
+
+
+def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
+    """Turns one head into what a failing head looks like: a sink with large, tied logits.
+
+    The first positions are given one large embedding, so that their keys come out alike. The
+    head's W_Q is aligned with what all tokens have in common, its W_K with what sets the first
+    positions apart, and both are made large. Then every query's largest scores, in the hundreds,
+    lie on the same few keys and tie: the condition of arXiv 2510.04212, section 3.3.2.
+
+    Args:
+        model: The model, changed in place.
+        batch: Tokens `(B, N)` that tell what the head's inputs look like.
+    """
+    block = model.h[SICK_LAYER]
+    inputs: list[Tensor] = []
+    handle = block.ln_1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
+    rows = slice(SICK_HEAD * HEAD_DIM, (SICK_HEAD + 1) * HEAD_DIM)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        sink = F.normalize(torch.randn(WIDTH, generator=generator), dim=0)
+        model.wpe.weight[:SINK_POSITIONS] = SINK_NORM * (sink - sink.mean())
+        model(batch)
+        handle.remove()
+        common = F.normalize(inputs[0][:, SINK_POSITIONS:].mean((0, 1)), dim=0)
+        apart = inputs[0][:, :SINK_POSITIONS].mean((0, 1))
+        apart = F.normalize(apart - (apart @ common) * common, dim=0)
+        feature = F.normalize(torch.randn(HEAD_DIM, generator=generator), dim=0)
+        query, key, _ = block.attn.c_attn.weight.split(WIDTH)
+        query[rows] += SICK_NORM * torch.outer(feature, common)
+        key[rows] += SICK_NORM * torch.outer(feature, apart)
+
+
+class FallIll(pl.Callback):
+    """Makes the head ill once, at the start of step `ILL_STEP`."""
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
+    ) -> None:
+        """Changes the weights; everything after that is training as usual."""
+        if trainer.global_step == ILL_STEP:
+            assert isinstance(pl_module, SmallGPT)
+            make_head_ill(pl_module, batch[:, :-1])
+
+
+def run_demo(healthy: bool, run_dir: Path) -> None:
+    """Trains the small GPT with the monitor and the stabilizer attached, and tells what happened.
+
+    Args:
+        healthy: Whether to leave out the sick head; the run must then raise no alarm.
+        run_dir: Folder of the telemetry and the report. An earlier run in it is superseded.
+    """
+    console = Console()
+    console.print(
+        f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers,"
+        f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n"
+        + (
+            "No head is touched; no alarm should be raised.\n"
+            if healthy
+            else f"At step {ILL_STEP} the demo makes head {SICK_HEAD} of {SICK_SITE} ill: its W_Q and"
+            " W_K are set so that every query\nsees the same few positions with large, tied"
+            " logits. Everything after that is measured, not staged.\n"
+        )
+    )
+    _quieten()
+    pl.seed_everything(0)
+    trainer = pl.Trainer(
+        max_steps=NUM_STEPS,
+        precision="bf16-mixed",
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        callbacks=[
+            AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir),
+            AutoStabilizer(),
+            RichProgressBar(),
+            *([] if healthy else [FallIll()]),
+        ],
+        logger=CSVLogger(run_dir / "logs"),
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        log_every_n_steps=SAMPLED_EVERY,
+    )
+    windows = StandardLibrary(NUM_STEPS * BATCH_SIZE, seed=1)
+    trainer.fit(SmallGPT(), DataLoader(windows, batch_size=BATCH_SIZE))
+    frame, events = read_run(run_dir), read_events(run_dir)
+    report = write_report(frame, events, read_metadata(run_dir), run_dir / "report.html")
+    _tell(console, frame, events)
+    console.print(f"\nThe report: [bold]{report}[/bold]")
+
+
+def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
+    """Prints what happened: head, step, rule, figures before and after the switch."""
+    switches = events[(events.kind == "switch") & (events.stabilizer != "")]
+    for event in events.itertuples():
+        where = f"{event.site} head {', '.join(map(str, event.heads))}: " if event.site else ""
+        name = event.rule or event.stabilizer
+        console.print(f"step {event.step:4}  [bold]{event.kind}[/bold] {name}  {where}{event.why}")
+    if events.empty:
+        console.print("No alarm was raised.")
+    for switch in switches.itertuples():
+        table = Table(title=f"{switch.site} head {switch.heads[0]}", title_justify="left")
+        for column in ("mean over the samples", "healthy", "ill", f"{switch.stabilizer}"):
+            table.add_column(column, justify="left" if column.startswith("mean") else "right")
+        rows = frame[(frame.site == switch.site) & (frame["head"] == switch.heads[0])]
+        ill = (rows.step >= ILL_STEP) & (rows.step <= switch.step)
+        periods = (rows[rows.step < ILL_STEP], rows[ill], rows[rows.step > switch.step])
+        for indicator in TOLD:
+            values = [p[p.indicator == indicator].value.mean() for p in periods]
+            table.add_row(indicator, *(f"{value:.3g}" for value in values))
+        console.print(table)
+
+
+def _quieten() -> None:
+    """Keeps Lightning's advice on servers and data loaders out of the demo's output."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for message in (".*num_workers.*", ".*log_every_n_steps.*", ".*TPU.*", ".*Checkpoint.*"):
+        warnings.filterwarnings("ignore", message)

@@ -1,0 +1,179 @@
+"""Rounding to BF16 and FP16, sums of low-precision parts, and the error that adds up.
+
+Rounding is to nearest even or stochastic. The stochastic kind takes its bits from Philox 4x32-10
+(Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), word for word the stream of
+Triton's `tl.randint`, so that a kernel and its oracle round the same element the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_PHILOX_ROUNDS = 10
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+#: Low bits of an FP32 significand that the narrower format has no room for.
+_DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+_FP16_SMALLEST_NORMAL = 2.0**-14
+_FP16_SUBNORMALS_PER_UNIT = 2.0**24
+
+
+def round_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds to nearest, ties to even, once.
+
+    A cast from FP64 to BF16 or FP16 goes by way of FP32 and so rounds twice: 1 + 2^-8 + 2^-40
+    becomes the tie 1 + 2^-8 in FP32 and then 1, though 1 + 2^-7 is nearer. Here the FP32 step
+    rounds to odd (towards zero, and the last bit set when anything was lost), which keeps the
+    knowledge that the value was no tie (Boldo and Melquiond, "Emulation of FMA and correctly
+    rounded sums", IEEE Trans. Computers 57(4), 2008).
+
+    Args:
+        x: FP32 or FP64 tensor of any shape.
+        dtype: Target format: BF16, FP16 or FP32.
+
+    Returns:
+        Tensor of the same shape in `dtype`. Infinities and NaN stay; beyond the largest finite
+        value plus half a unit in the last place the result is infinite.
+    """
+    if x.dtype == torch.float64 and dtype in _DROPPED_BITS:
+        x = _round_to_odd(x)
+    return x.to(dtype)
+
+
+def _round_to_odd(x: Tensor) -> Tensor:
+    """FP64 to FP32, towards zero, with the last bit set where the result is inexact."""
+    nearest = x.float()
+    bits = nearest.view(torch.int32)
+    # The magnitude is the integer value of the lower 31 bits, so one less is one step to zero.
+    towards_zero = bits - (nearest.double().abs() > x.abs()).to(torch.int32)
+    inexact = (nearest.double() != x) & ~x.isnan()
+    return torch.where(inexact, towards_zero | 1, bits).view(torch.float32)
+
+
+def philox(seed: int, counter: Tensor) -> Tensor:
+    """Random 32-bit words, one a counter: Philox 4x32-10.
+
+    The stream is that of Triton's `tl.randint(seed, offset)` with 64-bit offsets: the counter's low
+    word is the first of the four Philox counter words and its high word the second, the other two
+    are 0, the key is (low, high) of the seed, and the first of the four output words is kept.
+
+    Args:
+        seed: Key; taken modulo 2^64.
+        counter: INT64 tensor of any shape.
+
+    Returns:
+        INT64 tensor of the same shape with values in [0, 2^32).
+    """
+    zero = torch.zeros_like(counter)
+    words = (counter & _WORD, (counter >> 32) & _WORD, zero, zero)
+    return philox_4x32(words, (seed & _WORD, (seed >> 32) & _WORD))[0]
+
+
+def philox_4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The Philox 4x32-10 bijection.
+
+    Args:
+        counter: Four INT64 tensors of one shape with values in [0, 2^32).
+        key: Two integers in [0, 2^32).
+
+    Returns:
+        Four INT64 tensors with values in [0, 2^32).
+    """
+    first, second, third, fourth = counter
+    low_key, high_key = key
+    for _ in range(_PHILOX_ROUNDS):
+        # The products need 64 unsigned bits. INT64 wraps modulo 2^64, which leaves every bit in
+        # place; the mask takes away the sign that the arithmetic shift drags in.
+        of_first = first * _PHILOX_MULTIPLIERS[0]
+        of_third = third * _PHILOX_MULTIPLIERS[1]
+        first = ((of_third >> 32) & _WORD) ^ second ^ low_key
+        third = ((of_first >> 32) & _WORD) ^ fourth ^ high_key
+        second = of_third & _WORD
+        fourth = of_first & _WORD
+        low_key = (low_key + _PHILOX_WEYL[0]) & _WORD
+        high_key = (high_key + _PHILOX_WEYL[1]) & _WORD
+    return first, second, third, fourth
+
+
+def round_stochastic(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tensor:
+    """Rounds to one of the two neighbours, the nearer one more often, so that the mean is x.
+
+    The magnitude is rounded up when its dropped bits plus as many of the highest random bits carry:
+    on hardware, one integer addition and a mask. Values of the target format stay as they are.
+    Where the FP32 value lies in the subnormal range of FP16 up to 32 bits are compared.
+
+    Args:
+        x: FP32 tensor of any shape.
+        dtype: BF16 or FP16.
+        random_bits: INT64 tensor of x's shape with values in [0, 2^32).
+
+    Returns:
+        Tensor of x's shape in `dtype`. Infinities and NaN pass. Beyond the largest finite value
+        the upper neighbour is the next power of two, which comes out as infinity; from there on
+        the result is always infinite.
+
+    Raises:
+        ValueError: If `dtype` is neither BF16 nor FP16.
+        TypeError: If x is not FP32.
+    """
+    if dtype not in _DROPPED_BITS:
+        raise ValueError(f"Stochastic rounding goes to BF16 or FP16, but dtype is {dtype}.")
+    if x.dtype != torch.float32:
+        raise TypeError(f"Stochastic rounding starts from FP32, but x is {x.dtype}.")
+    dropped = _DROPPED_BITS[dtype]
+    magnitude = x.abs().view(torch.int32).to(torch.int64)
+    carried = (magnitude + (random_bits >> (32 - dropped))) >> dropped << dropped
+    # An infinity or a NaN may overflow INT32 here; it is put back below.
+    rounded = carried.to(torch.int32).view(torch.float32)
+    if dtype == torch.float16:
+        # Below the smallest normal number the step no longer shrinks with the exponent.
+        steps = x.abs().double() * _FP16_SUBNORMALS_PER_UNIT + random_bits.double() * 2.0**-32
+        subnormal = (steps.floor() / _FP16_SUBNORMALS_PER_UNIT).float()
+        rounded = torch.where(x.abs() < _FP16_SMALLEST_NORMAL, subnormal, rounded)
+    return torch.where(x.isfinite(), rounded.copysign(x), x).to(dtype)
+
+
+def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
+    """Writes x as a sum of narrower numbers: the rounded value, its residual, and so on.
+
+    Three BF16 parts hold all 24 significant bits of an FP32 value, two hold at least 16.
+
+    Args:
+        x: FP32 or FP64 tensor of any shape.
+        dtype: Format of the parts.
+        parts: Number of parts, at least 1.
+
+    Returns:
+        `parts` tensors of x's shape in `dtype`, largest first. Where the first part is not finite
+        the others are 0, so that the sum is the first part and not inf - inf.
+    """
+    high = round_nearest(x, dtype)
+    pieces = [high]
+    rest = x.where(high.isfinite(), 0)
+    for _ in range(parts - 1):
+        # Exact: a value and its rounding to nearest lie within half a unit in the last place.
+        rest = rest - pieces[-1].where(high.isfinite(), 0).to(x.dtype)
+        pieces.append(round_nearest(rest, dtype))
+    return tuple(pieces)
+
+
+def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
+    """The part of an error that adds up: the signed sum of actual - exact over one dimension.
+
+    Independent errors of n rows sum to about sqrt(n) times one of them, rows that round the same
+    way to n times. Weight gradients are sums over rows, so this is what they see.
+
+    Args:
+        actual: What was computed, any floating dtype.
+        exact: The reference, of the same shape.
+        dim: Dimension to sum over, such as that of the rows (tokens).
+
+    Returns:
+        FP64 tensor without `dim`, in the units of `actual`, with its sign.
+    """
+    return (actual.double() - exact.double()).sum(dim)

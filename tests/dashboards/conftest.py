@@ -1,0 +1,93 @@
+"""A made-up run whose values are known in closed form, kept as arrays beside its two tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import pytest
+
+LAYERS, HEADS, SAMPLES, EVERY = 12, 12, 100, 50
+
+
+@dataclass(frozen=True)
+class Run:
+    steps: np.ndarray  # (samples,)
+    values: dict[str, np.ndarray]  # indicator -> (layers, heads, samples)
+    loss_steps: np.ndarray
+    loss: np.ndarray
+    grad_norm: np.ndarray
+    frame: pd.DataFrame
+    events: pd.DataFrame
+
+
+def tidy(steps, indicator, value, site="", layer=-1, head=-1):
+    return pd.DataFrame(
+        {
+            "step": steps,
+            "site": site,
+            "layer": layer,
+            "head": head,
+            "indicator": indicator,
+            "value": value,
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def run() -> Run:
+    """Layer 2, heads 3 and 7, go wrong at step 2,500; the delta bias of head 3 is negative."""
+    generator = np.random.default_rng(0)
+    steps = np.arange(SAMPLES) * EVERY
+    shape = (LAYERS, HEADS, SAMPLES)
+    sick = np.zeros(shape)
+    sick[2, 7] = np.clip(steps - 2500, 0, None) / 1000
+    sick[2, 3] = 0.5 * sick[2, 7]
+    sign = np.ones((LAYERS, HEADS, 1))
+    sign[2, 3] = -1
+    noise = generator.uniform(0.9, 1.1, shape)
+    values = {
+        "w_q_spectral_norm": (1 + steps / 1000) * noise * np.exp(sick),
+        "max_logit": 100 * noise * np.exp(3 * sick),
+        "multiple_maxima": np.clip(0.004 * noise + 0.01 * sick, 0, 1),
+        "multiple_maxima_bf16": np.clip(0.06 * noise + 0.3 * sick, 0, 0.95),
+        "delta_bias_cumulative": 0.2 * (noise - 1) + sign * 5 * sick,
+        "dq_relative_error": 0.01 * noise,
+    }
+    loss_steps = np.arange(0, SAMPLES * EVERY, 20)
+    loss = 2 + 8 * np.exp(-loss_steps / 300) + generator.normal(0, 0.05, loss_steps.size)
+    grad_norm = 0.3 * np.exp(generator.normal(0, 0.3, loss_steps.size))
+    tables = [tidy(loss_steps, "loss", loss), tidy(loss_steps, "grad_norm", grad_norm)]
+    for indicator, array in values.items():
+        layer, head, sample = (index.ravel() for index in np.indices(shape))
+        tables.append(
+            pd.DataFrame(
+                {
+                    "step": steps[sample],
+                    "site": [f"h.{index}.attn" for index in layer],
+                    "layer": layer,
+                    "head": head,
+                    "indicator": indicator,
+                    "value": array.ravel(),
+                }
+            )
+        )
+    columns = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+    events = [
+        (2950, "alarm", "h.2.attn", (7,), "Head 7 left its trend.", "norm_trend", ""),
+        (3100, "alarm", "h.2.attn", (3,), "Head 3 left its trend.", "norm_trend", ""),
+        (3100, "switch", "h.2.attn", (3, 7), "Two alarms.", "", "compensated"),
+        (4500, "switch", "h.2.attn", (3,), "Calm for long.", "", "none"),
+        (4600, "monitor_error", "h.4.attn", (), "RuntimeError: <b>shape</b> & co.", "", ""),
+        (4950, "verdict", "", (), "One layer, one sign.", "rounding", ""),
+    ]
+    return Run(
+        steps,
+        values,
+        loss_steps,
+        loss,
+        grad_norm,
+        pd.concat(tables, ignore_index=True),
+        pd.DataFrame(events, columns=columns),
+    )

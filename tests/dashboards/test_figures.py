@@ -1,0 +1,375 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm, to_hex, to_rgb
+from matplotlib.text import Annotation
+
+from guardbit.dashboards import figures
+from guardbit.dashboards.figures import CHARTS
+
+RUNS = Path(__file__).parents[1] / "data" / "runs"
+FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
+
+SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+NO_EVENTS = pd.DataFrame(columns=EVENTS)
+HIGHLIGHTS = [colour for colour, _ in figures.HIGHLIGHTS]
+charts = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+
+
+@pytest.fixture(scope="module")
+def drawn(run):
+    """Every chart of the made-up run, by name."""
+    return {chart.name: chart.draw(run.frame, run.events) for chart in CHARTS}
+
+
+def lines_of_heads(axes):
+    """Line label without the underscore that hides it from legends -> line."""
+    return {
+        str(line.get_label()).lstrip("_"): line
+        for line in axes.get_lines()
+        if str(line.get_label()).lstrip("_").startswith("layer")
+    }
+
+
+def highlighted(axes):
+    lines = lines_of_heads(axes)
+    return {name for name, line in lines.items() if line.get_color() in HIGHLIGHTS}
+
+
+def one_head(values, indicator="max_logit"):
+    rows = [(step, "h.0", 0, 0, indicator, value) for step, value in enumerate(values)]
+    return pd.DataFrame(rows, columns=SAMPLES)
+
+
+def one_run(values, indicator="loss"):
+    rows = [(step, "", -1, -1, indicator, value) for step, value in enumerate(values)]
+    return pd.DataFrame(rows, columns=SAMPLES)
+
+
+def running_median(values, window=25):
+    half = window // 2
+    return [
+        np.median(values[max(index - half, 0) : index + half + 1]) for index in range(len(values))
+    ]
+
+
+def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):
+    axes, bar = drawn["w_q_spectral_norm_layers"].axes
+    (mesh,) = axes.collections
+    largest = run.values["w_q_spectral_norm"].max(axis=1)
+    np.testing.assert_array_equal(mesh.get_array(), largest)
+    assert isinstance(mesh.norm, LogNorm)
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (largest.min(), largest.max())
+    # Each step lies inside its own column of cells, each layer inside its own row.
+    corners = mesh.get_coordinates()
+    columns, rows = corners[0, :, 0], corners[:, 0, 1]
+    assert (columns[:-1] <= run.steps).all() and (run.steps <= columns[1:]).all()
+    assert (rows[:-1] < np.arange(12)).all() and (np.arange(12) < rows[1:]).all()
+    assert [text.get_text() for text in axes.get_yticklabels()] == [str(i) for i in range(12)]
+    assert bar.get_ylabel() == "largest singular value, log scale"
+
+
+def test_the_heat_map_names_sparse_and_many_layers():
+    table = pd.concat(
+        [
+            one_head([1.0, 2.0], "w_q_spectral_norm").assign(layer=layer, site=f"h.{layer}")
+            for layer in range(3, 80, 2)
+        ]
+    )
+    axes = figures.spectral_norm_by_layer(table).axes[0]
+    names = [int(text.get_text()) for text in axes.get_yticklabels()]
+    assert len(names) <= 16
+    # The name at row r is that of the r-th recorded layer.
+    assert names == [3 + 2 * row for row in axes.get_yticks()]
+
+
+def test_the_heat_map_leaves_infinite_cells_blank():
+    mesh = (
+        figures.spectral_norm_by_layer(one_head([1.0, np.inf, 3.0], "w_q_spectral_norm"))
+        .axes[0]
+        .collections[0]
+    )
+    assert mesh.get_array().mask.tolist() == [[False, True, False]]
+    assert (mesh.norm.vmin, mesh.norm.vmax) == (1, 3)
+
+
+def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run, drawn):
+    (axes,) = drawn["w_q_spectral_norm_heads"].axes
+    lines = lines_of_heads(axes)
+    assert set(lines) == {f"layer 2 · head {head}" for head in range(12)}
+    for head in range(12):
+        line = lines[f"layer 2 · head {head}"]
+        np.testing.assert_array_equal(line.get_xdata(), run.steps)
+        np.testing.assert_array_equal(line.get_ydata(), run.values["w_q_spectral_norm"][2, head])
+    peaks = run.values["w_q_spectral_norm"][2].max(axis=1)
+    peaks[[3, 7]] = 0
+    third = f"layer 2 · head {peaks.argmax()}"
+    assert highlighted(axes) == {"layer 2 · head 7", "layer 2 · head 3", third}
+    styles = {lines[name].get_linestyle() for name in highlighted(axes)}
+    assert len(styles) == 3  # told apart in grey
+    assert axes.get_ylim()[0] == 0
+
+
+def test_the_layer_is_the_worst_one_without_alarms_and_the_callers_where_given(run):
+    frame = run.frame
+    assert "layer 2" in figures.spectral_norm_of_heads(frame).axes[0].get_title(loc="left")
+    figure = figures.spectral_norm_of_heads(frame, run.events, layer=5)
+    assert set(lines_of_heads(figure.axes[0])) == {f"layer 5 · head {head}" for head in range(12)}
+    assert figures.spectral_norm_of_heads(frame, run.events, layer=77) is None
+
+
+def test_max_logit_draws_every_head_on_a_log_axis(run, drawn):
+    (axes,) = drawn["max_logit"].axes
+    assert axes.get_yscale() == "log"
+    lines = lines_of_heads(axes)
+    assert len(lines) == 144
+    for layer in range(12):
+        for head in range(12):
+            line = lines[f"layer {layer} · head {head}"]
+            np.testing.assert_array_equal(line.get_ydata(), run.values["max_logit"][layer, head])
+    assert {"layer 2 · head 7", "layer 2 · head 3"} < highlighted(axes)
+    assert len(highlighted(axes)) == 3
+
+
+def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
+    (axes,) = figures.max_logit(one_head([-5.0, 0.0, 1.0, np.inf, 100.0])).axes
+    (line,) = lines_of_heads(axes).values()
+    np.testing.assert_array_equal(line.get_xdata(), [2, 3, 4])
+    np.testing.assert_array_equal(line.get_ydata(), [1, np.nan, 100])  # a gap, not a bridge
+    assert figures.max_logit(one_head([-5.0, 0.0])) is None
+
+
+def test_a_line_spans_the_steps_at_which_only_other_heads_were_measured():
+    other = one_head([1.0, 2.0, 3.0]).assign(head=1)
+    table = pd.concat([one_head([5.0, 6.0, 70.0]).drop(index=1), other])
+    lines = lines_of_heads(figures.max_logit(table).axes[0])
+    assert lines["layer 0 · head 0"].get_xdata().tolist() == [0, 2]
+    assert lines["layer 0 · head 1"].get_xdata().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("multiple_maxima", "FP32 scores"), ("multiple_maxima_bf16", "BF16-rounded scores")],
+)
+def test_multiple_maxima_stand_in_percent_over_the_loss(run, drawn, name, kind):
+    axes, loss_axes = drawn[name].axes
+    assert kind in axes.get_title(loc="left")
+    for label, line in lines_of_heads(axes).items():
+        layer, head = (int(word) for word in label.split() if word.isdigit())
+        # Percent of a share: one rounding.
+        np.testing.assert_allclose(line.get_ydata(), 100 * run.values[name][layer, head], 1e-15)
+    (loss,) = loss_axes.get_lines()
+    np.testing.assert_allclose(loss.get_ydata(), running_median(run.loss), rtol=1e-15)
+    np.testing.assert_array_equal(loss.get_xdata(), run.loss_steps)
+    assert loss_axes.get_ylabel().startswith("training loss")
+    legend = [text.get_text() for text in drawn[name].legends[0].get_texts()]
+    assert legend[-1] == "loss (right)" and set(legend[:-1]) == highlighted(axes)
+
+
+def test_fp32_and_bf16_maxima_never_stand_in_for_each_other(run):
+    for name, other in (
+        ("multiple_maxima", figures.multiple_maxima_bf16),
+        ("multiple_maxima_bf16", figures.multiple_maxima),
+    ):
+        assert other(run.frame[run.frame["indicator"] == name], run.events) is None
+
+
+def test_delta_bias_keeps_its_sign(run, drawn):
+    (axes,) = drawn["delta_bias_cumulative"].axes
+    lines = lines_of_heads(axes)
+    assert lines["layer 2 · head 7"].get_ydata()[-1] > 10
+    assert lines["layer 2 · head 3"].get_ydata()[-1] < -5
+    for head in (3, 7):
+        np.testing.assert_array_equal(
+            lines[f"layer 2 · head {head}"].get_ydata(),
+            run.values["delta_bias_cumulative"][2, head],
+        )
+    low, high = axes.get_ylim()
+    assert low < -5 and high > 10
+    assert any(np.array_equal(line.get_ydata(), [0, 0]) for line in axes.get_lines())
+    # A head that drifts down is as notable as one that drifts up, with no alarm to name it.
+    assert "layer 2 · head 3" in highlighted(figures.delta_bias(run.frame).axes[0])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_head_without_a_finite_value_does_not_hide_the_others(run, value):
+    frame = run.frame
+    alarmed = (frame["layer"] == 2) & (frame["head"] == 7)
+    frame = frame.assign(value=frame["value"].where(~alarmed, value))
+    for draw in (figures.max_logit, figures.delta_bias, figures.multiple_maxima):
+        lines = lines_of_heads(draw(frame, run.events).axes[0])
+        assert len(lines) == 143
+        assert "layer 2 · head 7" not in lines
+
+
+def test_loss_and_gradient_norm_with_their_running_medians(run, drawn):
+    for axes, values in zip(drawn["loss"].axes, (run.loss, run.grad_norm), strict=True):
+        raw, median = axes.get_lines()[:2]
+        np.testing.assert_array_equal(raw.get_ydata(), values)
+        np.testing.assert_allclose(median.get_ydata(), running_median(values), rtol=1e-15)
+        np.testing.assert_array_equal(median.get_xdata(), run.loss_steps)
+
+
+def test_a_loss_that_is_not_finite_leaves_a_gap():
+    values = np.ones(120)
+    values[60:70] = np.nan
+    values[80] = np.inf
+    (axes,) = figures.loss_and_gradient(one_run(values)).axes
+    for line in axes.get_lines()[:2]:
+        assert np.flatnonzero(np.isnan(line.get_ydata())).tolist() == [*range(60, 70), 80]
+
+
+def test_a_short_loss_is_not_smoothed():
+    values = [3.0, 1.0, 2.0]
+    (axes,) = figures.loss_and_gradient(one_run(values)).axes
+    assert axes.get_lines()[1].get_ydata().tolist() == values
+    assert axes.get_title(loc="left") == "Training loss"
+
+
+@charts
+def test_events_are_marked_the_same_way_everywhere(drawn, chart):
+    marked = [
+        axes for axes in drawn[chart.name].axes if axes.get_xlabel() or axes.get_title("left")
+    ]
+    assert marked
+    for axes in marked:
+        vertical = {}
+        markers = {}
+        for line in axes.get_lines():
+            name = line.get_gid() or ""
+            if name.endswith("-markers"):
+                kind = (line.get_marker(), to_hex(line.get_markerfacecolor()))
+                markers[name] = (list(line.get_xdata()), *kind)
+            elif name:
+                vertical.setdefault(name, []).append((line.get_xdata()[0], line.get_linestyle()))
+        assert vertical == {
+            "alarm": [(2950, "--"), (3100, "--")],
+            "switch": [(3100, "-")],
+            "undo": [(4500, ":")],
+        }
+        assert markers == {
+            "alarm-markers": ([2950, 3100], "v", figures.INK),
+            "switch-markers": ([3100], "D", figures.INK),
+            "undo-markers": ([4500], "D", figures.PAPER),
+        }
+    key = [text.get_text() for text in drawn[chart.name].axes[0].get_legend().get_texts()]
+    assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
+
+
+def test_many_alarms_keep_their_markers_but_one_line(run):
+    steps = list(range(1000, 3000, 100))
+    many = pd.DataFrame(
+        [(step, "alarm", "h.2.attn", (7,), "", "", "") for step in steps], columns=EVENTS
+    )
+    axes = figures.max_logit(run.frame, many).axes[0]
+    lines = [line for line in axes.get_lines() if line.get_gid() == "alarm"]
+    markers = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
+    assert [line.get_xdata()[0] for line in lines] == [1000]
+    assert list(markers[0].get_xdata()) == steps
+
+
+@charts
+def test_every_figure_shows_the_same_range_of_steps(run, drawn, chart):
+    # The loss was last recorded at 4,980, the heads at 4,950.
+    assert drawn[chart.name].axes[0].get_xlim() == (0, 4980)
+    assert drawn[chart.name].get_size_inches()[0] * 100 == 1000
+
+
+@charts
+def test_axes_carry_their_units(drawn, chart):
+    axes = [axes for axes in drawn[chart.name].axes if axes.get_ylabel()]
+    assert len(axes) == len(drawn[chart.name].axes)
+    assert "optimizer step" in {axes.get_xlabel() for axes in axes}
+
+
+@charts
+@pytest.mark.parametrize(
+    "frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)], ids=["bare", "empty"]
+)
+def test_an_empty_run_draws_nothing(chart, frame):
+    assert chart.draw(frame, NO_EVENTS) is None
+    assert chart.draw(frame, None) is None
+
+
+@charts
+def test_a_run_without_the_indicator_draws_nothing(run, chart):
+    without = run.frame[~run.frame["indicator"].isin(chart.needs)]
+    assert chart.draw(without, run.events) is None
+    broken = run.frame.assign(value=run.frame["value"].where(without["value"].notna(), np.nan))
+    assert chart.draw(broken, run.events) is None
+
+
+@charts
+def test_one_sample_is_enough(run, chart):
+    first = run.frame[run.frame["step"] == 0]
+    figure = chart.draw(first, None)
+    FigureCanvasAgg(figure).draw()
+    assert figure.axes[0].get_legend() is None
+
+
+@charts
+def test_no_text_leaves_the_canvas_and_no_names_overlap(run, chart):
+    extreme = run.frame.assign(
+        value=run.frame["value"].where(run.frame["indicator"] != "max_logit", 1e4 * run.frame.value)
+    )
+    figure = chart.draw(extreme, run.events)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    names = []
+    for axes in figure.axes:
+        titles = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
+        ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
+        notes = [text for text in axes.texts if isinstance(text, Annotation)]
+        names += [note.get_window_extent(renderer) for note in notes]
+        for text in [*titles, *notes, *ticks]:
+            if text.get_text() and text.get_visible():
+                assert text.get_fontsize() >= 9
+        for text in [*titles, *notes]:
+            box = text.get_window_extent(renderer)
+            if text.get_text():
+                assert box.x0 >= 0 and box.y0 >= 0, text
+                assert box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1, text
+    # Annotation extents include their leader lines, which may cross: compare the texts' heights.
+    middles = sorted(box.y0 + box.height / 2 for box in names)
+    assert all(after - before >= 13 for before, after in pairwise(middles))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
+def test_names_are_moved_apart_in_order_and_stay_in_the_panel(heights):
+    moved = figures._apart(sorted(heights), gap=0.1)
+    assert moved == sorted(moved)
+    assert max(moved) <= 1
+    gaps = np.diff(moved)
+    assert (gaps >= 0.1 - 1e-9).all()  # sums of floats
+    # Names that do not touch are left where they are.
+    if (np.diff(sorted(heights)) >= 0.1).all():
+        np.testing.assert_allclose(moved, sorted(heights))
+
+
+@pytest.mark.parametrize("colour", [*HIGHLIGHTS, figures.INK])
+def test_colours_stand_out_from_paper(colour):
+    # WCAG 2.1, success criterion 1.4.11: graphics need a contrast of 3 to 1.
+    channels = np.array(to_rgb(colour))
+    linear = np.where(channels <= 0.03928, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    assert 1.05 / (linear @ [0.2126, 0.7152, 0.0722] + 0.05) >= 3
+
+
+def test_the_recorded_failure_draws_one_line_a_layer():
+    frame = pd.read_csv(FAILS)
+    lines = lines_of_heads(figures.max_logit(frame).axes[0])
+    assert set(lines) == {f"layer {layer}" for layer in range(12)}
+    line = lines["layer 2"]
+    at = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))
+    # Measured in this run: the max logit of layer 2 goes from 1.5e3 through 7e3 to 4e4.
+    assert at[6400] < 2e3 < at[7000] < 1e4 < 3e4 < at[8000]
+    assert figures.delta_bias(frame) is None

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.dashboards import frames
+
+RUNS = Path(__file__).parents[1] / "data" / "runs"
+FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
+
+cells = st.dictionaries(
+    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
+    st.floats(-1e6, 1e6),
+    min_size=1,
+)
+
+
+def table_of(values):
+    """(step, layer, head) -> value, as a tidy frame."""
+    return pd.DataFrame(
+        [
+            (step, f"h.{layer}", layer, head, "delta_bias", value)
+            for (step, layer, head), value in values.items()
+        ],
+        columns=list(frames.SAMPLE_COLUMNS),
+    )
+
+
+def event(step, kind, site="", heads=(), rule="", stabilizer=""):
+    return {
+        "step": step,
+        "kind": kind,
+        "site": site,
+        "heads": heads,
+        "why": "because",
+        "rule": rule,
+        "stabilizer": stabilizer,
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(cells, st.randoms())
+def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random):
+    items = list(values.items())
+    random.shuffle(items)
+    table = table_of(dict(items))
+    by_head = frames.by_head(table, "delta_bias")
+    assert by_head.notna().to_numpy().sum() == len(values)
+    for (step, layer, head), value in values.items():
+        assert by_head.loc[step, (layer, head)] == value
+    by_layer = frames.by_layer(table, "delta_bias")
+    for step, layer in {key[:2] for key in values}:
+        heads = [value for key, value in values.items() if key[:2] == (step, layer)]
+        worst = by_layer.loc[step, layer]
+        assert abs(worst) == max(map(abs, heads))
+        assert worst in heads  # its sign is kept
+    assert by_layer.notna().to_numpy().sum() == len({key[:2] for key in values})
+    assert list(by_head.index) == sorted({key[0] for key in values})
+    assert list(by_layer.columns) == sorted({key[1] for key in values})
+
+
+@settings(max_examples=40, deadline=None)
+@given(cells)
+def test_worst_heads_are_the_largest_magnitudes(values):
+    peaks = {}
+    for (_, layer, head), value in values.items():
+        peaks[layer, head] = max(abs(value), peaks.get((layer, head), 0))
+    found = frames.worst_heads(table_of(values), "delta_bias", 3)
+    assert [peaks[head] for head in found] == sorted(peaks.values(), reverse=True)[:3]
+    assert peaks[found[0]] == max(
+        peak
+        for head, peak in peaks.items()
+        if head[0] == frames.worst_layer(table_of(values), "delta_bias")
+    )
+
+
+def test_a_resumed_run_keeps_the_later_value():
+    table = pd.concat([table_of({(5, 0, 0): 1.0}), table_of({(5, 0, 0): 2.0})])
+    assert frames.by_head(table, "delta_bias").to_numpy().tolist() == [[2.0]]
+
+
+def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
+    loss = run.frame[run.frame["indicator"] == "loss"]
+    series = frames.of_run(loss.assign(site=np.nan), "loss")
+    np.testing.assert_array_equal(series.index, run.loss_steps)
+    np.testing.assert_array_equal(series, run.loss)
+    assert frames.by_head(loss.assign(site=np.nan), "loss").empty
+
+
+@pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
+def test_empty_tables_give_empty_answers(empty):
+    assert frames.by_head(empty, "max_logit").empty
+    assert frames.by_layer(empty, "max_logit").empty
+    assert frames.of_run(empty, "loss").empty
+    assert frames.worst_layer(empty) is None
+    assert frames.notable_heads(empty, empty, "max_logit") == []
+    assert frames.current_stabilizers(empty, empty) == {}
+    assert frames.heads_to_watch(empty, None).empty
+    assert frames.before_and_after(empty, empty).empty
+    assert frames.journal(None) == []
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
+        frames.by_head(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}), "x")
+    with pytest.raises(ValueError, match="events lacks the columns why"):
+        frames.journal(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
+
+
+def test_the_journal_is_by_step_and_takes_any_list_of_heads():
+    table = pd.DataFrame(
+        [
+            event(9, "alarm", "h.1", [2, 3]),
+            event(4, "alarm", "h.0", np.array([1])),
+            event(6, "alarm", "h.0", math.nan),
+        ]
+    ).drop(columns=["rule", "stabilizer"])
+    found = frames.journal(table)
+    assert [(entry.step, entry.heads) for entry in found] == [(4, (1,)), (6, ()), (9, (2, 3))]
+    assert all(entry.rule == "" and entry.stabilizer == "" for entry in found)
+
+
+def test_a_switch_to_none_is_an_undo(run):
+    assert frames.marked_steps(run.events, "alarm") == [2950, 3100]
+    assert frames.marked_steps(run.events, "switch") == [3100]
+    assert frames.marked_steps(run.events, "undo") == [4500]
+    assert frames.current_stabilizers(run.frame, run.events) == {
+        (2, 3): "none",
+        (2, 7): "compensated",
+    }
+
+
+def test_an_event_without_heads_concerns_its_whole_site_and_none_elsewhere(run):
+    table = pd.DataFrame(
+        [event(1, "alarm", "h.5.attn"), event(2, "alarm", ""), event(3, "alarm", "unknown", (1,))]
+    )
+    assert list(frames.first_events(run.frame, table, "alarm")) == [(5, h) for h in range(12)]
+
+
+def test_highlights_keep_a_place_for_the_largest_value(run):
+    many = pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))])
+    assert frames.notable_heads(run.frame, many, "max_logit") == [(9, 0), (9, 1), (2, 7)]
+    # Without alarms: the largest peaks of the array itself.
+    peaks = run.values["max_logit"].max(axis=2)
+    order = np.argsort(-peaks, axis=None)[:3]
+    expected = [tuple(map(int, np.unravel_index(index, peaks.shape))) for index in order]
+    assert frames.notable_heads(run.frame, None, "max_logit") == expected
+
+
+def test_heads_to_watch_lists_alarms_first_then_the_largest_norms(run):
+    watched = frames.heads_to_watch(run.frame, run.events, count=5)
+    pairs = list(zip(watched["layer"], watched["head"], strict=True))
+    assert pairs[:2] == [(2, 7), (2, 3)]
+    last = run.values["w_q_spectral_norm"][:, :, -1].copy()
+    last[2, [3, 7]] = 0
+    order = np.argsort(-last, axis=None)[:3]
+    assert pairs[2:] == [tuple(np.unravel_index(index, last.shape)) for index in order]
+    assert watched["alarm_step"].tolist()[:2] == [2950, 3100]
+    assert watched["alarm_step"].isna().tolist() == [False, False, True, True, True]
+    assert watched["stabilizer"].tolist()[:3] == ["compensated", "none", "none"]
+    for name, array in run.values.items():
+        assert watched[name].tolist() == [array[layer, head, -1] for layer, head in pairs]
+
+
+def test_before_and_after_average_five_samples_on_either_side(run):
+    table = frames.before_and_after(run.frame, run.events).set_index("indicator")
+    at = int(np.flatnonzero(run.steps == 3100)[0])
+    for name, array in run.values.items():
+        for column, window in (("before", slice(at - 4, at + 1)), ("after", slice(-5, None))):
+            means = [array[2, head, window].mean() for head in (3, 7)]
+            # Means are summed in another order.
+            assert table.loc[name, column] == pytest.approx(max(means, key=abs), rel=1e-12)
+    before = run.loss[run.loss_steps <= 3100][-5:].mean()
+    assert table.loc["loss", "before"] == pytest.approx(before, rel=1e-12)
+    assert table.loc["grad_norm", "after"] == pytest.approx(run.grad_norm[-5:].mean(), rel=1e-12)
+
+
+def test_a_switch_at_the_last_sample_has_no_after(run):
+    switch = pd.DataFrame([event(4990, "switch", "h.2.attn", (7,), stabilizer="compensated")])
+    table = frames.before_and_after(run.frame, switch)
+    assert table["before"].notna().all()
+    assert table["after"].isna().all()
+
+
+def test_the_sign_of_the_worst_head_is_kept(run):
+    by_layer = frames.by_layer(run.frame, "delta_bias_cumulative")
+    expected = run.values["delta_bias_cumulative"][2]
+    picked = expected[np.abs(expected).argmax(axis=0), np.arange(expected.shape[1])]
+    np.testing.assert_array_equal(by_layer[2], picked)
+    switch = pd.DataFrame([event(3100, "switch", "h.2.attn", (3,), stabilizer="compensated")])
+    table = frames.before_and_after(run.frame, switch).set_index("indicator")
+    assert table.loc["delta_bias_cumulative", "after"] < -3
+
+
+def test_the_recorded_failure_is_found_in_layers_1_and_2():
+    frame = pd.read_csv(FAILS)
+    # Layer 2 leaves its trend first, layer 1 ends up larger: 17 at step 6,600 and 48 at 8,000
+    # are the measured norms of layer 2.
+    assert [head[0] for head in frames.worst_heads(frame, "w_q_spectral_norm", 2)] == [1, 2]
+    norms = frames.by_layer(frame, "w_q_spectral_norm")
+    assert norms.loc[6600, 2] == pytest.approx(17, abs=0.5)
+    assert norms.loc[8000, 2] == pytest.approx(48, abs=0.5)
+    assert norms.loc[6600].idxmax() == 2
+
+
+def test_dashboards_import_neither_torch_nor_lightning_nor_pyplot():
+    # The report stands above the other two.
+    check = (
+        "import sys, guardbit.dashboards.report\n"
+        "unwanted = {'torch', 'lightning', 'triton', 'matplotlib.pyplot'} & set(sys.modules)\n"
+        "assert 'guardbit.dashboards.frames' in sys.modules and not unwanted, unwanted"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

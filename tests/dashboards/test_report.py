@@ -1,0 +1,348 @@
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from guardbit.dashboards.figures import CHARTS, HIGHLIGHTS, INK
+from guardbit.dashboards.report import LABELS, write_report
+from guardbit.records import INDICATORS
+
+SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
+ATTACK = "</style><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & $title"
+
+METADATA = {
+    "precision": "bf16-mixed",
+    "settings": {"every_n_train_steps": 50, "indicators": ["max_logit", "loss"]},
+    "versions": {"torch": "2.13.0"},
+    "sites": {
+        "h.0.attn": {"num_heads": 12, "layout": "fused"},
+        "h.1.attn": {"num_heads": 12, "reason": "W_Q is frozen"},
+    },
+}
+
+
+@dataclass
+class Page(HTMLParser):
+    """Reads a page, and fails where its elements do not nest."""
+
+    source: str
+    tags: list[tuple[str, dict[str, str | None]]] = field(default_factory=list)
+    texts: list[tuple[str, str]] = field(default_factory=list)
+
+    def __post_init__(self):
+        super().__init__()
+        self.open = []
+        self.feed(self.source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append((self.open[-1], data.strip()))
+
+    def of(self, *tags):
+        return [text for tag, text in self.texts if tag in tags]
+
+    def attributes(self, name):
+        return [values[name] for _, values in self.tags if name in values]
+
+    @property
+    def text(self):
+        return " ".join(text for tag, text in self.texts if tag != "style")
+
+
+def small_run(site="h.0.attn", heads=2):
+    steps = range(0, 100, 10)
+    rows = [
+        (step, site, 0, head, "max_logit", 100.0 + step * head)
+        for step in steps
+        for head in range(heads)
+    ]
+    rows += [(step, "", -1, -1, "loss", 3.0 - step / 100) for step in steps]
+    return pd.DataFrame(rows, columns=SAMPLES)
+
+
+def run_without_figures():
+    """No chart draws the entropy, so that pages about something else are quick to write."""
+    samples = small_run()
+    return samples[samples["indicator"] != "loss"].assign(indicator="attention_entropy")
+
+
+def journal(*events):
+    return pd.DataFrame(events, columns=EVENTS)
+
+
+@pytest.fixture(scope="module")
+def report(run, tmp_path_factory):
+    output = tmp_path_factory.mktemp("run") / "pages" / "report.html"
+    assert write_report(run.frame, run.events, METADATA, output, title="gpt2-seed0") == output
+    return output
+
+
+@pytest.fixture(scope="module")
+def page(report):
+    return Page(report.read_text(encoding="utf-8"))
+
+
+def write(tmp_path, *arguments, **options):
+    path = write_report(*arguments, tmp_path / "report.html", **options)
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    style, body = page.source.split("<main>")
+    assert not re.search(r"https?:|@import|url\(", style)
+    assert not re.search(r"https?:|@import|url\((?!#)", body)
+    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
+    references = [*page.attributes("href"), *page.attributes("xlink:href"), *page.attributes("src")]
+    assert references
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in references)
+
+
+def test_every_reference_inside_the_page_has_one_target(page):
+    names = page.attributes("id")
+    assert len(names) == len(set(names))
+    used = {value[1:] for value in page.attributes("xlink:href") if value.startswith("#")}
+    used |= set(re.findall(r"url\(#([^)]+)\)", page.source))
+    assert used and used <= set(names)
+
+
+def test_what_happened_comes_first_and_the_settings_last(page):
+    assert page.of("h1") == ["Rounding errors are breaking this run"]
+    assert page.of("h2") == [
+        "What the switch did",
+        "Heads to watch",
+        "Timeline",
+        "Figures",
+        "Settings and versions",
+    ]
+    order = [tag for tag, _ in page.tags if tag in ("h1", "dl", "h2", "table", "ol", "figure")]
+    assert order[:3] == ["h1", "dl", "h2"]
+
+
+def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
+    lede = page.of("p")[:3]
+    assert lede == [
+        "One layer, one sign.",
+        "The first alarm came at step 2,950 (h.2.attn, head 7): Head 7 left its trend.",
+        "2 heads went over to a stabilized kernel at step 3,100.",
+    ]
+    tiles = page.of("dd")
+    assert tiles[:6] == [
+        "rounding",
+        "given at step 4,950",
+        "step 2,950",
+        "h.2.attn, head 7; 2 alarms in all",
+        "2",
+        "compensated, 1 undone",
+    ]
+
+
+def test_the_loss_at_the_end_is_the_median_of_25(run, page):
+    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-25:]), rel=5e-3)  # 3 digits
+
+
+def test_before_and_after_are_the_runs_own_figures(run, page):
+    cells = page.of("td")
+    at = int(np.flatnonzero(run.steps == 3100)[0])
+    row = cells.index("Multiple maxima, BF16 (% of rows)")
+    share = run.values["multiple_maxima_bf16"][2, [3, 7]]
+    before = 100 * share[:, at - 4 : at + 1].mean(axis=1).max()
+    after = 100 * share[:, -5:].mean(axis=1).max()
+    # Three significant digits are shown.
+    assert float(cells[row + 1]) == pytest.approx(before, rel=5e-3)
+    assert float(cells[row + 2]) == pytest.approx(after, rel=5e-3)
+    assert float(cells[row + 3].removeprefix("× ")) == pytest.approx(after / before, rel=5e-3)
+
+
+def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
+    rows = [values for tag, values in page.tags if tag == "tr" and values.get("class") == "alarmed"]
+    assert len(rows) == 2
+    cells = page.of("td", "small")
+    start = cells.index("layer 2 · head 7")
+    assert cells[start : start + 5] == [
+        "layer 2 · head 7",
+        "h.2.attn",
+        "step\N{NO-BREAK SPACE}2,950",
+        "norm_trend",
+        "compensated",
+    ]
+    assert float(cells[start + 5]) == pytest.approx(
+        run.values["w_q_spectral_norm"][2, 7, -1], rel=5e-3
+    )
+    assert "−" in cells[cells.index("layer 2 · head 3") + 9]  # its cumulative delta bias
+    assert "10 of 144 shown" in page.text
+
+
+def test_the_timeline_tells_every_event_in_order(page):
+    assert page.of("time") == ["2,950", "3,100", "3,100", "4,500", "4,600", "4,950"]
+    titles = page.of("b")[1:]
+    assert titles == [
+        "Alarm: norm_trend · h.2.attn, head 7",
+        "Alarm: norm_trend · h.2.attn, head 3",
+        "Switched to compensated · h.2.attn, heads 3, 7",
+        "Switched back to plain attention · h.2.attn, head 3",
+        "Error in the monitor · h.4.attn",
+        "Verdict: rounding",
+    ]
+    assert "RuntimeError: <b>shape</b> & co." in page.of("p")
+
+
+def test_every_figure_is_inline_captioned_and_beside_the_page(report, page):
+    assert page.of("figcaption") == [chart.caption for chart in CHARTS]
+    drawings = [values for tag, values in page.tags if tag == "svg"]
+    assert [values["aria-label"] for values in drawings] == [chart.title for chart in CHARTS]
+    assert all("viewbox" in values and "width" not in values for values in drawings)
+    folder = report.parent / "report_figures"
+    assert {path.name for path in folder.iterdir()} == {f"{chart.name}.png" for chart in CHARTS}
+    for path in folder.iterdir():
+        with Image.open(path) as picture:
+            assert picture.width == 1500
+            assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_figures_take_their_colours_from_the_page(page):
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page.source, re.DOTALL))
+    for colour in (INK, *dict(HIGHLIGHTS)):
+        assert colour not in drawings
+    for variable in ("--paper", "--highlight-0", "--highlight-1", "--highlight-2"):
+        assert f"var({variable})" in drawings
+        # Light, dark and print each define it.
+        assert page.source.count(f"{variable}:") == 3
+    assert not re.search(r"font-family|font:|DejaVu", drawings)
+
+
+def test_settings_versions_and_sites_are_shown(page):
+    cells = page.of("td")
+    for name, value in (
+        ("Precision", "bf16-mixed"),
+        ("Every n train steps", "50"),
+        ("Indicators", '["max_logit", "loss"]'),
+        ("Torch", "2.13.0"),
+    ):
+        assert cells[cells.index(name) + 1] == value
+    assert cells[cells.index("h.1.attn") :][:4] == ["h.1.attn", "12", "–", "W_Q is frozen"]
+
+
+def test_whatever_the_data_says_it_stays_text(tmp_path):
+    frame = small_run(site=ATTACK)
+    events = journal(
+        (10, "alarm", ATTACK, (1,), ATTACK, ATTACK, ""),
+        (20, "switch", ATTACK, (1,), ATTACK, "", ATTACK),
+        (90, "verdict", "", (), ATTACK, ATTACK, ""),
+    )
+    metadata = {ATTACK: ATTACK, "sites": {ATTACK: {ATTACK: ATTACK}}, "more": {ATTACK: [ATTACK]}}
+    page = write(tmp_path, frame, events, metadata, title=ATTACK)
+    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+    assert not page.attributes("onerror")
+    assert page.text.count(ATTACK) > 10  # shown as it came, dollar sign included
+    assert f"{ATTACK} · GuardBit" in page.of("title")
+
+
+@pytest.mark.parametrize(
+    ("rule", "headline"),
+    [
+        ("stable", "This run is stable"),
+        ("learning-rate", "This run diverges because of its learning rate"),
+        ("unclear", "Something is wrong in this run, and its signs disagree"),
+        ("something new", "Verdict: something new"),
+    ],
+)
+def test_each_verdict_has_its_headline(tmp_path, rule, headline):
+    events = journal(
+        (10, "verdict", "", (), "An earlier view.", "rounding", ""),
+        (90, "verdict", "", (), "The last view.", rule, ""),
+    )
+    page = write(tmp_path, run_without_figures(), events, None)
+    assert page.of("h1") == [headline]
+    assert page.of("p")[:2] == ["The last view.", "No alarm has fired."]
+
+
+def test_alarms_without_a_verdict_or_a_switch(tmp_path):
+    events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
+    page = write(tmp_path, run_without_figures(), events, None)
+    assert page.of("h1") == ["Alarms have fired; no verdict was recorded"]
+    assert page.of("p")[:2] == [
+        "The first alarm came at step 10 (the whole run): The loss rose.",
+        "No head was switched to a stabilized kernel.",
+    ]
+    assert "What the switch did" not in page.of("h2")
+
+
+@pytest.mark.parametrize("frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)])
+def test_an_empty_run_still_has_a_page(tmp_path, frame):
+    page = write(tmp_path, frame, None, None)
+    assert page.of("h1") == ["No alarm has fired"]
+    assert "The run recorded no samples." in page.of("p")
+    assert len(page.of("li")) == len(CHARTS)
+    for chart, sentence in zip(CHARTS, page.of("li"), strict=True):
+        assert sentence.startswith(chart.title)
+        assert all(name in sentence for name in chart.needs)
+    assert "figure" not in {tag for tag, _ in page.tags}
+
+
+def test_what_is_not_drawn_is_said_and_an_older_picture_goes(tmp_path):
+    folder = tmp_path / "report_figures"
+    folder.mkdir()
+    (folder / "multiple_maxima.png").write_bytes(b"old")
+    (folder / "mine.png").write_bytes(b"kept")
+    page = write(tmp_path, small_run(), None, None)
+    assert {path.name for path in folder.iterdir()} == {"loss.png", "max_logit.png", "mine.png"}
+    assert any("multiple_maxima_bf16" in sentence for sentence in page.of("li"))
+    assert not any("max_logit" in sentence for sentence in page.of("li"))
+
+
+def test_a_loss_that_is_not_finite_is_said(tmp_path):
+    frame = small_run()
+    frame.loc[(frame["indicator"] == "loss") & (frame["step"] >= 70), "value"] = np.nan
+    page = write(tmp_path, frame, None, None)
+    assert "The loss was first not finite at step 70." in page.of("p")
+
+
+def test_a_flood_of_alarms_is_cut_but_nothing_else_is(tmp_path):
+    alarms = [(step, "alarm", "h.0.attn", (1,), "again", "r", "") for step in range(1, 100)]
+    switch = (99, "switch", "h.0.attn", (1,), "at last", "", "compensated")
+    page = write(tmp_path, run_without_figures(), journal(switch, *alarms), None)
+    assert page.of("time") == [*map(str, range(1, 41)), "99"]
+    assert "59 later alarms not shown." in page.of("p")
+    assert "at last" in page.of("p")
+    assert any("99 alarms in all" in text for text in page.of("dd"))
+
+
+def test_one_value_a_layer_does_not_claim_to_know_the_heads(tmp_path):
+    page = write(tmp_path, small_run(heads=1), None, None)
+    assert page.of("span")[-1] == "steps 0 to 90 · 1 layer"
+    assert "layer 0" in page.of("td") and "head 0" not in page.text
+
+
+def test_the_same_run_gives_the_same_page(tmp_path):
+    first = write(tmp_path, small_run(), None, METADATA).source
+    assert write(tmp_path, small_run(), None, METADATA).source == first
+
+
+def test_a_folder_is_no_page(tmp_path):
+    with pytest.raises(ValueError, match="needs the path of an HTML file"):
+        write_report(small_run(), None, None, tmp_path)
+
+
+def test_every_indicator_has_a_label():
+    assert set(LABELS) == set(INDICATORS)

@@ -1,0 +1,588 @@
+"""Forward and backward of the reference against FP64, PyTorch's own kernels and hand arithmetic."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit.kernels import reference
+
+SAFE = ("none", "compensated", "stochastic", "row_max")
+SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def allowed(rows, keys, causal):
+    n, m = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
+    if causal is False:
+        return torch.ones(rows, keys, dtype=torch.bool)
+    return m <= n + (keys - rows if causal is True else 0)
+
+
+def dense_fp64(q, k, v, causal, scale):
+    """Textbook attention in FP64; differentiable; rows with no key give 0."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    mask = allowed(q.shape[2], k.shape[2], causal)
+    scores = ((q @ k.mT) * scale).masked_fill(~mask, -math.inf)
+    alive = mask.any(-1)[:, None]
+    weights = torch.softmax(scores.masked_fill(~alive, 0.0), -1).masked_fill(~alive, 0.0)
+    return weights @ v
+
+
+def gradients_fp64(d_out, q, k, v, causal, scale):
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    out = dense_fp64(q, k, v, causal, scale)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
+
+
+def gradients_of_pytorch(d_out, q, k, v, causal, scale):
+    """PyTorch's own low-precision attention on the CPU, flash wherever it takes the mask."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (x.detach().clone().requires_grad_() for x in (q, k, v))
+    wide = [x.repeat_interleave(groups, 1) for x in (k, v)]
+    mask = None if causal is False else allowed(q.shape[2], k.shape[2], causal)
+    out = F.scaled_dot_product_attention(q, *wide, attn_mask=mask, scale=scale)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out)
+
+
+def run(q, k, v, d_out, stabilizer, causal=False, scale=1.0, key_tile=128, **options):
+    names = [stabilizer] * q.shape[1] if isinstance(stabilizer, str) else stabilizer
+    common = {"causal": causal, "scale": scale, "stabilizers": names, "key_tile": key_tile}
+    result = reference.forward(q, k, v, **common, **options)
+    return result, reference.backward(d_out, q, k, v, *result, **common)
+
+
+def inputs(shape, dtype, seed=0):
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(dtype)
+
+    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
+    k, v = normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width)
+    return q, k, v, d_out
+
+
+# B, H, H_kv, N, M, D: one row; odd lengths, grouped; rows without a key; more keys than a tile;
+# the widest head with one row past a tile; a width that is no power of two.
+SHAPES = [
+    (1, 1, 1, 1, 1, 16),
+    (2, 4, 2, 37, 37, 16),
+    (1, 2, 1, 130, 67, 32),
+    (1, 2, 2, 50, 300, 64),
+    (1, 1, 1, 129, 129, 256),
+    (2, 3, 1, 5, 9, 80),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_at_most_twice_that_of_pytorch(dtype, shape, causal):
+    q, k, v, d_out = inputs(shape, dtype)
+    # Repeated keys give rows several maxima, so that row_max has something to shift.
+    k[:, :, 1::3] = k[:, :, :1]
+    scale = shape[-1] ** -0.5
+    exact = gradients_fp64(d_out, q, k, v, causal, scale)
+    alive = allowed(shape[3], shape[4], causal).any(-1)
+    theirs = gradients_of_pytorch(d_out * alive[:, None], q, k, v, causal, scale)
+    for stabilizer in SAFE:
+        result, gradients = run(q, k, v, d_out, stabilizer, causal, scale, seed=5)
+        ours = (result.out, gradients.dq, gradients.dk, gradients.dv)
+        for name, mine, other, truth in zip(
+            ("O", "dQ", "dK", "dV"), ours, theirs, exact, strict=True
+        ):
+            assert mine.dtype == dtype
+            error = (mine.double() - truth).abs().max().item()
+            if name in ("O", "dQ"):
+                other = other.where(alive[:, None], 0)
+            bar = 2 * (other.double() - truth).abs().max().item()
+            # Rounding the exact value once may cost half a step at the largest magnitude, where
+            # PyTorch may have been lucky; stochastic rounding of O may cost a whole step.
+            steps = 1.0 if (stabilizer, name) == ("stochastic", "O") else 0.5
+            bar += steps * SPACING[dtype] * truth.abs().max().item()
+            assert error <= bar, f"{stabilizer} {name}: error {error:.3g} above {bar:.3g}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_roundings_are_those_of_flash_attention_and_no_others(dtype):
+    q, k, v, d_out = inputs((2, 2, 2, 40, 48, 16), dtype)
+    result, gradients = run(q, k, v, d_out, "none", scale=0.25)
+
+    def narrow(x):
+        return x.float().to(dtype)
+
+    def rounded(x):
+        return narrow(x).double()
+
+    def kept(x):
+        return x
+
+    def expected(round_p_bar, round_p, round_d_scores):
+        """O, dQ, dK, dV with one tile, in FP64 but for the roundings given and the last."""
+        wide_q, wide_k, wide_v, wide_d_out = (x.double() for x in (q, k, v, d_out))
+        scores = wide_q @ wide_k.mT * 0.25
+        p_bar = (scores - scores.amax(-1, keepdim=True)).exp()
+        out = narrow(round_p_bar(p_bar) @ wide_v / p_bar.sum(-1, keepdim=True))
+        p = scores.softmax(-1)
+        delta = (wide_d_out * out.double()).sum(-1, keepdim=True)
+        d_scores = round_d_scores(p * (wide_d_out @ wide_v.mT - delta))
+        dv = narrow(round_p(p).mT @ wide_d_out)
+        return out, narrow(d_scores @ wide_k * 0.25), narrow(d_scores.mT @ wide_q * 0.25), dv
+
+    def agreement(reference_values):
+        ours = (result.out, *gradients[:3])
+        pairs = zip(ours, reference_values, strict=True)
+        return torch.stack([(mine == other).float().mean() for mine, other in pairs])
+
+    # FP32 against FP64 tips a few ties; one rounding too many or too few changes far more.
+    assert (agreement(expected(rounded, rounded, rounded)) > 0.97).all()
+    without = agreement(expected(kept, kept, kept))
+    assert (without < 0.9).all(), without
+
+
+@pytest.mark.parametrize("stabilizer", SAFE)
+@settings(max_examples=25, deadline=None)
+@given(
+    batch=st.integers(0, 2),
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    rows=st.integers(0, 40),
+    keys=st.integers(0, 40),
+    width=st.sampled_from([16, 24, 64]),
+    causal=st.sampled_from([False, True, "top-left"]),
+    key_tile=st.sampled_from([1, 7, 16, 128]),
+)
+def test_fp32_inputs_agree_with_fp64(
+    stabilizer, batch, kv_heads, groups, rows, keys, width, causal, key_tile
+):
+    shape = (batch, kv_heads * groups, kv_heads, rows, keys, width)
+    q, k, v, d_out = inputs(shape, torch.float32, seed=rows * 41 + keys)
+    scale = width**-0.5
+    exact = gradients_fp64(d_out, q, k, v, causal, scale)
+    result, gradients = run(q, k, v, d_out, stabilizer, causal, scale, key_tile)
+    # Sums of up to 120 terms below 10 in FP32: 120 x 10 x 2^-24 = 7e-5 at the very worst.
+    for mine, truth in zip((result.out, *gradients[:3]), exact, strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-5, atol=7e-5)
+
+
+def test_rows_with_no_allowed_key_are_zero():
+    shape = (1, 4, 2, 9, 4, 16)
+    q, k, v, d_out = inputs(shape, torch.bfloat16)
+    result, gradients = run(q, k, v, d_out, SAFE, causal=True, key_tile=3)
+    # Bottom-right: query n sees keys up to n - 5, so the first five see none.
+    assert (result.out[:, :, :5] == 0).all()
+    assert (result.lse[:, :, :5] == -math.inf).all()
+    assert (gradients.dq[:, :, :5] == 0).all()
+    assert result.lse[:, :, 5:].isfinite().all()
+    assert all(x.isfinite().all() for x in (result.out, *gradients[:3], result.residual))
+    # With nothing but such rows, nothing flows back at all.
+    result, gradients = run(q[:, :, :5], k[:, :, :0], v[:, :, :0], d_out[:, :, :5], SAFE)
+    assert (result.out == 0).all()
+    assert (gradients.dq == 0).all()
+    assert gradients.dk.shape == (1, 2, 0, 16)
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_lse_is_the_log_of_the_sum_of_exponentials(causal):
+    q, k, v, d_out = inputs((2, 4, 2, 21, 34, 32), torch.bfloat16)
+    k[:, :, 1::3] = k[:, :, :1]
+    result, _ = run(q, k, v, d_out, SAFE, causal, scale=0.2, key_tile=8)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.2
+    scores = scores.masked_fill(~allowed(21, 34, causal), -math.inf)
+    torch.testing.assert_close(result.lse.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_strides_do_not_matter(dtype):
+    tensors = inputs((2, 4, 2, 19, 23, 32), dtype)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    strided[0] = torch.stack((tensors[0], tensors[0]), -1)[..., 1]
+    assert not any(x.is_contiguous() for x in strided)
+    for mine, other in zip(
+        (y for part in run(*tensors, SAFE) for y in part),
+        (y for part in run(*strided, SAFE) for y in part),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_heads_mix_bit_for_bit():
+    q, k, v, d_out = inputs((2, 8, 4, 33, 40, 16), torch.bfloat16)
+    k[:, :, 1::3] = k[:, :, :1]
+    names = [*SAFE, *reversed(SAFE)]
+    mixed, mixed_gradients = run(q, k, v, d_out, names, seed=3)
+    for stabilizer in SAFE:
+        alone, gradients = run(q, k, v, d_out, stabilizer, seed=3)
+        heads = [head for head, name in enumerate(names) if name == stabilizer]
+        assert torch.equal(mixed.out[:, heads], alone.out[:, heads])
+        assert torch.equal(mixed.lse[:, heads], alone.lse[:, heads])
+        assert torch.equal(mixed_gradients.dq[:, heads], gradients.dq[:, heads])
+        if stabilizer == "compensated":
+            assert torch.equal(mixed.residual[:, heads], alone.residual[:, heads])
+            assert alone.residual.abs().sum() > 0
+            others = [head for head in range(8) if head not in heads]
+            assert (mixed.residual[:, others] == 0).all()
+            assert mixed_gradients.delta_bias[others].isnan().all()
+            torch.testing.assert_close(
+                mixed_gradients.delta_bias[heads], gradients.delta_bias[heads], rtol=0, atol=0
+            )
+        else:
+            assert alone.residual is None
+
+
+def test_grouped_heads_equal_repeated_ones():
+    q, k, v, d_out = inputs((2, 6, 2, 17, 29, 16), torch.float32)
+    grouped, gradients = run(q, k, v, d_out, "none", causal=True)
+    wide = [x.repeat_interleave(3, 1) for x in (k, v)]
+    repeated, repeated_gradients = run(q, *wide, d_out, "none", causal=True)
+    # The same sums in another order of blocks: a few roundings of FP32.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(grouped.out, repeated.out, **close)
+    torch.testing.assert_close(gradients.dq, repeated_gradients.dq, **close)
+    for mine, other in zip(gradients[1:3], repeated_gradients[1:3], strict=True):
+        torch.testing.assert_close(mine, other.unflatten(1, (2, 3)).sum(2), **close)
+
+
+# ---- stochastic ----
+
+
+def output_before_rounding(q, k, v, scale):
+    """FP64 O of one tile, with P-bar rounded and l not, as FlashAttention-2 has them."""
+    scores = q.double() @ k.double().mT * scale
+    p_bar = (scores - scores.amax(-1, keepdim=True)).exp()
+    return p_bar.float().to(q.dtype).double() @ v.double() / p_bar.sum(-1, keepdim=True)
+
+
+def test_random_words_follow_seed_offset_and_position():
+    q, k, v, _ = inputs((1, 1, 1, 24, 30, 16), torch.bfloat16)
+    q, k, v = (x.expand(2, 3, -1, -1) for x in (q, k, v))
+    options = {"causal": False, "scale": 1.0}
+
+    def out(q, k, v, **more):
+        return reference.forward(
+            q, k, v, stabilizers=["stochastic"] * q.shape[1], **options, **more
+        ).out
+
+    whole = out(q, k, v, seed=9, offset=5)
+    assert torch.equal(whole, out(q, k, v, seed=9, offset=5))
+    assert torch.equal(whole, out(q, k, v, seed=9, offset=5, key_tile=30))
+    assert not torch.equal(whole, out(q, k, v, seed=10, offset=5))
+    # Element (b, h, n, d) takes word 5 + ((b 3 + h) 24 + n) 16 + d: a head alone is the same with
+    # the offset of its first element.
+    for batch in range(2):
+        for head in range(3):
+            one = [x[batch : batch + 1, head : head + 1] for x in (q, k, v)]
+            alone = out(*one, seed=9, offset=5 + (batch * 3 + head) * 24 * 16)
+            assert torch.equal(whole[batch, head], alone[0, 0])
+
+
+def test_stochastic_output_is_unbiased_and_next_to_the_exact_one():
+    q, k, v, _ = inputs((1, 1, 1, 8, 20, 16), torch.bfloat16)
+    options = {"causal": False, "scale": 0.25}
+    exact = output_before_rounding(q, k, v, scale=0.25)
+    step = (exact.abs().log2().floor() - 7).exp2()
+    plain = reference.forward(q, k, v, stabilizers=["none"], **options)
+    nearest_error = ((plain.out.double() - exact) / step)[0, 0]
+
+    trials = 4096
+    repeated = [x.expand(trials, -1, -1, -1) for x in (q, k, v)]
+    out = reference.forward(*repeated, stabilizers=["stochastic"], seed=1, **options).out
+    error = (out.double() - exact) / step
+    # `exact` is FP64 where the accumulator is FP32: 2^-24 against steps of 2^-8, give or take.
+    assert error.abs().max() < 1 + 2.0**-12
+    mean = error.mean(0)[0]
+    # One error has a deviation of at most half a step: the mean of 4,096 of them 1/128. Six of
+    # these bound all 128 elements, with either sign; nearest is off by up to half a step.
+    assert mean.abs().max() < 6 / 128
+    assert nearest_error.abs().max() > 0.4
+    # What nearest loses with its sign, stochastic does not: no trace of it is left in the mean.
+    assert abs((mean * nearest_error.sign()).mean().item()) < 6 / 128 / math.sqrt(128)
+    assert (nearest_error * nearest_error.sign()).mean() > 0.2
+
+
+# ---- compensated ----
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_delta_bias_is_what_rounding_did_to_delta(sign):
+    q, k, v, _ = inputs((2, 2, 2, 64, 32, 16), torch.bfloat16)
+    # Values just above a BF16 number in magnitude on average: O rounds towards zero more often.
+    v = (sign * (1 + 2.0**-7 * (torch.arange(32)[:, None] % 4 == 0))).bfloat16().expand_as(v)
+    d_out = torch.ones_like(q)
+    names = ["compensated", "none"]
+    result, gradients = run(q, k, v, d_out, names, scale=0.05)
+    exact = dense_fp64(q.double(), k.double(), v.double(), False, 0.05)
+    expected = (d_out.double() * (result.out.double() - exact)).sum((0, 2, 3))
+    assert sign * expected[0] < 0
+    # What the residual cannot know is how P-bar was rounded one key against another: values that
+    # differ by 2^-7 times errors of 2^-9, of either sign. It is itself rounded to 8 bits.
+    torch.testing.assert_close(gradients.delta_bias[0].double(), expected[0], rtol=1e-2, atol=0)
+    assert gradients.delta_bias[1].isnan()
+
+
+def test_compensation_leaves_the_output_alone():
+    q, k, v, d_out = inputs((2, 3, 1, 33, 200, 32), torch.bfloat16)
+    plain, _ = run(q, k, v, d_out, "none", causal=True, scale=0.3)
+    compensated, _ = run(q, k, v, d_out, "compensated", causal=True, scale=0.3)
+    assert torch.equal(plain.out, compensated.out)
+    assert torch.equal(plain.lse, compensated.lse)
+
+
+@pytest.mark.parametrize("key_tile", [8, 128])
+def test_compensation_makes_delta_exact_on_random_scores(key_tile):
+    # Values of one sign, so that P-bar's mismatch with l has the sign it likes in all features.
+    q, k, v, d_out = inputs((4, 1, 1, 128, 64, 32), torch.bfloat16)
+    v, d_out = -2 - v.abs(), d_out.abs()
+    exact = dense_fp64(q.double(), k.double(), v.double(), False, 0.3)
+    delta = (d_out.double() * exact).sum(-1)
+    result, _ = run(q, k, v, d_out, "compensated", scale=0.3, key_tile=key_tile)
+
+    def error(out):
+        return ((d_out.double() * out).sum(-1) - delta).square().mean().sqrt()
+
+    plain = error(result.out.double())
+    # Dividing by the l of unrounded P-bar would leave two thirds of the error.
+    assert error(result.out.double() + result.residual.double()) < 0.05 * plain
+
+
+# ---- row_max ----
+
+
+def level_inputs(level, dtype=torch.bfloat16):
+    """Rows with the two largest scores at `level`, the other six up to 3 below, exact in FP32."""
+    drops = torch.tensor([0.0, 0.5, 3.0, 0.0, 1.0, 2.0, 1.5, 0.25])
+    q = torch.zeros(1, 1, 4, 16)
+    q[..., 0], q[..., 1] = level, 1.0
+    k = torch.zeros(1, 1, 8, 16)
+    k[..., 0], k[..., 1] = 1.0, -drops
+    v = torch.randn(1, 1, 8, 16, generator=torch.Generator().manual_seed(2))
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+# 99840 is the BF16 number next to 1e5.
+@pytest.mark.parametrize("level", [0.0, 5.0, -5.0, 600.0, -600.0, 99840.0, -99840.0])
+@pytest.mark.parametrize("key_tile", [2, 8])
+def test_row_max_survives_any_level(level, key_tile):
+    q, k, v = level_inputs(level)
+    d_out = torch.ones_like(q)
+    exact = gradients_fp64(d_out, q, k, v, False, 1.0)
+    result, gradients = run(q, k, v, d_out, "row_max", key_tile=key_tile)
+    largest = exact[0].abs().max().item()
+    # O: P-bar and O are rounded, half a step each.
+    assert (result.out.double() - exact[0]).abs().max() <= SPACING[torch.bfloat16] * largest
+    # P = exp(S - L) inherits half a step of L in FP32: 2^-8 at 1e5. dV rounds P and itself beside.
+    assert (gradients.dv.double() - exact[3]).abs().max() <= 2.5 * 2.0**-8 * exact[3].abs().max()
+    assert all(x.isfinite().all() for x in gradients[:3])
+
+
+@pytest.mark.parametrize("level", [600.0, -600.0, 99840.0, -99840.0, 110.0, -110.0])
+def test_the_published_rule_divides_zero_by_zero(level):
+    q, k, v = level_inputs(level)
+    options = {"causal": False, "scale": 1.0}
+    published = reference.forward(q, k, v, stabilizers=["row_max_published"], **options)
+    # exp(-|rm|) of FP32 is 0 beyond 104, and so are all of P-bar and l.
+    assert published.out.isnan().all()
+    ours = reference.forward(q, k, v, stabilizers=["row_max"], **options)
+    assert ours.out.isfinite().all()
+
+
+@pytest.mark.parametrize("level", [97.0, -97.0])
+def test_the_published_rule_may_return_nothing_without_a_sign(level):
+    # Between 92.9 and 104 l is still an FP32 subnormal, but P-bar is below half the smallest BF16
+    # number (2^-133, about exp(-92.2)): O = 0 / l, and no NaN tells.
+    q, k, v = level_inputs(level)
+    options = {"causal": False, "scale": 1.0}
+    published = reference.forward(q, k, v, stabilizers=["row_max_published"], **options)
+    assert (published.out == 0).all()
+    ours = reference.forward(q, k, v, stabilizers=["row_max"], **options)
+    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    assert (ours.out.double() - exact).abs().max() <= SPACING[torch.bfloat16] * exact.abs().max()
+
+
+def test_the_published_rule_does_not_touch_a_maximum_of_zero():
+    # Neither rm > 0 nor rm < 0 holds (section 4): two entries of P-bar stay exactly 1.
+    q, k, v = level_inputs(0.0)
+    options = {"causal": False, "scale": 1.0}
+    published = reference.forward(q, k, v, stabilizers=["row_max_published"], **options)
+    plain = reference.forward(q, k, v, stabilizers=["none"], **options)
+    assert torch.equal(published.out, plain.out)
+
+
+@pytest.mark.parametrize("level", [5.0, -5.0])
+def test_the_published_rule_is_right_at_small_levels(level):
+    q, k, v = level_inputs(level)
+    out = reference.forward(q, k, v, causal=False, scale=1.0, stabilizers=["row_max_published"]).out
+    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    assert (out.double() - exact).abs().max() <= SPACING[torch.bfloat16] * exact.abs().max()
+
+
+def one_hot_scores(scores):
+    """q, k, v in BF16 with the given FP32 scores (N, 16), and O[n, d] = P[n, d]."""
+    high = scores.bfloat16()
+    low = (scores - high.float()).bfloat16()
+    q = torch.cat((high, low), -1)[None, None]
+    k = torch.eye(16).repeat(1, 2).bfloat16()[None, None]
+    v = torch.eye(16, 32).bfloat16()[None, None]
+    return q, k, v, (high.double() + low.double())
+
+
+@pytest.mark.parametrize(
+    ("positions", "drops", "shifts"),
+    [
+        # Tiles of four keys. Positions and drops of the scores near the row maximum.
+        ((12,), (0.0,), False),
+        ((12, 13), (0.0, 0.0), True),
+        ((0, 12), (0.0, 0.0), True),
+        ((12, 0), (0.0, 0.0005), True),
+        ((12, 0), (0.0, 0.004), False),
+        ((0, 1, 12), (0.5, 0.5, 0.0), False),
+        ((0, 1), (0.0, 0.0), True),
+        ((0, 5), (0.0, 0.0005), True),
+        ((5, 0, 8), (0.0, 0.0005, 0.004), True),
+    ],
+)
+def test_row_max_counts_maxima_across_tiles(positions, drops, shifts):
+    rows = 64
+    scores = torch.full((rows, 16), -1.0)
+    row_max = torch.linspace(1.0, 6.0, rows)
+    for position, drop in zip(positions, drops, strict=True):
+        scores[:, position] = row_max - drop
+    # A key of the last tile whose rounding tells which m was used there.
+    scores[:, 15] = row_max - 0.3
+    q, k, v, exact_scores = one_hot_scores(scores)
+    out = reference.forward(
+        q, k, v, causal=False, scale=1.0, stabilizers=["row_max"], key_tile=4
+    ).out[0, 0, :, 15]
+
+    top = exact_scores.amax(-1)
+    row_sum = (exact_scores - top[:, None]).exp().sum(-1)
+
+    def expected(shift):
+        p_bar = (exact_scores[:, 15] - top - shift).exp().float().bfloat16().double()
+        return (p_bar * shift.exp() / row_sum).float().bfloat16()
+
+    # beta = 2: the shift is rm itself, between the clamp's ends.
+    with_shift, without = expected(top), expected(torch.zeros_like(top))
+    # FP32 against FP64 may tip an exact tie of BF16 in one row of a hundred; the two rules differ
+    # in a good part of the rows.
+    assert (with_shift != without).float().mean() > 0.2
+    assert (out == (with_shift if shifts else without)).float().mean() > 0.95
+
+
+def test_row_max_in_fp16_keeps_small_probabilities():
+    # 4,096 keys 9.5 below two equal maxima weigh 4096 exp(-9.5) / 2 = 15 % of the row. A shift of 8
+    # would push each of them, exp(-17.5), under half the smallest FP16 number.
+    q = torch.zeros(1, 1, 1, 16)
+    q[..., 0], q[..., 1] = 20.0, 1.0
+    k = torch.zeros(1, 1, 4098, 16)
+    k[..., 0], k[:, :, 2:, 1] = 1.0, -9.5
+    v = torch.full((1, 1, 4098, 16), 1.0)
+    v[:, :, 2:] = -1.0
+    q, k, v = (x.half() for x in (q, k, v))
+    options = {"causal": False, "scale": 1.0}
+    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    # exp(-9.5 - 2 ln 2) is 314 times the smallest FP16 number, and so holds to 1 / 628 of itself.
+    bar = 0.15 / 628 + 2.0**-10
+    for stabilizer in SAFE:
+        out = reference.forward(q, k, v, stabilizers=[stabilizer], **options).out
+        assert (out.double() - exact).abs().max() <= bar, stabilizer
+
+
+# ---- odd values ----
+
+
+@pytest.mark.parametrize("causal", [False, "top-left"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+@pytest.mark.parametrize("key_tile", [2, 128])
+def test_inf_and_nan_come_out_as_in_the_math_backend(where, value, causal, key_tile):
+    q, k, v, d_out = inputs((1, 4, 4, 6, 6, 16), torch.bfloat16)
+    {"q": q, "k": k, "v": v}[where][:, :, 3, 2] = value
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal == "top-left", scale=1)
+    out = run(q, k, v, d_out, SAFE, causal, key_tile=key_tile)[0].out
+    assert not expected.isfinite().all()
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.isposinf(), expected.isposinf())
+    assert torch.equal(out.isneginf(), expected.isneginf())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_of_a_hundred_thousand(causal):
+    q, k, v, d_out = inputs((1, 4, 2, 40, 40, 16), torch.bfloat16)
+    result, gradients = run(q, k, v, d_out, SAFE, causal, scale=2.0**14, key_tile=16)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 2.0**14
+    assert scores.amax() > 1e5
+    assert scores.amin() < -1e5
+    assert all(x.isfinite().all() for x in (result.out, result.lse, *gradients[:3]))
+    # Rows whose maximum leads by 100 are one-hot: O is a row of V, exactly.
+    scores = scores.masked_fill(~allowed(40, 40, causal), -math.inf)
+    top = scores.topk(2, -1)
+    clear = top.values[..., 0] - top.values[..., 1] > 100
+    wide = v.repeat_interleave(2, 1)
+    expected = wide.gather(2, top.indices[..., :1].expand(-1, -1, -1, 16))
+    assert clear.float().mean() > 0.9
+    assert torch.equal(result.out[clear], expected[clear])
+
+
+# ---- products and messages ----
+
+
+@pytest.mark.parametrize("precision", ["medium", "high", "highest"])
+def test_products_are_fp32_whatever_the_program_allows(precision, monkeypatch):
+    q, k, v, d_out = inputs((1, 1, 1, 5, 5, 16), torch.float32)
+    seen = []
+    plain = torch.Tensor.__matmul__
+
+    def watched(left, right):
+        one_dnn, cublas = torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+        seen.append((one_dnn.fp32_precision, cublas.fp32_precision))
+        return plain(left, right)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        run(q, k, v, d_out, "none")
+        reference.shadow(q, k, v, causal=False, scale=1.0)
+        reference.exact_backward(d_out, q, k, v, causal=False, scale=1.0, heads=[0])
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert len(seen) >= 12
+    assert set(seen) == {("ieee", "ieee")}
+
+
+def test_nothing_is_recorded_for_autograd():
+    q, k, v, d_out = (x.requires_grad_() for x in inputs((1, 1, 1, 5, 5, 16), torch.float32))
+    result, gradients = run(q, k, v, d_out, "compensated")
+    assert not any(x.requires_grad for x in (*result, *gradients))
+
+
+def test_bad_arguments_are_named():
+    q, k, v, d_out = inputs((1, 2, 1, 3, 3, 16), torch.bfloat16)
+    with pytest.raises(ValueError, match="one name a head, but 1 came for 2 heads"):
+        run(q, k, v, d_out, ["none"])
+    with pytest.raises(ValueError, match=r"takes none, .* but holds \['rowmax'\]"):
+        run(q, k, v, d_out, ["none", "rowmax"])
+    with pytest.raises(ValueError, match="'bottom-right'"):
+        run(q, k, v, d_out, "none", causal="bottom-right")
+    result, _ = run(q, k, v, d_out, "none")
+    with pytest.raises(ValueError, match="residual, but it is None"):
+        reference.backward(
+            d_out, q, k, v, *result, causal=False, scale=1.0, stabilizers=["none", "compensated"]
+        )

@@ -1,0 +1,204 @@
+"""Shadow, row statistics and exact gradients against FP64 and brute force."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.kernels import reference
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_inputs(shape, dtype, seed=0):
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(dtype)
+
+    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
+    k, v = normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width)
+    return q, k, v, d_out
+
+
+def allowed_keys(row, rows, keys, causal):
+    """How many keys, from the first, query `row` may see."""
+    if causal is False:
+        return keys
+    return min(keys, max(0, row + 1 + (keys - rows if causal is True else 0)))
+
+
+def dense_row(q, k, v, scale):
+    """O, maximum and entropy of one row over the keys it may see, FP64."""
+    scores = (k.double() @ q.double()) * scale
+    weights = torch.softmax(scores, 0)
+    return weights @ v.double(), scores.max(), -(weights * weights.log()).sum()
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    rows=st.integers(1, 12),
+    keys=st.integers(0, 20),
+    causal=st.sampled_from([False, True, "top-left"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    chunk=st.sampled_from([1, 5, 128]),
+    data=st.data(),
+)
+def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, chunk, data):
+    q, k, v, _ = random_inputs((2, kv_heads * groups, kv_heads, rows, keys, 16), dtype, rows + keys)
+    chosen = data.draw(st.none() | st.lists(st.integers(0, rows - 1), min_size=1, max_size=4))
+    result = reference.shadow(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=0.5,
+        rows=None if chosen is None else torch.tensor(chosen),
+        chunk=chunk,
+    )
+    positions = range(rows) if chosen is None else chosen
+    assert result.out.dtype == result.row_max.dtype == result.entropy.dtype == torch.float32
+    assert result.out.shape == (2, kv_heads * groups, len(positions), 16)
+    # FP32 sums of 20 terms of size 10 and exponentials of scores near 20.
+    close = {"rtol": 2e-5, "atol": 2e-5}
+    for batch in range(2):
+        for head in range(kv_heads * groups):
+            for place, row in enumerate(positions):
+                at = (batch, head, place)
+                seen = allowed_keys(row, rows, keys, causal)
+                if not seen:
+                    assert (result.out[at] == 0).all()
+                    assert result.row_max[at] == -math.inf
+                    assert result.entropy[at] == 0
+                    counts = (result.maxima, result.maxima_bf16, result.unit_probabilities)
+                    assert [count[at] for count in counts] == [0, 0, 0]
+                    continue
+                group = head // groups
+                out, row_max, entropy = dense_row(
+                    q[batch, head, row], k[batch, group, :seen], v[batch, group, :seen], 0.5
+                )
+                torch.testing.assert_close(result.out[at].double(), out, **close)
+                torch.testing.assert_close(result.row_max[at].double(), row_max, **close)
+                torch.testing.assert_close(result.entropy[at].double(), entropy, **close)
+
+
+@pytest.mark.parametrize("chunk", [3, 128])
+@pytest.mark.parametrize(
+    ("scores", "maxima", "maxima_bf16", "units"),
+    [
+        # One maximum; the second score rounds to 1 in P-bar only above exp(-2^-9) = 1 - 0.00195.
+        ([5.0, 4.0, 3.0, 2.0], 1, 1, 1),
+        ([5.0, 5.0, 3.0, 5.0], 3, 3, 3),
+        # BF16 has 5.0 and then 4.96875: 4.99 is a tie there, and in P-bar, exp(-0.01), it is not.
+        ([5.0, 4.0, 4.99, 2.0], 1, 2, 1),
+        # 0.0015 below: no tie at eps = 1e-3, but P-bar = 0.9985 rounds to 1 (steps of 2^-8 there).
+        ([5.0, 4.9985, 3.0, 2.0], 1, 2, 2),
+        # 0.0005 below: a tie in either arithmetic.
+        ([3.0, 5.0, 2.0, 4.9995], 2, 2, 2),
+        # Near 1000 BF16 has steps of 4, so 1000 and 998.5 tie and do not in FP32.
+        ([1000.0, 998.5, 900.0, 997.9], 1, 2, 1),
+        # Neighbours in BF16, 2^-11 apart, less than eps.
+        ([0.10009765625, 0.099609375, -1.0, -2.0], 2, 2, 2),
+        ([-600.0, -600.0, -700.0, -800.0], 2, 2, 2),
+        ([0.0, 0.0, 0.0, 0.0], 4, 4, 4),
+    ],
+)
+def test_counts_of_maxima(scores, maxima, maxima_bf16, units, chunk):
+    # FP32 inputs, so that the scores are these numbers.
+    q = torch.tensor(scores)[None, None, None]
+    k = torch.eye(4)[None, None]
+    result = reference.shadow(q, k, torch.ones_like(k), causal=False, scale=1.0, chunk=chunk)
+    assert result.row_max.item() == max(scores)
+    assert result.maxima.item() == maxima
+    assert result.maxima_bf16.item() == maxima_bf16
+    assert result.unit_probabilities.item() == units
+
+
+def test_eps_is_the_width_of_a_tie():
+    q = torch.tensor([1.0, 0.75, 0.5, 0.0])[None, None, None]
+    k = torch.eye(4)[None, None]
+    counts = [
+        reference.shadow(q, k, k, causal=False, scale=1.0, eps=eps).maxima.item()
+        for eps in (0.1, 0.25, 0.6, 1.0)
+    ]
+    assert counts == [1, 2, 3, 4]
+
+
+def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
+    q, k = torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 300, 16)
+    result = reference.shadow(q, k, k, causal=False, scale=1.0)
+    assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
+
+
+def test_nan_shows_and_is_not_counted_as_a_maximum():
+    q, k, v, _ = random_inputs((1, 1, 1, 3, 5, 16), torch.bfloat16)
+    q[0, 0, 1, 0] = math.nan
+    result = reference.shadow(q, k, v, causal=False, scale=1.0)
+    for field in (result.out[..., 0], result.row_max, result.entropy):
+        assert field[0, 0].isnan().tolist() == [False, True, False]
+    assert result.maxima[0, 0].tolist() == [1, 0, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kv_heads=st.integers(1, 2),
+    groups=st.integers(1, 3),
+    rows=st.integers(1, 20),
+    keys=st.integers(0, 20),
+    causal=st.sampled_from([False, True, "top-left"]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    chunk=st.sampled_from([1, 7, 128]),
+)
+def test_exact_backward_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, chunk):
+    heads = kv_heads * groups
+    q, k, v, d_out = random_inputs((2, heads, kv_heads, rows, keys, 16), dtype, rows + keys)
+    chosen = [heads - 1, 0]
+    computed = reference.exact_backward(
+        d_out, q, k, v, causal=causal, scale=0.5, heads=chosen, chunk=chunk
+    )
+    assert [x.dtype for x in computed] == [torch.float32] * 3
+    for place, head in enumerate(chosen):
+        group = head // groups
+        leaves = [q[:, head], k[:, group], v[:, group]]
+        leaves = [x.detach().double().requires_grad_() for x in leaves]
+        rows_out = []
+        for row in range(rows):
+            seen = allowed_keys(row, rows, keys, causal)
+            scores = (leaves[1][:, :seen] @ leaves[0][:, row, :, None])[..., 0] * 0.5
+            weights = torch.softmax(scores, -1)
+            rows_out.append((weights[:, None] @ leaves[2][:, :seen])[:, 0])
+        out = torch.stack(rows_out, 1)
+        exact = torch.autograd.grad(out, leaves, d_out[:, head].double(), allow_unused=True)
+        for mine, truth in zip(computed, exact, strict=True):
+            # FP32 sums of 20 terms of size 20 and exponentials of scores near 20.
+            torch.testing.assert_close(mine[:, place].double(), truth, rtol=5e-5, atol=5e-5)
+
+
+def test_exact_backward_is_far_nearer_than_the_low_precision_backward():
+    q, k, v, d_out = random_inputs((1, 2, 2, 64, 64, 32), torch.bfloat16)
+    common = {"causal": True, "scale": 32**-0.5}
+    names = {"stabilizers": ["none", "none"]}
+    result = reference.forward(q, k, v, **common, **names)
+    low = reference.backward(d_out, q, k, v, *result, **common, **names)
+    exact = reference.exact_backward(d_out, q, k, v, **common, heads=[0, 1])
+    for coarse, fine in zip(low[:3], exact, strict=True):
+        error = (coarse.float() - fine).norm() / fine.norm()
+        # A few roundings to 8 bits, each 2^-9 at most and about a third of it in the mean.
+        assert 2.0**-11 < error < 2.0**-7
+
+
+def test_exact_backward_refuses_heads_that_do_not_exist():
+    q, k, v, d_out = random_inputs((1, 2, 1, 3, 3, 16), torch.bfloat16)
+    with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
+        reference.exact_backward(d_out, q, k, v, causal=False, scale=1.0, heads=[0, 2, -1])

@@ -1,0 +1,510 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.monitor.detectors import (
+    DEFAULT_RULES,
+    DeltaBias,
+    Detectors,
+    LogitOutlier,
+    LossDeparture,
+    ModelLogits,
+    MultipleMaxima,
+    NormGrowth,
+)
+from guardbit.records import Sample
+
+NAN, INF = math.nan, math.inf
+
+
+def sample(step, indicator, values, site="h.0", layer=0):
+    return Sample(step, site, layer, indicator, tuple(float(value) for value in values))
+
+
+def run(detectors, series, indicator, steps=None):
+    """Feeds site -> (steps, heads) and returns the alarms."""
+    length = len(next(iter(series.values())))
+    steps = range(0, 10 * length, 10) if steps is None else steps
+    return [
+        alarm
+        for index, step in enumerate(steps)
+        for alarm in detectors.update(
+            [sample(step, indicator, rows[index], site) for site, rows in series.items()]
+        )
+    ]
+
+
+# Norm growth: with an excess of step ** p over constant peers the slope is p by construction.
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    power=st.floats(0.5, 6.0).filter(lambda power: abs(power - 2.5) > 0.05),
+    every=st.sampled_from([5, 10, 37, 100]),
+)
+def test_norm_growth_fires_by_the_power_at_any_cadence(power, every):
+    steps = np.arange(every, 4000, every)
+    # Twice the peers from step 400 on, a power law from there.
+    norms = 2.0 * np.maximum(steps / 400, 1.0) ** power
+    series = {"a": norms[:, None], "b": np.ones((len(steps), 1)), "c": np.ones((len(steps), 1))}
+    alarms = run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps)
+    assert bool(alarms) == (power > 2.5)
+    assert all(alarm.site == "a" and alarm.heads == (0,) for alarm in alarms)
+
+
+@pytest.mark.parametrize("per_thousand, fires", [(0.4, False), (0.6, True)])
+def test_norm_growth_late_in_a_run_is_measured_in_steps(per_thousand, fires):
+    # Beyond step 5,000 the threshold 2.5 is 2.5 / 5,000 = 0.5 e-folds in 1,000 steps.
+    steps = np.arange(100_000, 110_000, 200)
+    growth = 2.0 * np.exp(per_thousand * np.maximum(steps - 104_000, 0) / 1000)
+    flat = np.ones((len(steps), 1))
+    series = {"a": growth[:, None], "b": flat, "c": flat}
+    assert bool(run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps)) is fires
+
+
+def test_norm_growth_is_silent_when_the_whole_model_grows():
+    steps = np.arange(100, 4000, 100)
+    norms = (steps / 100.0)[:, None] ** 4 * np.array([[1.0, 1.5]])
+    series = {"a": norms, "b": 1.2 * norms, "c": 0.5 * norms}
+    assert run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps) == []
+
+
+def test_norm_growth_is_silent_while_a_small_head_catches_up():
+    steps = np.arange(100, 4000, 100)
+    small = np.minimum(0.01 * (steps / 100.0) ** 4, 1.0)
+    rows = np.stack([np.ones(len(steps)), small], 1)
+    series = {"a": rows, "b": np.ones((len(steps), 2))}
+    assert run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps) == []
+
+
+@pytest.mark.parametrize("end, fires", [(1.9, False), (2.1, True)])
+def test_norm_growth_needs_twice_the_typical_norm(end, fires):
+    # As fast as 5 e-folds per unit of log(step), up to `end` times the peers and no further.
+    steps = np.arange(1000, 2000, 20)
+    norms = np.minimum((steps / 1000.0) ** 5, end)
+    flat = np.ones((len(steps), 1))
+    series = {"a": norms[:, None], "b": flat, "c": flat}
+    assert bool(run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps)) is fires
+
+
+def test_norm_growth_averages_noise_over_its_window():
+    # 5 % of noise on 16 samples over 0.15 of training time scatters the slope by
+    # 0.05 / (sqrt(16) * 0.15 / sqrt(12)) = 0.3; on the last four samples alone it would be 2.2.
+    steps = np.arange(800, 1600, 10)
+    noise = np.random.default_rng(11).normal(0, 0.05, (len(steps), 4))
+    flat = np.ones((len(steps), 4))
+    series = {"a": 3.0 * np.exp(noise), "b": flat, "c": flat}
+    assert run(Detectors((NormGrowth(),)), series, "w_q_spectral_norm", steps) == []
+
+
+def test_norm_growth_remembers_little_at_a_dense_cadence():
+    detectors = Detectors((NormGrowth(),))
+    for step in range(3000):
+        detectors.update([sample(step, "w_q_spectral_norm", [1.0], site) for site in "abc"])
+    past = detectors.state_dict()["rules"]["norm_growth"]["a"]
+    # A window of 0.15, kept at intervals of 0.01 or more, and one sample at or before its start.
+    assert 4 <= len(past) <= 17
+
+
+@pytest.mark.parametrize("logit, fires", [(3.0, False), (5.0, True), (NAN, True)])
+def test_norm_growth_needs_high_logits_where_they_are_known(logit, fires):
+    detectors = Detectors((NormGrowth(),))
+    alarms = []
+    for step in range(100, 4000, 100):
+        norm = 2.0 * max(step / 1000, 1.0) ** 5
+        samples = [sample(step, "w_q_spectral_norm", [norm], "a")]
+        samples += [sample(step, "w_q_spectral_norm", [1.0], site) for site in "bc"]
+        samples += [sample(step, "max_logit", [logit], "a")]
+        samples += [sample(step, "max_logit", [1.0], site) for site in "bc"]
+        alarms += detectors.update(samples)
+    assert bool(alarms) is fires
+
+
+# Logits
+
+
+def logits(runaway, peers=100.0, length=8):
+    return {
+        "a": np.array([[50.0, 20.0]] * (length - len(runaway)) + [[50.0, v] for v in runaway]),
+        "b": np.full((length, 2), peers),
+        "c": np.full((length, 2), peers),
+    }
+
+
+@pytest.mark.parametrize(
+    "runaway, peers, fires",
+    [
+        ([9000.0, 9000.0], 100.0, True),
+        ([INF, INF], 100.0, True),
+        ([9000.0, 50.0, 9000.0], 100.0, False),  # never two in a row
+        ([8000.0, 8000.0], 100.0, False),  # below 2^13
+        ([9000.0, 9000.0], 1000.0, False),  # not ten times the peers
+        ([9000.0, NAN, 9000.0], 100.0, True),  # a gap is no calm
+    ],
+)
+def test_logit_outlier(runaway, peers, fires):
+    alarms = run(Detectors((LogitOutlier(),)), logits(runaway, peers), "max_logit")
+    assert [(alarm.site, alarm.heads) for alarm in alarms] == [("a", (1,))] * fires
+
+
+def test_logit_outlier_spares_logits_that_were_there_from_the_start():
+    rows = {"a": np.full((8, 1), 9000.0), "b": np.ones((8, 1)), "c": np.ones((8, 1))}
+    assert run(Detectors((LogitOutlier(),)), rows, "max_logit") == []
+
+
+def test_model_logits_need_half_of_the_layers():
+    def alarms(high):
+        rows = {
+            f"h.{layer}": np.array([[5.0]] * 3 + [[2000.0 if layer < high else 50.0]] * 3)
+            for layer in range(6)
+        }
+        return run(Detectors((ModelLogits(),)), rows, "max_logit")
+
+    assert alarms(3) == []
+    assert [alarm.site for alarm in alarms(4)] == ["h.0", "h.1", "h.2", "h.3"]
+    assert {alarm.rule for alarm in alarms(4)} == {"model_logits"}
+
+
+def test_model_logits_spare_a_model_that_began_there_and_one_of_two_layers():
+    started_high = {site: np.full((6, 1), 3000.0) for site in "abc"}
+    assert run(Detectors((ModelLogits(),)), started_high, "max_logit") == []
+    two = {site: np.array([[1.0], [1.0], [9e4], [9e4]]) for site in "ab"}
+    assert run(Detectors((ModelLogits(),)), two, "max_logit") == []
+
+
+def test_model_logits_spare_one_extreme_batch():
+    rows = {site: np.array([[1.0], [9e4], [1.0], [1.0]]) for site in "abc"}
+    assert run(Detectors((ModelLogits(),)), rows, "max_logit") == []
+
+
+@pytest.mark.parametrize(
+    "share, peers, logit, fires",
+    [
+        (0.12, 0.01, 40.0, True),
+        (0.12, 0.01, NAN, True),
+        (0.09, 0.01, 40.0, False),
+        (0.12, 0.04, 40.0, False),
+        (0.12, 0.01, 2.0, False),  # ties near zero, as after initialisation
+    ],
+)
+def test_multiple_maxima(share, peers, logit, fires):
+    detectors = Detectors((MultipleMaxima(),))
+    alarms = []
+    for step in (0, 10):
+        samples = [sample(step, "multiple_maxima", [0.0, share], "a")]
+        samples += [sample(step, "multiple_maxima", [peers, peers], site) for site in "bc"]
+        alarms += detectors.update([*samples, sample(step, "max_logit", [logit, logit], "a")])
+    assert [(alarm.step, alarm.heads) for alarm in alarms] == [(10, (1,))] * fires
+
+
+# Delta bias: against the recursion written out, and against its promise.
+
+
+def bias(detectors, step, ratios, scale=1.0, site="h.0"):
+    sums = [ratio * scale for ratio in ratios]
+    return detectors.update(
+        [
+            sample(step, "delta_bias", sums, site),
+            sample(step, "delta_bias_abs", [scale] * len(ratios), site),
+        ]
+    )
+
+
+def first_alarm(ratios, rule=None, **scale):
+    detectors = Detectors((rule or DeltaBias(),))
+    for index, ratio in enumerate(ratios):
+        if alarms := bias(detectors, 10 * index, [ratio], **scale):
+            return index, alarms[0]
+    return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=60), st.sampled_from([-1, 1]))
+def test_delta_bias_follows_the_recursion(ratios, sign):
+    ratios = [sign * min(1.0, abs(ratio) + 0.2) for ratio in ratios]
+    expected = None
+    wealth = {(s, bet): 0.0 for s in (1, -1) for bet in (0.2, 0.5, 0.85)}
+    for index, ratio in enumerate(ratios):
+        for s, bet in wealth:
+            wealth[s, bet] = (wealth[s, bet] + 1) * (1 + bet * (s * ratio - 0.15))
+        means = {s: sum(wealth[s, bet] for bet in (0.2, 0.5, 0.85)) / 3 for s in (1, -1)}
+        if expected is None and max(means.values()) >= 1e4:
+            expected = index
+    found = first_alarm(ratios)
+    assert (found and found[0]) == expected
+    if found:
+        assert ("positive" if sign > 0 else "negative") in found[1].why
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_delta_bias_of_a_sink_is_found_within_tens_of_samples_with_its_sign(sign):
+    # 4,096 rows of an attention sink, output rounded to BF16: coherent error 7.5 (one maximum) to
+    # 14.6 (four), root mean square 4.5e-3, so at most 18.4 in absolute values: a ratio of at
+    # least 0.41. Single samples scatter as in a small model trained on CPU, 0.1.
+    generator = np.random.default_rng(6)
+    found = first_alarm(sign * generator.normal(0.41, 0.1, 100))
+    assert found is not None
+    index, alarm = found
+    assert index <= 60
+    assert ("positive" if sign > 0 else "negative") in alarm.why
+
+
+def test_delta_bias_makes_false_alarms_no_sooner_than_it_says():
+    # At the very edge of the null hypothesis, a mean of exactly `tolerated`, with the widest
+    # scatter there is: x = +-1. The mean run length promised is 100; runs are cut at 300, which
+    # only lowers their mean. Measured over 120 heads: standard error about 100 / sqrt(120) = 9.
+    generator = np.random.default_rng(7)
+    rule = DeltaBias(samples_to_false_alarm=100.0)
+    detectors = Detectors((rule,), cool_down_steps=10_000)
+    lengths = np.full(120, 300.0)
+    for index in range(300):
+        ratios = np.where(generator.random(120) < 0.575, 1.0, -1.0)
+        for alarm in bias(detectors, 10 * index, ratios):
+            if "positive" in alarm.why:
+                heads = [head for head in alarm.heads if lengths[head] == 300]
+                lengths[heads] = index + 1
+    assert lengths.mean() >= 100 - 3 * 9
+
+
+def test_delta_bias_without_a_mean_is_silent():
+    # 288 heads over 1,000 samples each, with the scatter of the recorded runs (0.04) and ten
+    # times as much, and a mean as large as the stable runs allow (0.1).
+    generator = np.random.default_rng(8)
+    detectors = Detectors((DeltaBias(),))
+    for index in range(1000):
+        scatter = np.repeat([0.04, 0.4], 144)
+        ratios = np.clip(generator.normal(0.0, scatter), -1, 1)
+        ratios[:12] += 0.1
+        assert bias(detectors, 10 * index, ratios) == []
+
+
+def test_delta_bias_far_below_the_loudest_heads_is_no_trouble():
+    # What the compensated kernel leaves is one-sided at times, and 1e-4 of the other heads'.
+    detectors = Detectors((DeltaBias(),))
+    for step in range(0, 3000, 10):
+        samples = [
+            sample(step, "delta_bias", [1e-4, 0.0]),
+            sample(step, "delta_bias_abs", [1e-4, 1.0]),
+        ]
+        assert detectors.update(samples) == []
+
+
+def test_delta_bias_is_silent_without_its_scale_and_on_unusable_values():
+    detectors = Detectors((DeltaBias(),))
+    for step in range(0, 2000, 10):
+        assert detectors.update([sample(step, "delta_bias", [1.0])]) == []
+    assert first_alarm([0.0] * 50, scale=0.0) is None
+    assert first_alarm([INF] * 50) is None
+
+
+def test_delta_bias_names_measured_heads_only():
+    detectors = Detectors((DeltaBias(),), cool_down_steps=0)
+    for step in range(100):
+        alarms = bias(detectors, step, [0.9, 0.9])
+    assert [alarm.heads for alarm in alarms] == [(0, 1)]
+    assert [alarm.heads for alarm in bias(detectors, 100, [NAN, 0.9])] == [(1,)]
+
+
+def test_delta_bias_that_ends_stops_the_alarms():
+    detectors = Detectors((DeltaBias(),), cool_down_steps=0)
+    steps = [a.step for i in range(400) for a in bias(detectors, i, [0.9 if i < 200 else 0.0])]
+    # Each calm sample costs at most log(1 - 0.15 * 0.2) = -0.03 of at most log(3) = 1.1: 37.
+    assert 200 <= max(steps) <= 240
+
+
+# Loss
+
+
+def test_loss_departure_at_the_rise_and_not_before():
+    detectors = Detectors((LossDeparture(),))
+    losses = [3.0] * 20 + [3.9] * 20 + [4.1] * 20
+    alarms = [a for i, loss in enumerate(losses) for a in detectors.update([run_loss(i, loss)])]
+    # The median of the last 8 is 4.1 or (3.9 + 4.1) / 2 = 4.0 once 4 of them are.
+    assert [(a.step, a.site, a.heads) for a in alarms] == [(43, "", ())]
+
+
+def run_loss(step, value):
+    return Sample(step, "", -1, "loss", (value,))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_loss_departure_takes_nan_and_inf_for_large_but_spares_one(value):
+    detectors = Detectors((LossDeparture(),))
+    for step in range(20):
+        assert detectors.update([run_loss(step, value if step == 10 else 3.0)]) == []
+    assert [a.step for step in range(20, 40) for a in detectors.update([run_loss(step, value)])]
+
+
+def test_loss_departure_spares_noisy_losses():
+    # Single-sequence batches: a scatter of 0.8 nats.
+    generator = np.random.default_rng(9)
+    detectors = Detectors((LossDeparture(),))
+    for step in range(2000):
+        assert detectors.update([run_loss(step, 3.0 + 0.8 * generator.normal())]) == []
+
+
+# A small live run: 3 layers of 4 heads, every 10 steps, as measured on such a model on CPU
+# (d_model 64, rate 1e-3 to 3e-3, output rounded to BF16): norms from 0.23 to 0.3..0.7, logits
+# from 0.1 to 0.3..2, delta-bias ratios of mean 0 +- 0.03 and scatter 0.05..0.1, shares of tied
+# rows 0.03..0.09. A head whose W_Q and W_K are scaled 30 to 60 times has norms of 7 to 15 and
+# logits of 100 to 760 from the first step.
+
+
+def small_run(seed, sick, steps=400):
+    generator = np.random.default_rng(seed)
+    growth = generator.uniform(1.3, 3.0, (3, 4))  # of each head's norm over the run
+    for step in range(0, steps, 10):
+        age = step / steps
+        norms = 0.23 * growth**age * np.exp(generator.normal(0, 0.01, (3, 4)))
+        top = (0.1 + 1.5 * age) * np.exp(generator.normal(0, 0.3, (3, 4)))
+        ratio = generator.normal(0.0, 0.08, (3, 4))
+        ties = generator.uniform(0.03, 0.09, (3, 4))
+        if sick:
+            norms[1, 2], top[1, 2] = 10.0, generator.uniform(200, 700)
+            ratio[1, 2], ties[1, 2] = generator.normal(0.5, 0.1), 0.0
+        scale = generator.uniform(0.5, 2.0, (3, 4))
+        ratio = np.clip(ratio, -1, 1)
+        for layer in range(3):
+            for indicator, values in {
+                "w_q_spectral_norm": norms,
+                "max_logit": top,
+                "multiple_maxima": ties,
+                "delta_bias": ratio * scale,
+                "delta_bias_abs": scale,
+            }.items():
+                yield sample(step, indicator, values[layer], f"h.{layer}.attn", layer)
+        yield run_loss(step, 4.2 - 1.5 * age + 0.1 * generator.normal())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_small_run_with_one_sink_is_found_and_its_twin_is_silent(seed):
+    assert Detectors().update(small_run(seed, sick=False)) == []
+    alarms = Detectors().update(small_run(seed, sick=True))
+    assert alarms
+    # A ratio of 0.5 gains log(1 + 0.85 * 0.35) = 0.26 a sample of log(3e4) = 10.3: 40 at most.
+    assert alarms[0].step <= 400
+    assert {(alarm.site, alarm.heads) for alarm in alarms} == {("h.1.attn", (2,))}
+
+
+# The machinery
+
+
+def mixed_run(seed=0):
+    """A run in which every rule fires once at least, with gaps; a list of samples a step."""
+    generator = np.random.default_rng(seed)
+    for index in range(45):
+        step = 100 + 20 * index
+        grown = max(1.0, (step / 500) ** 6)
+        norms = {"a": [2.0 * grown, 1.0], "b": [1.0, 1.0], "c": [1.0, NAN]}
+        tops = {"a": [5.0 * grown**6, 10.0], "b": [1.0, 20.0], "c": [9.0, 20.0]}
+        if index > 38:
+            tops["b"], tops["c"] = [1.0, 4000.0], [3000.0, 20.0]
+        samples = [run_loss(step, 9.0 if index > 30 else 3.0)]
+        for layer, site in enumerate("abc"):
+            x = np.clip(generator.normal(0.6 if site == "a" else 0.0, 0.2, 2), -1, 1)
+            ties = [0.01, 0.3 if site == "b" and index > 20 else 0.01]
+            for indicator, values in {
+                "w_q_spectral_norm": norms[site],
+                "max_logit": tops[site],
+                "multiple_maxima": ties,
+                "delta_bias": x,
+                "delta_bias_abs": [1.0, 1.0],
+            }.items():
+                if generator.random() > 0.1:
+                    samples.append(sample(step, indicator, values, site, layer))
+        yield samples
+
+
+def test_resumed_equals_uninterrupted_at_every_cut():
+    steps = list(mixed_run())
+    whole = Detectors(cool_down_steps=200)
+    expected = [whole.update(samples) for samples in steps]
+    fired = {alarm.rule for alarms in expected for alarm in alarms}
+    assert fired == {rule.name for rule in DEFAULT_RULES}
+    for cut in range(len(steps)):
+        first = Detectors(cool_down_steps=200)
+        before = [first.update(samples) for samples in steps[:cut]]
+        saved = json.dumps(first.state_dict(), allow_nan=False)
+        if cut < len(steps):
+            first.update(steps[cut])  # must not reach into what was saved
+        second = Detectors(cool_down_steps=200)
+        second.load_state_dict(json.loads(saved))
+        after = [second.update(samples) for samples in steps[cut:]]
+        assert before + after == expected, f"cut before step {cut}"
+
+
+def test_a_saved_state_does_not_change_with_the_run():
+    detectors = Detectors()
+    steps = list(mixed_run())
+    detectors.update(steps[0])
+    saved = detectors.state_dict()
+    text = json.dumps(saved)
+    for samples in steps[1:]:
+        detectors.update(samples)
+    assert json.dumps(saved) == text
+
+
+def test_many_steps_at_once_in_any_order_equal_one_at_a_time():
+    steps = list(mixed_run())
+    one_by_one = Detectors()
+    expected = [alarm for samples in steps for alarm in one_by_one.update(samples)]
+    shuffled = [sample for samples in steps for sample in samples]
+    np.random.default_rng(10).shuffle(shuffled)
+    assert Detectors().update(shuffled) == expected
+
+
+def test_old_and_repeated_steps_and_unknown_indicators_are_ignored():
+    steps = list(mixed_run())
+    expected = Detectors().update(sample for samples in steps for sample in samples)
+    detectors, alarms = Detectors(), []
+    for index, samples in enumerate(steps):
+        alarms += detectors.update([*samples, sample(10 * index, "kurtosis", [1e9, INF])])
+        alarms += detectors.update(samples)
+        alarms += detectors.update(steps[index // 2])
+    assert alarms == expected
+
+
+def test_cool_down_holds_back_the_head_that_fired_and_no_other():
+    detectors = Detectors((LogitOutlier(),), cool_down_steps=50)
+    second_head_late = [[20.0, 20.0]] + [[9e4, 20.0]] * 3 + [[9e4, 9e4]] * 10
+    rows = {"a": np.array(second_head_late), "b": np.ones((14, 2)), "c": np.ones((14, 2))}
+    alarms = run(detectors, rows, "max_logit")
+    # Two samples in a row: head 0 at step 20, head 1 at step 50; each again 50 steps later.
+    assert [(a.step, a.heads) for a in alarms] == [
+        (20, (0,)),
+        (50, (1,)),
+        (70, (0,)),
+        (100, (1,)),
+        (120, (0,)),
+    ]
+
+
+def test_all_values_missing_or_infinite_raise_no_error():
+    detectors = Detectors()
+    indicators = ("w_q_spectral_norm", "max_logit", "multiple_maxima", "delta_bias")
+    for step, value in enumerate([NAN, 0.0, -INF, INF, NAN, -1.0]):
+        for indicator in (*indicators, "delta_bias_abs"):
+            detectors.update([sample(step, indicator, [value, NAN], site) for site in "ab"])
+    json.dumps(detectors.state_dict(), allow_nan=False)
+
+
+def test_a_site_may_show_more_heads_later():
+    detectors = Detectors()
+    for step in range(0, 200, 10):
+        heads = 1 + step // 50
+        for indicator in ("w_q_spectral_norm", "max_logit", "multiple_maxima"):
+            assert detectors.update([sample(step, indicator, [1.0] * heads)]) == []
+        assert detectors.update([sample(step, "max_logit", [1.0])]) == []
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="name of its own, got"):
+        Detectors((LogitOutlier(), LogitOutlier(level=1.0)))
+    with pytest.raises(ValueError, match="cool_down_steps of Detectors must be >= 0, got -1"):
+        Detectors(cool_down_steps=-1)
+    with pytest.raises(ValueError, match=r"is of the rules \['delta_bias'\]"):
+        Detectors((LogitOutlier(),)).load_state_dict(Detectors((DeltaBias(),)).state_dict())

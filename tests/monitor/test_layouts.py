@@ -1,0 +1,793 @@
+"""Layouts found by function, against slices written by hand from each architecture's source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+from guardbit.monitor.layouts import Layout, LayoutUnavailable, find_layout
+
+HEADS, GROUPS, D_HEAD, D_MODEL, TOKENS = 4, 2, 6, 24, 5
+
+
+# -- the harness: an attention module's run, stopped where it calls attention ----------------------
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_every_time():
+    torch.manual_seed(0)
+
+
+class ReachedAttention(Exception):
+    def __init__(self, query: Tensor, key: Tensor):
+        super().__init__()
+        self.states = query, key
+
+
+def stop_at_attention(query: Tensor, key: Tensor, *_: Any, **__: Any) -> Tensor:
+    raise ReachedAttention(query, key)
+
+
+def projection_of(module: nn.Module, *args: Any, bf16: bool = False, **kwargs: Any):
+    def project(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with (
+            mock.patch.object(F, "scaled_dot_product_attention", stop_at_attention),
+            torch.autocast("cpu", torch.bfloat16, enabled=bf16),
+            pytest.raises(ReachedAttention) as reached,
+        ):
+            functional_call(module, parameters, args, kwargs)
+        return reached.value.states
+
+    return project
+
+
+def layout_of(module: nn.Module, *args: Any, bf16: bool = False, **kwargs: Any) -> Layout:
+    project = projection_of(module, *args, bf16=bf16, **kwargs)
+    return find_layout(project, dict(module.named_parameters()))
+
+
+def tokens(width: int = D_MODEL, length: int = TOKENS) -> Tensor:
+    return torch.randn(1, length, width)
+
+
+def randomize(module: nn.Module) -> nn.Module:
+    """Weights and biases all well away from 0, scales around 1."""
+    for parameter in module.parameters():
+        scale = parameter.ndim == 1 and bool((parameter == 1).all())
+        nn.init.normal_(parameter.data, mean=float(scale), std=0.3)
+    return module
+
+
+# -- architectures written by hand -----------------------------------------------------------------
+
+
+def split_heads(states: Tensor, heads: int) -> Tensor:
+    """(B, N, heads * D) -> (B, heads, N, D)."""
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """q and k from two callables of the module and its input, then attention."""
+
+    def __init__(self, project: Callable[[Any, Tensor], tuple[Tensor, Tensor]], **parts: Any):
+        super().__init__()
+        self.project = project
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.project(self, x)
+        return F.scaled_dot_product_attention(query, key, key)
+
+
+def blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """nanoGPT, model.py, CausalSelfAttention: q, k and v in three blocks of c_attn."""
+    query, key, _ = self.c_attn(x).split(D_MODEL, dim=2)
+    return split_heads(query, HEADS), split_heads(key, HEADS)
+
+
+def normed_per_head(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """timm, vision_transformer.py, Attention with qk_norm."""
+    qkv = self.qkv(x).reshape(1, TOKENS, 3, HEADS, D_HEAD).permute(2, 0, 3, 1, 4)
+    return self.q_norm(qkv[0]), self.k_norm(qkv[1])
+
+
+def scaled_per_head(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Cohere's query norm: one scale a head and feature, a parameter of two axes."""
+    query, key = (split_heads(linear(x), HEADS) for linear in (self.q_proj, self.k_proj))
+    return (F.layer_norm(s, (D_HEAD,)) * self.scale[:, None] for s in (query, key))
+
+
+def grouped_and_interleaved(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """LitGPT up to 0.4, model.py, CausalSelfAttention: q..q k v for each group of heads."""
+    per_group = HEADS // GROUPS
+    qkv = self.attn(x).view(1, TOKENS, GROUPS, per_group + 2, D_HEAD).permute(0, 2, 3, 1, 4)
+    query, key, _ = qkv.split((per_group, 1, 1), dim=2)
+    key = key.expand(1, GROUPS, per_group, TOKENS, D_HEAD)
+    return query.reshape(1, HEADS, TOKENS, D_HEAD), key.reshape(1, HEADS, TOKENS, D_HEAD)
+
+
+def gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Qwen3-Next: q_proj makes a query and an output gate, head by head."""
+    query, _gate = self.q_proj(x).view(1, TOKENS, HEADS, 2 * D_HEAD).chunk(2, dim=-1)
+    return query.transpose(1, 2), split_heads(self.k_proj(x), HEADS)
+
+
+def separate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    return split_heads(self.q_proj(x), HEADS), split_heads(self.k_proj(x), HEADS)
+
+
+def linear(features: int = D_MODEL, width: int = D_MODEL, bias: bool = True) -> nn.Linear:
+    return nn.Linear(width, features, bias=bias)
+
+
+# -- the cases: module, inputs and the slices of each head -----------------------------------------
+
+
+@dataclass
+class Case:
+    module: nn.Module
+    args: tuple[Any, ...]
+    query: list[Tensor]
+    key: list[Tensor]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def consecutive(weight: Tensor, starts: Iterable[int], d_head: int = D_HEAD) -> list[Tensor]:
+    return [weight[start : start + d_head] for start in starts]
+
+
+def by_hand(project: Callable, query: Callable, key: Callable, **parts: Any) -> Case:
+    module = randomize(Attention(project, **parts))
+    parameters = dict(module.named_parameters())
+    return Case(module, (tokens(),), query(parameters), key(parameters))
+
+
+def einsum_case(equation: str, shape: tuple[int, ...], of_head: Callable, width: int) -> Case:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.einsum(equation, x, self.w_q), torch.einsum(equation, x, self.w_k)
+
+    module = randomize(Attention(project, w_q=torch.empty(shape), w_k=torch.empty(shape)))
+    heads = shape[equation.split(",")[1].split("->")[0].index("h")]
+    query, key = ([of_head(w, h) for h in range(heads)] for w in (module.w_q, module.w_k))
+    return Case(module, (tokens(width),), query, key)
+
+
+HAND_WRITTEN: dict[str, Callable[[], Case]] = {
+    "nanogpt": lambda: by_hand(
+        blocks,
+        lambda p: consecutive(p["c_attn.weight"], [0, 6, 12, 18]),
+        lambda p: consecutive(p["c_attn.weight"], [24, 30, 36, 42]),
+        c_attn=linear(3 * D_MODEL),
+    ),
+    "timm_query_norm": lambda: by_hand(
+        normed_per_head,
+        lambda p: consecutive(p["qkv.weight"], [0, 6, 12, 18]),
+        lambda p: consecutive(p["qkv.weight"], [24, 30, 36, 42]),
+        qkv=linear(3 * D_MODEL),
+        q_norm=nn.LayerNorm(D_HEAD),
+        k_norm=nn.LayerNorm(D_HEAD),
+    ),
+    "cohere_query_norm": lambda: by_hand(
+        scaled_per_head,
+        lambda p: consecutive(p["q_proj.weight"], [0, 6, 12, 18]),
+        lambda p: consecutive(p["k_proj.weight"], [0, 6, 12, 18]),
+        q_proj=linear(),
+        k_proj=linear(),
+        scale=torch.ones(HEADS, D_HEAD),
+    ),
+    "litgpt_groups": lambda: by_hand(
+        grouped_and_interleaved,
+        lambda p: consecutive(p["attn.weight"], [0, 6, 24, 30]),
+        lambda p: consecutive(p["attn.weight"], [12, 12, 36, 36]),
+        attn=linear((HEADS + 2 * GROUPS) * D_HEAD),
+    ),
+    "gated_queries": lambda: by_hand(
+        gated,
+        lambda p: consecutive(p["q_proj.weight"], [0, 12, 24, 36]),
+        lambda p: consecutive(p["k_proj.weight"], [0, 6, 12, 18]),
+        q_proj=linear(2 * D_MODEL),
+        k_proj=linear(),
+    ),
+    "bloom": lambda: by_hand(
+        lambda self, x: self.bloom._reshape(self.bloom.query_key_value(x))[:2],
+        lambda p: consecutive(p["bloom.query_key_value.weight"], [0, 18, 36, 54]),
+        lambda p: consecutive(p["bloom.query_key_value.weight"], [6, 24, 42, 60]),
+        # BLOOM multiplies out its scores and never calls attention; the split is its own.
+        bloom=BloomAttention(transformers.BloomConfig(hidden_size=D_MODEL, n_head=HEADS), 0),
+    ),
+    # Sizes that coincide: features and width, heads and features, all three.
+    "einsum_width_heads_features": lambda: einsum_case(
+        "bnc,chd->bhnd", (D_MODEL, HEADS, D_HEAD), lambda w, h: w[:, h].T, D_MODEL
+    ),
+    "einsum_heads_width_features": lambda: einsum_case(
+        "bnc,hcd->bhnd", (4, 6, 6), lambda w, h: w[h].T, 6
+    ),
+    "einsum_heads_features_width": lambda: einsum_case(
+        "bnc,hdc->bhnd", (4, 6, 6), lambda w, h: w[h], 6
+    ),
+    "einsum_cube": lambda: einsum_case("bnc,dch->bhnd", (4, 4, 4), lambda w, h: w[:, :, h], 4),
+}
+
+
+def multihead_attention(**options: Any) -> nn.MultiheadAttention:
+    return randomize(nn.MultiheadAttention(D_MODEL, HEADS, batch_first=True, **options))
+
+
+def self_attention() -> Case:
+    module = multihead_attention()
+    x = tokens()
+    query = consecutive(module.in_proj_weight, [0, 6, 12, 18])
+    key = consecutive(module.in_proj_weight, [24, 30, 36, 42])
+    return Case(module, (x, x, x), query, key, {"need_weights": False})
+
+
+def cross_attention() -> Case:
+    module = multihead_attention(kdim=10, vdim=14)
+    query = consecutive(module.q_proj_weight, [0, 6, 12, 18])
+    key = consecutive(module.k_proj_weight, [0, 6, 12, 18])
+    args = (tokens(), tokens(10, length=7), tokens(14, length=7))
+    return Case(module, args, query, key, {"need_weights": False})
+
+
+def encoder_layer() -> Case:
+    layer = nn.TransformerEncoderLayer(D_MODEL, HEADS, 16, batch_first=True, norm_first=True)
+    weight = randomize(layer).self_attn.in_proj_weight
+    query = consecutive(weight, [0, 6, 12, 18])
+    return Case(layer, (tokens(),), query, consecutive(weight, [24, 30, 36, 42]))
+
+
+def single_head_of_full_width() -> Case:
+    module = randomize(nn.MultiheadAttention(8, 1, batch_first=True))
+    x = tokens(8)
+    weight = module.in_proj_weight
+    return Case(module, (x, x, x), [weight[:8]], [weight[8:16]], {"need_weights": False})
+
+
+# -- Hugging Face models, from the sources of transformers 5.23 ------------------------------------
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 17,
+    "attn_implementation": "sdpa",
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def inputs_of(model: nn.Module, attention: nn.Module, **inputs: Tensor) -> tuple[tuple, dict]:
+    """What `attention` is called with when the model runs."""
+    recorded = []
+    hook = attention.register_forward_pre_hook(
+        lambda _, args, kwargs: recorded.append((args, kwargs)), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return recorded[0]
+
+
+def hugging_face(
+    config: transformers.PretrainedConfig,
+    attention: str,
+    query: Callable,
+    key: Callable,
+    d_head: int = 8,
+    **inputs: Tensor,
+) -> Case:
+    model = randomize(transformers.AutoModel.from_config(config)).eval()
+    module = model.get_submodule(attention)
+    if not inputs:
+        inputs = {"input_ids": torch.arange(3, 3 + TOKENS)[None]}
+    if "input_ids" in inputs:
+        inputs["use_cache"] = False
+    args, kwargs = inputs_of(model, module, **inputs)
+    p = dict(module.named_parameters())
+    return Case(module, args, query(p), key(p), kwargs)
+
+
+def named(name: str, starts: Iterable[int], d_head: int = 8) -> Callable:
+    return lambda p: consecutive(p[name], starts, d_head)
+
+
+def grouped_keys(**changes: Any) -> dict[str, Any]:
+    return {**SMALL, "num_key_value_heads": 2, "head_dim": 8, **changes}
+
+
+PADDED = {
+    "input_ids": torch.tensor([[0, 0, 3, 4, 5]]),
+    "attention_mask": torch.tensor([[0, 0, 1, 1, 1]]),
+}
+IN_HEADS, IN_GROUPS, REPEATED = (0, 8, 16, 24), (0, 8), (0, 0, 8, 8)
+
+HUGGING_FACE: dict[str, Callable[[], Case]] = {
+    "gpt2_conv1d": lambda: hugging_face(
+        transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, n_positions=8, **SMALL),
+        "h.0.attn",
+        lambda p: consecutive(p["c_attn.weight"].T, IN_HEADS, 8),
+        lambda p: consecutive(p["c_attn.weight"].T, (32, 40, 48, 56), 8),
+    ),
+    "llama_grouped": lambda: hugging_face(
+        transformers.LlamaConfig(**grouped_keys()),
+        "layers.0.self_attn",
+        named("q_proj.weight", IN_HEADS),
+        named("k_proj.weight", IN_GROUPS),
+    ),
+    # With a mask the keys are repeated for the query heads before attention.
+    "llama_grouped_padded": lambda: hugging_face(
+        transformers.LlamaConfig(**grouped_keys()),
+        "layers.0.self_attn",
+        named("q_proj.weight", IN_HEADS),
+        named("k_proj.weight", REPEATED),
+        **PADDED,
+    ),
+    "qwen3_query_norm": lambda: hugging_face(
+        transformers.Qwen3Config(**grouped_keys()),
+        "layers.0.self_attn",
+        named("q_proj.weight", IN_HEADS),
+        named("k_proj.weight", IN_GROUPS),
+    ),
+    "olmo2_full_width_norm": lambda: hugging_face(
+        transformers.Olmo2Config(**grouped_keys()),
+        "layers.0.self_attn",
+        named("q_proj.weight", IN_HEADS),
+        named("k_proj.weight", IN_GROUPS),
+    ),
+    "phi3_fused_grouped": lambda: hugging_face(
+        transformers.Phi3Config(**grouped_keys()),
+        "layers.0.self_attn",
+        named("qkv_proj.weight", IN_HEADS),
+        named("qkv_proj.weight", (32, 40)),
+    ),
+    "gpt_neox_interleaved": lambda: hugging_face(
+        transformers.GPTNeoXConfig(**SMALL),
+        "layers.0.attention",
+        named("query_key_value.weight", (0, 24, 48, 72)),
+        named("query_key_value.weight", (8, 32, 56, 80)),
+    ),
+    "falcon_interleaved": lambda: hugging_face(
+        transformers.FalconConfig(multi_query=False, **SMALL),
+        "h.0.self_attention",
+        named("query_key_value.weight", (0, 24, 48, 72)),
+        named("query_key_value.weight", (8, 32, 56, 80)),
+    ),
+    "falcon_multi_query": lambda: hugging_face(
+        transformers.FalconConfig(multi_query=True, **SMALL),
+        "h.0.self_attention",
+        named("query_key_value.weight", IN_HEADS),
+        named("query_key_value.weight", (32,)),
+    ),
+    "falcon_groups": lambda: hugging_face(
+        transformers.FalconConfig(new_decoder_architecture=True, num_kv_heads=2, **SMALL),
+        "h.0.self_attention",
+        named("query_key_value.weight", (0, 8, 32, 40)),
+        named("query_key_value.weight", (16, 16, 48, 48)),
+    ),
+    "bert": lambda: hugging_face(
+        transformers.BertConfig(**SMALL),
+        "encoder.layer.0.attention.self",
+        named("query.weight", IN_HEADS),
+        named("key.weight", IN_HEADS),
+    ),
+    "vit": lambda: hugging_face(
+        transformers.ViTConfig(image_size=8, patch_size=4, **SMALL),
+        "layers.0.attention",
+        named("q_proj.weight", IN_HEADS),
+        named("k_proj.weight", IN_HEADS),
+        pixel_values=torch.ones(1, 3, 8, 8),
+    ),
+    # Heads of 6 features in a model of width 32: d_kv is free in T5.
+    "t5_cross_attention": lambda: hugging_face(
+        transformers.T5Config(d_model=32, d_kv=6, d_ff=16, num_layers=1, num_heads=4, **SMALL),
+        "decoder.block.0.layer.1.EncDecAttention",
+        named("q.weight", (0, 6, 12, 18), 6),
+        named("k.weight", (0, 6, 12, 18), 6),
+        input_ids=torch.arange(3, 10)[None],
+        decoder_input_ids=torch.arange(3, 8)[None],
+    ),
+}
+
+TORCH: dict[str, Callable[[], Case]] = {
+    "multihead_self": self_attention,
+    "multihead_cross": cross_attention,
+    "multihead_single_head": single_head_of_full_width,
+    "transformer_encoder_layer": encoder_layer,
+}
+
+CASES = {**HAND_WRITTEN, **TORCH, **HUGGING_FACE}
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_autocast", "frozen"])
+@pytest.mark.parametrize("name", CASES)
+def test_rows_are_those_of_the_source(name: str, mode: str):
+    case = CASES[name]()
+    case.module.requires_grad_(mode != "frozen")
+    bf16 = mode == "bf16_autocast"
+    layout = layout_of(case.module, *case.args, bf16=bf16, **case.kwargs)
+    parameters = dict(case.module.named_parameters())
+    query, key = torch.stack(case.query), torch.stack(case.key)
+    # Gathering copies numbers: equal to the bit.
+    assert torch.equal(layout.query_weights(parameters), query)
+    assert torch.equal(layout.key_weights(parameters), key)
+    for head in range(len(query)):
+        assert torch.equal(layout.query_weight(parameters, head), query[head])
+    for head in range(len(key)):
+        assert torch.equal(layout.key_weight(parameters, head), key[head])
+
+
+# -- layouts nobody has seen -----------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_permutation_of_fused_rows_is_found(data: st.DataObject):
+    heads, d_head, width = (data.draw(st.integers(low, 5)) for low in (1, 2, 2))
+    transposed, bf16 = data.draw(st.booleans()), data.draw(st.booleans())
+    order = torch.tensor(data.draw(st.permutations(range(3 * heads * d_head))))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = F.linear(x, self.weight.T if transposed else self.weight)[..., order]
+        query, key, _ = states.chunk(3, dim=-1)
+        return split_heads(query, heads), split_heads(key, heads)
+
+    shape = (3 * heads * d_head, width)
+    module = randomize(Attention(project, weight=torch.empty(shape[::-1] if transposed else shape)))
+    layout = layout_of(module, tokens(width), bf16=bf16)
+    rows = module.weight.T if transposed else module.weight
+    # A head's rows come in the parameter's own order, whatever order attention sees them in.
+    query, key, _ = order.view(3, heads, d_head).sort(dim=-1).values
+    parameters = dict(module.named_parameters())
+    assert torch.equal(layout.query_weights(parameters), rows[query])
+    assert torch.equal(layout.key_weights(parameters), rows[key])
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.permutations("chd"),
+    st.sampled_from([2, 3]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([2, 3]),
+)
+def test_einsum_projections_of_any_axis_order_and_size(
+    axes: list[str], width: int, heads: int, d_head: int
+):
+    sizes = {"c": width, "h": heads, "d": d_head}
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        states = torch.einsum(f"bnc,{''.join(axes)}->bhnd", x, self.weight)
+        return states, states
+
+    module = randomize(Attention(project, weight=torch.empty([sizes[axis] for axis in axes])))
+    layout = layout_of(module, tokens(width))
+    by_head = torch.einsum(f"{''.join(axes)}->hdc", module.weight)
+    assert torch.equal(layout.query_weights(dict(module.named_parameters())), by_head)
+
+
+def full_width_normed(norm: nn.Module, heads: int, width: int) -> Attention:
+    """OLMo 2 (RMS norm) and MPT with qk_ln (layer norm): the norm spans all heads."""
+    return Attention(
+        lambda self, x: (split_heads(self.norm(self.q_proj(x)), heads), split_heads(x, heads)),
+        q_proj=linear(width, width, bias=False),
+        norm=norm,
+    )
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("growth", [1, 30, 1000])
+def test_a_full_width_rms_norm_beside_a_head_that_has_grown(growth: float, bf16: bool):
+    module = randomize(full_width_normed(Olmo2RMSNorm(192), heads=6, width=192))
+    module.q_proj.weight.data[32:64] *= growth
+    layout = layout_of(module, tokens(192), bf16=bf16)
+    weights = layout.query_weights(dict(module.named_parameters()))
+    assert torch.equal(weights, module.q_proj.weight.view(6, 32, 192))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_full_width_layer_norm_at_its_start(bf16: bool):
+    # The size of GPT-2 small: the fewer the heads, the more the norm couples them.
+    module = full_width_normed(nn.LayerNorm(768), heads=12, width=768)
+    layout = layout_of(module, tokens(768, length=16), bf16=bf16)
+    weights = layout.query_weights(dict(module.named_parameters()))
+    assert torch.equal(weights, module.q_proj.weight.view(12, 64, 768))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_layer_norm_over_few_features_is_never_settled_wrongly(seed: int):
+    torch.manual_seed(seed)
+    module = randomize(full_width_normed(nn.LayerNorm(18), heads=3, width=18))
+    try:
+        layout = layout_of(module, tokens(18))
+    except LayoutUnavailable as reason:
+        assert "stand out" in str(reason) or "overlap" in str(reason)
+    else:
+        weights = layout.query_weights(dict(module.named_parameters()))
+        assert torch.equal(weights, module.q_proj.weight.view(3, 6, 18))
+
+
+def test_queries_that_start_at_zero_are_found():
+    # muP's initialisation of the query projection.
+    module = randomize(Attention(blocks, c_attn=linear(3 * D_MODEL)))
+    module.c_attn.weight.data[:D_MODEL] = 0
+    module.c_attn.bias.data.zero_()
+    layout = layout_of(module, tokens())
+    assert layout.query.rows.tolist() == torch.arange(D_MODEL).view(HEADS, D_HEAD).tolist()
+
+
+# -- what has to be refused ------------------------------------------------------------------------
+
+
+def refusal(module: nn.Module, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(LayoutUnavailable) as refused:
+        layout_of(module, *args, **kwargs)
+    return str(refused.value)
+
+
+def latent_attention(**options: Any) -> Case:
+    config = transformers.DeepseekV3Config(
+        kv_lora_rank=12,
+        qk_nope_head_dim=4,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        **options,
+        **grouped_keys(num_key_value_heads=4, head_dim=4),
+    )
+    query = named("q_proj.weight", IN_HEADS) if options["q_lora_rank"] is None else lambda _: []
+    return hugging_face(config, "layers.0.self_attn", query, lambda _: [])
+
+
+def test_latent_queries_are_refused():
+    case = latent_attention(q_lora_rank=12)
+    message = refusal(case.module, *case.args, **case.kwargs)
+    assert "'q_a_proj.weight', 'q_b_proj.weight'" in message
+
+
+def test_latent_keys_leave_plain_queries_available():
+    case = latent_attention(q_lora_rank=None)
+    layout = layout_of(case.module, *case.args, **case.kwargs)
+    parameters = dict(case.module.named_parameters())
+    assert torch.equal(layout.query_weights(parameters), torch.stack(case.query))
+    for unavailable in (
+        lambda: layout.key_weights(parameters),
+        lambda: layout.key_weight(parameters, 0),
+    ):
+        with pytest.raises(LayoutUnavailable, match=r"'kv_a_proj_with_mqa.*', 'kv_b_proj.weight'"):
+            unavailable()
+
+
+class LowRankAdapted(nn.Linear):
+    """LoRA (arXiv 2106.09685): W x + B A x with the base W frozen."""
+
+    def __init__(self, width: int, features: int, rank: int):
+        super().__init__(width, features)
+        self.weight.requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("rank", [1, 3])
+@pytest.mark.parametrize(("heads", "features", "width"), [(4, 24, 24), (1, 8, 8), (1, 8, 6)])
+def test_low_rank_adapters_are_refused(heads, features, width, rank, trained):
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return split_heads(self.q_proj(x), heads), split_heads(self.k_proj(x), heads)
+
+    module = Attention(
+        project, q_proj=LowRankAdapted(width, features, rank), k_proj=linear(features, width)
+    )
+    if not trained:
+        nn.init.zeros_(module.q_proj.up.weight)
+    message = refusal(module, tokens(width))
+    assert "'q_proj.weight'" in message
+    assert "'q_proj.down.weight'" in message
+
+
+def test_sparse_inputs_do_not_hide_the_matrix():
+    # Token n is the n-th unit vector: fewer entries of the gradient than an input has features.
+    module = randomize(Attention(separate, q_proj=linear(), k_proj=linear()))
+    layout = layout_of(module, torch.eye(TOKENS, D_MODEL)[None, :2])
+    weights = layout.query_weights(dict(module.named_parameters()))
+    assert torch.equal(weights, module.q_proj.weight.view(HEADS, D_HEAD, D_MODEL))
+
+
+def test_queries_from_outside_are_refused():
+    outside = torch.randn(1, HEADS, TOKENS, D_HEAD)
+    module = Attention(lambda self, x: (outside, split_heads(self.k_proj(x), 4)), k_proj=linear())
+    assert "the query depends on no weight matrix" in refusal(module, tokens())
+
+
+def test_queries_that_are_only_scaled_here_are_refused():
+    outside = torch.randn(1, HEADS, TOKENS, D_HEAD)
+    scale = torch.randn(HEADS, 1, D_HEAD)
+    module = Attention(lambda self, x: (outside * self.scale, outside), scale=scale)
+    assert "only on scales or biases: 'scale'" in refusal(module, tokens())
+
+
+@pytest.mark.parametrize("shape", [(D_HEAD, D_HEAD), (HEADS, D_HEAD, D_HEAD)])
+def test_a_second_learned_matrix_is_refused(shape: tuple[int, ...]):
+    module = Attention(
+        lambda self, x: (split_heads(self.q_proj(x), HEADS) @ self.after, split_heads(x, HEADS)),
+        q_proj=linear(),
+        after=torch.randn(shape),
+    )
+    assert "'after', 'q_proj.weight' together" in refusal(module, tokens())
+
+
+def test_one_matrix_for_each_head_is_refused():
+    module = Attention(
+        lambda self, x: (torch.stack([head(x) for head in self.heads], 1), split_heads(x, HEADS)),
+        heads=nn.ModuleList(linear(D_HEAD) for _ in range(HEADS)),
+    )
+    assert "'heads.0.weight', 'heads.1.weight'" in refusal(module, tokens())
+
+
+def spectrally_scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """sigma-Reparam (arXiv 2303.06296): W divided by its spectral norm."""
+    weight = self.weight / torch.linalg.matrix_norm(self.weight, ord=2)
+    return split_heads(x @ weight.T, HEADS), split_heads(x, HEADS)
+
+
+def row_normed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight norm (arXiv 1602.07868): a gain times the direction of each row."""
+    query = F.linear(x, self.gain * F.normalize(self.weight, dim=1))
+    return split_heads(query, HEADS), split_heads(x, HEADS)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("width", [24, 2048])
+@pytest.mark.parametrize("reparametrized", [spectrally_scaled, row_normed])
+def test_parameters_rescaled_before_use_are_refused(reparametrized, width: int, bf16: bool):
+    # Their rows are the right ones, and yet they are not W_Q.
+    weight = torch.randn(D_MODEL, width)
+    module = Attention(reparametrized, weight=weight, gain=torch.ones(D_MODEL, 1))
+    message = refusal(module, torch.randn(1, TOKENS, width), bf16=bf16)
+    assert "'weight' of shape (24, " in message
+    assert "rescaled" in message
+
+
+@pytest.mark.parametrize(
+    ("mixed", "reason"),
+    [
+        # Some features taken from the position before.
+        (
+            lambda q: torch.cat([q[..., :3], q[..., 3:].roll(1, dims=2)], dim=-1),
+            "does not act on the query as a matrix on its input",
+        ),
+        # Every head made from all heads' rows.
+        (lambda q: torch.einsum("bhnd,gh->bgnd", q, torch.arange(16.0).view(4, 4).cos()), "stand"),
+        # The last features padded with zeros.
+        (lambda q: F.pad(q[..., :4], (0, 2)), "has 6 features but depends on 4 of the 24 rows"),
+        # Two query heads from the same rows.
+        (lambda q: q[:, [0, 0, 2, 3]], "overlap in the rows of 'q_proj.weight'"),
+        # Gradients that lie: q's values come from elsewhere.
+        (lambda q: q - q.detach() + torch.ones_like(q), r"changed their query by 0\.0e\+00"),
+        (lambda q: q.flatten(0, 1), r"must have shape \(batch, heads, tokens, features\)"),
+        (lambda q: q * 0, "is zero everywhere"),
+        (lambda q: q / 0, "holds infinities or NaNs"),
+        # sqrt at 0: a value of 0 with an infinite slope.
+        (lambda q: (q - q).sqrt(), "gradient of the query on 'q_proj.weight' is not finite"),
+    ],
+)
+def test_what_becomes_of_the_queries_can_make_their_rows_unclear(mixed, reason: str):
+    module = randomize(
+        Attention(
+            lambda self, x: (mixed(split_heads(self.q_proj(x), HEADS)), split_heads(x, HEADS)),
+            q_proj=linear(),
+        )
+    )
+    with pytest.raises(LayoutUnavailable, match=reason):
+        layout_of(module, tokens())
+
+
+@pytest.mark.parametrize("reader", range(3))
+@pytest.mark.parametrize("source", range(3))
+def test_values_that_belie_the_gradients_are_refused(source: int, reader: int):
+    # Head `reader` takes its values from head `source` behind autograd's back; from itself, it
+    # takes none. Three heads: the binary numbering of the check is then incomplete.
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query = split_heads(self.q_proj(x), 3)
+        hidden = torch.zeros_like(query)
+        hidden[:, reader] = query[:, source].detach() * (-1 if source == reader else 1)
+        return query + hidden, split_heads(x, 3)
+
+    module = randomize(Attention(project, q_proj=linear()))
+    assert "changed their query by" in refusal(module, tokens())
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [(0.0, "is zero everywhere"), (float("nan"), "infinities or NaNs")]
+)
+def test_inputs_that_say_nothing_are_refused(value: float, reason: str):
+    module = randomize(Attention(separate, q_proj=linear(), k_proj=linear()))
+    assert reason in refusal(module, torch.full((1, TOKENS, D_MODEL), value))
+
+
+def test_a_key_cache_that_grows_is_refused_for_the_keys():
+    cache: list[Tensor] = []
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = separate(self, x)
+        cache.append(key)
+        return query, torch.cat(cache, dim=2)
+
+    module = Attention(project, q_proj=linear(), k_proj=linear())
+    layout = layout_of(module, tokens())
+    with pytest.raises(LayoutUnavailable, match=r"run again, .* \(a cache that grows\?\)"):
+        layout.key_weights(dict(module.named_parameters()))
+
+
+def test_runs_that_do_not_repeat_are_refused():
+    module = Attention(
+        lambda self, x: separate(self, F.dropout(x, 0.5)), q_proj=linear(), k_proj=linear()
+    )
+    assert "and that of other heads by" in refusal(module, tokens())
+
+
+# -- reading the rows, and leaving everything else alone -------------------------------------------
+
+
+def test_nothing_is_touched():
+    module = multihead_attention()
+    x = tokens()
+    module.in_proj_bias.requires_grad_(False)
+    before = {name: parameter.clone() for name, parameter in module.named_parameters()}
+    random_state = torch.get_rng_state()
+    with torch.no_grad():
+        layout_of(module, x, x, x, need_weights=False)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
+        assert parameter.requires_grad == (name != "in_proj_bias")
+
+
+def test_weights_are_current_detached_and_fp32():
+    module = Attention(separate, q_proj=linear(), k_proj=linear())
+    layout = layout_of(module, tokens())
+    with torch.no_grad():
+        module.q_proj.weight.mul_(3)
+    parameters = {name: p.bfloat16() for name, p in module.named_parameters()}
+    weights = layout.query_weights(parameters)
+    assert weights.dtype == torch.float32
+    assert not weights.requires_grad
+    expected = module.q_proj.weight.bfloat16().float().view(HEADS, D_HEAD, D_MODEL)
+    assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("head", [-1, HEADS])
+def test_a_head_that_does_not_exist(head: int):
+    module = Attention(separate, q_proj=linear(), k_proj=linear())
+    layout = layout_of(module, tokens())
+    with pytest.raises(IndexError, match=rf"head must be in 0..3, got {head}"):
+        layout.query_weight(dict(module.named_parameters()), head)
+
+
+def test_parameters_of_another_module_or_a_shard():
+    module = Attention(separate, q_proj=linear(), k_proj=linear())
+    layout = layout_of(module, tokens())
+    with pytest.raises(ValueError, match=r"must hold 'q_proj.weight', .* got 'weight'"):
+        layout.query_weights({"weight": module.q_proj.weight})
+    with pytest.raises(
+        LayoutUnavailable, match=r"shape \(24, 24\), which now has shape \(12, 24\)"
+    ):
+        layout.query_weights({"q_proj.weight": module.q_proj.weight[:12]})

@@ -1,0 +1,157 @@
+import json
+
+import pytest
+
+from guardbit.monitor.detectors import DEFAULT_RULES
+from guardbit.monitor.policy import CAUSE_RULE, MODEL_RULES, Policy, judge
+from guardbit.records import Alarm
+
+
+def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
+    return Alarm(step, site, heads, rule, "because")
+
+
+def decided(decisions):
+    return [(d.step, d.site, d.heads, d.stabilizer) for d in decisions]
+
+
+def test_the_rules_it_knows_by_name_exist():
+    assert MODEL_RULES | {CAUSE_RULE} <= {rule.name for rule in DEFAULT_RULES}
+
+
+def test_one_alarm_switches_its_heads_to_compensated_once():
+    policy = Policy()
+    alarms = [alarm(100, heads=(7, 3)), alarm(100, "delta_bias", "h.5", (0,))]
+    first = policy.decide(alarms, 100)
+    assert decided(first) == [
+        (100, "h.2", (3, 7), "compensated"),
+        (100, "h.5", (0,), "compensated"),
+    ]
+    assert "norm_growth" in first[0].why
+    assert policy.decide([alarm(1100)], 1100) == []
+    # A further head of the same site is switched without touching the others.
+    assert decided(policy.decide([alarm(1200, heads=(3, 4))], 1200)) == [
+        (1200, "h.2", (4,), "compensated")
+    ]
+
+
+@pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])
+def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
+    policy = Policy(agreeing_rules=2, agreement_steps=500)
+    assert policy.decide([alarm(100)], 100) == []
+    assert policy.decide([alarm(150, "norm_growth")], 150) == []  # the same rule again
+    assert policy.decide([alarm(160, "logit_outlier", heads=(4,))], 160) == []  # another head
+    decisions = policy.decide([alarm(150 + gap, "logit_outlier")], 150 + gap)
+    assert decided(decisions) == [(150 + gap, "h.2", (3,), "compensated")] * fires
+
+
+def test_a_switch_is_undone_after_the_calm_and_only_once():
+    policy = Policy("stochastic", calm_steps=1000)
+    policy.decide([alarm(100, heads=(3, 4))], 100)
+    policy.decide([alarm(600, heads=(4,))], 600)
+    assert policy.decide([], 1099) == []
+    assert decided(policy.decide([], 1100)) == [(1100, "h.2", (3,), "none")]
+    assert decided(policy.decide([], 1600)) == [(1600, "h.2", (4,), "none")]
+    assert policy.decide([], 2000) == []
+    assert decided(policy.decide([alarm(2100)], 2100)) == [(2100, "h.2", (3,), "stochastic")]
+    assert policy.decide([], 99_000) == []
+
+
+def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
+    policy = Policy(calm_steps=100, agreement_steps=10_000)
+    policy.decide([alarm(100)], 100)
+    assert decided(policy.decide([], 200)) == [(200, "h.2", (3,), "none")]
+    assert policy.decide([], 300) == []
+
+
+def test_without_calm_steps_nothing_is_undone():
+    policy = Policy(calm_steps=None)
+    policy.decide([alarm(100)], 100)
+    assert policy.decide([], 10**9) == []
+
+
+def test_when_all_layers_run_away_only_a_measured_bias_switches():
+    policy = Policy(calm_steps=1000)
+    every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
+    assert policy.decide([*every_layer, alarm(100)], 100) == []
+    measured = policy.decide([alarm(200, "delta_bias", "h.1")], 200)
+    assert decided(measured) == [(200, "h.1", (3,), "compensated")]
+    assert policy.decide([alarm(1099)], 1099) == []
+    assert decided(policy.decide([alarm(1100)], 1100)) == [(1100, "h.2", (3,), "compensated")]
+
+
+def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
+    policy = Policy()
+    assert policy.decide([alarm(100, "loss_departure", "", ())], 100) == []
+    assert len(policy.decide([alarm(110)], 110)) == 1
+
+
+def test_resumed_equals_uninterrupted_at_every_cut():
+    script = [
+        (100, [alarm(100), alarm(100, "model_logits", "h.0")]),
+        (200, [alarm(200, "logit_outlier"), alarm(200, "delta_bias", "h.1", (0, 1))]),
+        (900, []),
+        (1300, [alarm(1300, "norm_growth"), alarm(1300, "logit_outlier")]),
+        (2300, []),
+        (2400, [alarm(2400), alarm(2400, "delta_bias")]),
+        (9000, []),
+    ]
+    settings = {"agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
+    whole = Policy(**settings)
+    expected = [whole.decide(alarms, step) for step, alarms in script]
+    assert sum(map(len, expected)) >= 3  # switched, undone, switched again
+    for cut in range(len(script) + 1):
+        first = Policy(**settings)
+        before = [first.decide(alarms, step) for step, alarms in script[:cut]]
+        second = Policy(**settings)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+        after = [second.decide(alarms, step) for step, alarms in script[cut:]]
+        assert before + after == expected, f"cut before decision {cut}"
+        assert second.judge(12) == whole.judge(12)
+
+
+def everywhere(step, rule, layers=12):
+    return [alarm(step, rule, f"h.{layer}") for layer in range(layers)]
+
+
+@pytest.mark.parametrize(
+    "alarms, verdict, evidence",
+    [
+        ([], "stable", "no rule has fired in any of 12 layers"),
+        ([alarm(7000)], "rounding", "1 of 12 layers move (h.2), from step 7000"),
+        # All layers long after one head: the consequence, not the cause.
+        ([alarm(7000), *everywhere(9500, "model_logits")], "rounding", "1 of 12"),
+        ([alarm(7000), *everywhere(8000, "model_logits")], "learning-rate", "12 of 12"),
+        (everywhere(1200, "model_logits"), "learning-rate", "at step 1200"),
+        ([alarm(9000, "loss_departure", "", ())], "unclear", "the loss departs at step 9000"),
+        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),
+        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 layers move"),
+        (everywhere(3000, "delta_bias", 5), "rounding", "a one-sided delta bias is measured"),
+    ],
+)
+def test_verdict(alarms, verdict, evidence):
+    judgement = judge(alarms, 12)
+    assert judgement.verdict == verdict
+    assert evidence in judgement.why
+
+
+def test_the_policy_judges_what_it_was_told():
+    policy = Policy()
+    for step in (7000, 8000):
+        policy.decide([alarm(step)], step)
+    assert policy.judge(12) == judge([alarm(7000)], 12)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"stabilizer": "none"}, "must be one of compensated, stochastic, row_max, got 'none'"),
+        ({"stabilizer": "magic"}, "got 'magic'"),
+        ({"agreeing_rules": 0}, "agreeing_rules of Policy must be >= 1, got 0"),
+        ({"agreement_steps": -1}, "agreement_steps of Policy must be >= 0, got -1"),
+        ({"calm_steps": 0}, "calm_steps of Policy must be >= 1 or None, got 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Policy(**arguments)

@@ -1,0 +1,244 @@
+"""Rounding, random words, splits and the coherent error, each against integers or fractions."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guardbit.numerics import (
+    coherent_error,
+    philox,
+    philox_4x32,
+    round_nearest,
+    round_stochastic,
+    split,
+)
+
+NARROW = [torch.bfloat16, torch.float16]
+
+#: Smallest exponent of a normal number, explicit significand bits.
+FORMATS = {torch.bfloat16: (-126, 7), torch.float16: (-14, 10)}
+LARGEST = {torch.bfloat16: (2 - 2.0**-7) * 2.0**127, torch.float16: 65504.0}
+
+
+def neighbours(x: float, dtype: torch.dtype) -> tuple[Fraction, Fraction]:
+    """The grid points of `dtype` at and above |x|, exact, with no largest exponent."""
+    smallest, bits = FORMATS[dtype]
+    magnitude = abs(Fraction(x))
+    exponent = smallest
+    while Fraction(2) ** (exponent + 1) <= magnitude:
+        exponent += 1
+    step = Fraction(2) ** (exponent - bits)
+    below = magnitude // step * step
+    return below, below + step
+
+
+def nearest_even(x: float, dtype: torch.dtype) -> float:
+    below, above = neighbours(x, dtype)
+    magnitude = abs(Fraction(x))
+    step = above - below
+    rounds_down = magnitude - below < above - magnitude or (
+        magnitude - below == above - magnitude and (below / step) % 2 == 0
+    )
+    rounded = float(below if rounds_down else above)
+    rounded = rounded if rounded <= LARGEST[dtype] else float("inf")
+    return -rounded if x < 0 else rounded
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@given(x=st.floats(-1e5, 1e5) | st.floats(-1e-4, 1e-4) | st.floats(-6e-8, 6e-8))
+def test_round_nearest_agrees_with_exact_fractions(dtype, x):
+    assert round_nearest(torch.tensor([x], dtype=torch.float64), dtype).item() == nearest_even(
+        x, dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@given(x=st.floats(1, 2), tail=st.integers(25, 52), sign=st.sampled_from([-1, 1]))
+def test_round_nearest_rounds_once_just_beside_a_tie(dtype, x, tail, sign):
+    # FP32 cannot hold a tie of the narrow format plus 2^-25 or less, so rounding twice sees a tie.
+    _, bits = FORMATS[dtype]
+    tie = torch.tensor(x, dtype=torch.float64).mul(2**bits).floor().add(0.5).div(2**bits)
+    beside = tie.item() + sign * 2.0**-tail
+    assert round_nearest(torch.tensor(beside, dtype=torch.float64), dtype).item() == nearest_even(
+        beside, dtype
+    )
+
+
+def test_a_plain_cast_would_round_twice():
+    x = torch.tensor(1 + 2.0**-8 + 2.0**-40, dtype=torch.float64)
+    assert x.to(torch.bfloat16).item() == 1.0
+    assert round_nearest(x, torch.bfloat16).item() == 1 + 2.0**-7
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_round_nearest_keeps_infinities_nan_and_overflows(dtype, source):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38], dtype=source)
+    rounded = round_nearest(x, dtype)
+    assert rounded[:2].tolist() == [torch.inf, -torch.inf]
+    assert rounded[2].isnan()
+    assert rounded[3:].tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_largest_finite_value_keeps_the_half_step_above_it(dtype, source):
+    _, bits = FORMATS[dtype]
+    half = LARGEST[dtype] / (2 ** (bits + 1) - 1) / 2
+    x = torch.tensor([LARGEST[dtype] + half * (1 - 2.0**-10), LARGEST[dtype] + half], dtype=source)
+    assert round_nearest(x, dtype).tolist() == [LARGEST[dtype], torch.inf]
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        # Known answers of philox 4x32 with 10 rounds, Random123's tests/kat_vectors.
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (
+            (0xFFFFFFFF,) * 4,
+            (0xFFFFFFFF,) * 2,
+            (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        ),
+    ],
+)
+def test_philox_gives_the_published_answers(counter, key, expected):
+    words = philox_4x32(tuple(torch.tensor([word]) for word in counter), key)
+    assert tuple(word.item() for word in words) == expected
+
+
+@pytest.mark.parametrize(
+    ("seed", "expected"),
+    [
+        # tl.randint(seed, offset) of Triton 3.9's interpreter (integers only, so its rounding
+        # faults play no part), as unsigned words.
+        (0, "6627e8d5 f8e4cca4 157af5a4 c5b20a9d 6ad0c5ec b53ca325 6398c34b"),
+        (1, "e3e80670 ac08141b 0c8727bf 00790b3f 833ff8dc f0f05bce afd99d4e"),
+        (0x123456789ABCDEF, "b850222e adca1466 ce03e400 073402a4 d9412d6a 996dd60b 7789f506"),
+        (-5, "c8537de9 697fb707 bdd76894 7204a024 0ea7e5c6 173dfb50 cf04b45c"),
+    ],
+)
+def test_philox_gives_the_words_of_triton(seed, expected):
+    counter = torch.tensor([0, 1, 12345, 2**32 - 1, 2**32, 2**40 + 7, 2**62 + 3])
+    assert [f"{word:08x}" for word in philox(seed, counter).tolist()] == expected.split()
+
+
+FINITE_FLOAT32 = st.floats(-7e4, 7e4, width=32) | st.floats(-(2.0**-13), 2.0**-13, width=32)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@given(x=FINITE_FLOAT32, word=st.integers(0, 2**32 - 1))
+def test_stochastic_rounding_goes_to_a_neighbour(dtype, x, word):
+    rounded = round_stochastic(torch.tensor([x]), dtype, torch.tensor([word])).item()
+    below, above = (
+        float(point) if point <= LARGEST[dtype] else float("inf") for point in neighbours(x, dtype)
+    )
+    if below == abs(x):
+        assert rounded == x
+    else:
+        assert abs(rounded) in (below, above)
+        assert rounded == 0 or (rounded > 0) == (x > 0)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@given(x=FINITE_FLOAT32)
+def test_stochastic_rounding_is_unbiased_over_all_words(dtype, x):
+    # 2^13 words evenly spread stand for all 2^32: the threshold is found to 2^-13 of a step, which
+    # is what FP16 drops from a normal number. BF16 drops 16 bits, so 2^-13 of a step is left over.
+    words = torch.arange(2**13) << 19
+    rounded = round_stochastic(torch.full((2**13,), x), dtype, words).double()
+    below, above = neighbours(x, dtype)
+    if above > LARGEST[dtype]:
+        return
+    bias = Fraction(rounded.mean().item()) - Fraction(x)
+    assert abs(bias) <= (above - below) * Fraction(2) ** -13
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_stochastic_rounding_has_no_signed_bias_where_nearest_has(dtype, sign):
+    # 0.3 of a step above 1, so that rounding to nearest always errs towards zero.
+    _, bits = FORMATS[dtype]
+    step = 2.0**-bits
+    x = torch.full((2**16,), sign * (1 + 0.3 * step))
+    exact = x.double()
+    words = philox(seed=7, counter=torch.arange(2**16))
+    signed = coherent_error(round_stochastic(x, dtype, words), exact, 0).item() / step
+    # One error has deviation sqrt(0.3 x 0.7) = 0.46 of a step, the sum of 2^16 256 times that: 117.
+    assert abs(signed) < 4 * 117
+    nearest = coherent_error(round_nearest(x, dtype), exact, 0).item() / step
+    # FP32 holds 0.3 of a step to 2^-14 of it in FP16, hence the 1e-3.
+    assert nearest == pytest.approx(-sign * 0.3 * 2**16, rel=1e-3)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_stochastic_rounding_of_special_values(dtype):
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, LARGEST[dtype]])
+    for word in (0, 2**32 - 1):
+        rounded = round_stochastic(x, dtype, torch.full((6,), word))
+        assert rounded[2].isnan()
+        assert rounded[[0, 1, 3, 4, 5]].tolist() == x[[0, 1, 3, 4, 5]].tolist()
+        assert rounded.signbit().tolist()[3:5] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_stochastic_rounding_overflows_to_infinity_by_chance(dtype):
+    _, bits = FORMATS[dtype]
+    step = LARGEST[dtype] / (2 ** (bits + 1) - 1)
+    x = torch.full((2,), LARGEST[dtype] + step / 4)
+    words = torch.tensor([0, 2**32 - 1])
+    assert round_stochastic(x, dtype, words).tolist() == [LARGEST[dtype], torch.inf]
+    assert round_stochastic(-x, dtype, words).tolist() == [-LARGEST[dtype], -torch.inf]
+
+
+def test_stochastic_rounding_refuses_other_formats():
+    x, words = torch.ones(1), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"BF16 or FP16, but dtype is torch\.float32"):
+        round_stochastic(x, torch.float32, words)
+    with pytest.raises(TypeError, match=r"FP32, but x is torch\.float64"):
+        round_stochastic(x.double(), torch.bfloat16, words)
+
+
+@given(x=st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: not 0 < abs(x) < 2.0**-100))
+def test_three_bf16_parts_hold_an_fp32_value(x):
+    parts = split(torch.tensor([x]), torch.bfloat16, 3)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    assert sum(part.double().item() for part in parts) == torch.tensor(x).item()
+
+
+@given(x=st.floats(2.0**-10, 2.0**10, width=32))
+def test_each_part_takes_at_least_eight_bits(x):
+    high, low = split(torch.tensor([x]), torch.bfloat16, 2)
+    # With 2^e <= x the rest is at most half a step, 2^(e - 8); below that its own half step is
+    # 2^(e - 17).
+    assert abs(high.double().item() + low.double().item() - x) <= 2.0**-17 * x
+    assert high.item() == nearest_even(x, torch.bfloat16)
+
+
+def test_split_of_what_is_not_finite_sums_to_itself():
+    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 3.4e38])
+    high, low = split(x, torch.bfloat16, 2)
+    assert low.tolist() == [0.0] * 4
+    assert high[[0, 1, 3]].tolist() == [torch.inf, -torch.inf, torch.inf]
+    assert high[2].isnan()
+
+
+def test_coherent_error_is_a_signed_sum():
+    exact = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float64)
+    actual = exact + torch.tensor([[0.5, -0.5], [0.25, 0.5]], dtype=torch.float64)
+    assert coherent_error(actual, exact, 0).tolist() == [0.75, 0.0]
+    assert coherent_error(exact, actual, -1).tolist() == [0.0, -0.75]
+
+
+def test_coherent_error_sums_in_fp64():
+    # A million errors of 2^-8 beside values of 2^10 would vanish in an FP32 sum of the values.
+    actual = torch.full((2**20,), 1024.0)
+    exact = torch.full((2**20,), 1024.0 - 2.0**-8, dtype=torch.float64)
+    assert coherent_error(actual, exact, 0).item() == 2.0**12
