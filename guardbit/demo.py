@@ -13,13 +13,14 @@ import logging
 import sysconfig
 import warnings
 from pathlib import Path
+from typing import cast
 
 import lightning.pytorch as pl
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks import AttentionMonitor, AutoStabilizer
 from guardbit.dashboards.report import write_report
+from guardbit.records import Event
 from guardbit.store import read_events, read_metadata, read_run
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
@@ -35,6 +37,17 @@ SICK_LAYER, SICK_HEAD = 1, 2
 SICK_SITE = f"h.{SICK_LAYER}.attn"
 SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 8.0
 NUM_STEPS, ILL_STEP, SAMPLED_EVERY = 400, 200, 10
+
+_MODEL = (
+    f"[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
+    f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n"
+)
+INTRODUCTION = (
+    f"\n{_MODEL}At step {ILL_STEP} this demo makes head {SICK_HEAD} of {SICK_SITE} ill: it sets the"
+    " head's W_Q and W_K so that\nall queries see the same few positions, with large, tied logits."
+    " A real run needs thousands\nof steps to get there. Everything after that is measured.\n"
+)
+HEALTHY_INTRODUCTION = f"\n{_MODEL}No head is touched, so no alarm should be raised.\n"
 
 #: Indicators told at the end, before and after.
 TOLD = (
@@ -111,7 +124,7 @@ class SmallGPT(pl.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up."""
         optimizer = torch.optim.AdamW(
             self.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
@@ -156,7 +169,7 @@ def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
         model: The model, changed in place.
         batch: Tokens `(B, N)` that tell what the head's inputs look like.
     """
-    block = model.h[SICK_LAYER]
+    block = cast(Block, model.h[SICK_LAYER])
     inputs: list[Tensor] = []
     handle = block.ln_1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
     rows = slice(SICK_HEAD * HEAD_DIM, (SICK_HEAD + 1) * HEAD_DIM)
@@ -194,20 +207,10 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
         healthy: Whether to leave out the sick head; the run must then raise no alarm.
         run_dir: Folder of the telemetry and the report. An earlier run in it is superseded.
     """
-    console = Console()
-    console.print(
-        f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers,"
-        f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n"
-        + (
-            "No head is touched; no alarm should be raised.\n"
-            if healthy
-            else f"At step {ILL_STEP} the demo makes head {SICK_HEAD} of {SICK_SITE} ill: its W_Q and"
-            " W_K are set so that every query\nsees the same few positions with large, tied"
-            " logits. Everything after that is measured, not staged.\n"
-        )
-    )
+    console = Console(highlight=False)
+    console.print(HEALTHY_INTRODUCTION if healthy else INTRODUCTION)
     _quieten()
-    pl.seed_everything(0)
+    pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         max_steps=NUM_STEPS,
         precision="bf16-mixed",
@@ -219,43 +222,55 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
             RichProgressBar(),
             *([] if healthy else [FallIll()]),
         ],
-        logger=CSVLogger(run_dir / "logs"),
+        logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,
-        log_every_n_steps=SAMPLED_EVERY,
     )
     windows = StandardLibrary(NUM_STEPS * BATCH_SIZE, seed=1)
     trainer.fit(SmallGPT(), DataLoader(windows, batch_size=BATCH_SIZE))
     frame, events = read_run(run_dir), read_events(run_dir)
-    report = write_report(frame, events, read_metadata(run_dir), run_dir / "report.html")
+    title = f"guardbit demo{' --healthy' if healthy else ''}"
+    report = write_report(
+        frame, events, read_metadata(run_dir), run_dir / "report.html", title=title
+    )
     _tell(console, frame, events)
     console.print(f"\nThe report: [bold]{report}[/bold]")
 
 
 def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
     """Prints what happened: head, step, rule, figures before and after the switch."""
-    switches = events[(events.kind == "switch") & (events.stabilizer != "")]
-    for event in events.itertuples():
-        where = f"{event.site} head {', '.join(map(str, event.heads))}: " if event.site else ""
-        name = event.rule or event.stabilizer
-        console.print(f"step {event.step:4}  [bold]{event.kind}[/bold] {name}  {where}{event.why}")
-    if events.empty:
-        console.print("No alarm was raised.")
-    for switch in switches.itertuples():
-        table = Table(title=f"{switch.site} head {switch.heads[0]}", title_justify="left")
-        for column in ("mean over the samples", "healthy", "ill", f"{switch.stabilizer}"):
-            table.add_column(column, justify="left" if column.startswith("mean") else "right")
-        rows = frame[(frame.site == switch.site) & (frame["head"] == switch.heads[0])]
-        ill = (rows.step >= ILL_STEP) & (rows.step <= switch.step)
-        periods = (rows[rows.step < ILL_STEP], rows[ill], rows[rows.step > switch.step])
-        for indicator in TOLD:
-            values = [p[p.indicator == indicator].value.mean() for p in periods]
-            table.add_row(indicator, *(f"{value:.3g}" for value in values))
-        console.print(table)
+    happened = [Event(**row) for row in events.to_dict("records")]
+    console.print("\n[bold]What happened[/bold]" if happened else "\nNo alarm was raised.")
+    for event in happened:
+        heads = ", ".join(str(head) for head in event.heads)
+        where = f"{event.site} head {heads}" if event.site else "the run"
+        console.print(
+            f"  step {event.step}  [bold]{event.kind}[/bold] {event.rule or event.stabilizer}: "
+            f"{where}: {event.why}"
+        )
+    for event in happened:
+        if event.kind == "switch" and event.stabilizer not in ("", "none"):
+            console.print(_before_and_after(frame, event))
+
+
+def _before_and_after(frame: pd.DataFrame, switch: Event) -> Table:
+    """Tabulates the means of a switched head's indicators over the periods of the run."""
+    head = switch.heads[0]
+    rows = frame.loc[(frame["site"] == switch.site) & (frame["head"] == head)]
+    step = rows["step"]
+    periods = {
+        "healthy": rows.loc[step < ILL_STEP],
+        "ill": rows.loc[(step >= ILL_STEP) & (step <= switch.step)],
+        f"ill, {switch.stabilizer}": rows.loc[step > switch.step],
+    }
+    table = Table("indicator", *periods, title=f"{switch.site} head {head}, means of the samples")
+    for indicator in TOLD:
+        means = [p.loc[p["indicator"] == indicator, "value"].mean() for p in periods.values()]
+        table.add_row(indicator, *(f"{mean:.3g}" for mean in means))
+    return table
 
 
 def _quieten() -> None:
     """Keeps Lightning's advice on servers and data loaders out of the demo's output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    for message in (".*num_workers.*", ".*log_every_n_steps.*", ".*TPU.*", ".*Checkpoint.*"):
-        warnings.filterwarnings("ignore", message)
+    warnings.filterwarnings("ignore", ".*does not have many workers.*")

@@ -28,8 +28,8 @@ from guardbit.dashboards.figures import CHARTS, HIGHLIGHTS, INK, MEDIAN_WINDOW, 
 from guardbit.records import Event
 
 HEADLINES = {
-    "rounding": "Rounding errors are breaking this run",
-    "learning-rate": "This run diverges because of its learning rate",
+    "rounding": "Single heads show the signs of a rounding failure",
+    "learning-rate": "The whole model diverges, as at too high a learning rate",
     "stable": "This run is stable",
     "unclear": "Something is wrong in this run, and its signs disagree",
 }

@@ -442,9 +442,9 @@ def _confirm_by_value(
                     f"run again, the module gave a {side} of shape {tuple(after.shape)} after "
                     f"{tuple(states.shape)} (a cache that grows?)"
                 )
-            change = _change_of_heads(states, after)
-            own = float(change[marked].min())
-            others = float(change[~marked].max()) if not marked.all() else 0.0
+            change = _change_of_heads(states.detach(), after.detach())
+            own = change[marked].min().item()
+            others = change[~marked].max().item() if not marked.all() else 0.0
             if not own > gap * others:
                 raise LayoutUnavailable(
                     f"negating some heads' rows of '{found.parameter}' changed their {side} by "

@@ -36,7 +36,6 @@ _SEGMENT_NAME = re.compile(
     r"-(?P<first>\d{8,})-(?P<last>\d{8,})\.(parquet|jsonl)"
 )
 _SESSION_NAME = re.compile(r"session-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})\.json")
-_TEMPORARY_NAME = re.compile(r"\.(session|samples|events)-.*\.partial")
 
 
 class SessionKey(NamedTuple):
@@ -68,12 +67,11 @@ class Listing:
 
     sessions: dict[SessionKey, Path]
     segments: dict[str, dict[SessionKey, list[Segment]]]
-    leftovers: bool  # whether temporary files of killed writers lie there
 
 
 def list_folder(folder: Path) -> Listing:
     """Looks at what a folder holds, files of other kinds passed over."""
-    listing = Listing({}, {"samples": {}, "events": {}}, leftovers=False)
+    listing = Listing({}, {"samples": {}, "events": {}})
     for name in sorted(os.listdir(folder)):
         if match := _SEGMENT_NAME.fullmatch(name):
             key = SessionKey(int(match["number"]), match["token"])
@@ -81,8 +79,6 @@ def list_folder(folder: Path) -> Listing:
             listing.segments[match["kind"]].setdefault(key, []).append(segment)
         elif match := _SESSION_NAME.fullmatch(name):
             listing.sessions[SessionKey(int(match["number"]), match["token"])] = folder / name
-        elif _TEMPORARY_NAME.fullmatch(name):
-            listing.leftovers = True
     return listing
 
 

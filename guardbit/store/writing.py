@@ -134,8 +134,7 @@ class RunWriter:
             memory at most.
 
     Raises:
-        ValueError: `path` is a file, or a folder that holds something else than a run;
-            `start_step` is negative; `flush_every` is below 1.
+        ValueError: `path` is a file; `start_step` is negative; `flush_every` is below 1.
         TypeError: `metadata` cannot be written as JSON.
         OSError: The folder cannot be made or written to.
     """
@@ -157,11 +156,6 @@ class RunWriter:
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
         folder.mkdir(parents=True, exist_ok=True)
         listing = list_folder(folder)
-        if any(folder.iterdir()) and not (listing.sessions or listing.leftovers):
-            raise ValueError(
-                f"cannot write a run to {folder}: the folder holds other files and no GuardBit "
-                "run, an empty or new folder is needed"
-            )
         number = 1 + max((key.number for key in listing.sessions), default=0)
         session = SessionKey(number, uuid.uuid4().hex[:8])
         self._session_path = folder / f"session-{session}.json"

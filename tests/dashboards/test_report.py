@@ -127,7 +127,7 @@ def test_every_reference_inside_the_page_has_one_target(page):
 
 
 def test_what_happened_comes_first_and_the_settings_last(page):
-    assert page.of("h1") == ["Rounding errors are breaking this run"]
+    assert page.of("h1") == ["Single heads show the signs of a rounding failure"]
     assert page.of("h2") == [
         "What the switch did",
         "Heads to watch",
@@ -262,7 +262,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     ("rule", "headline"),
     [
         ("stable", "This run is stable"),
-        ("learning-rate", "This run diverges because of its learning rate"),
+        ("learning-rate", "The whole model diverges, as at too high a learning rate"),
         ("unclear", "Something is wrong in this run, and its signs disagree"),
         ("something new", "Verdict: something new"),
     ],

@@ -309,7 +309,7 @@ def test_two_writers_that_open_a_folder_at_once_get_different_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Each sees the folder as it was before the other's session file appeared.
-    nothing = Listing({}, {"samples": {}, "events": {}}, leftovers=True)
+    nothing = Listing({}, {"samples": {}, "events": {}})
     monkeypatch.setattr(writing, "list_folder", lambda _: nothing)
     for step in (1, 2):
         RunWriter(tmp_path, flush_every=1, start_step=step).add([loss(step)])
@@ -373,24 +373,19 @@ def test_a_merge_that_fails_leaves_the_segments_and_goes_on(
     assert [step for step, _ in steps_and_values(tmp_path)] == list(range(1, 8))
 
 
-def test_a_folder_with_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    message = f"cannot write a run to {re.escape(str(tmp_path))}: the folder holds other files"
-    with pytest.raises(ValueError, match=message):
-        RunWriter(tmp_path)
     with pytest.raises(ValueError, match="it is a file, a folder is needed"):
         RunWriter(tmp_path / "thesis.tex")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.tex"]
+    assert (tmp_path / "thesis.tex").read_text() == "x"
 
 
 def test_other_files_beside_a_run_are_left_alone(tmp_path: Path) -> None:
-    RunWriter(tmp_path / "new" / "run").close()
-    report = tmp_path / "new" / "run" / "report.html"
-    report.write_text("x")
-    with RunWriter(tmp_path / "new" / "run") as writer:
+    (tmp_path / "thesis.tex").write_text("x")
+    with RunWriter(tmp_path) as writer:
         writer.add([loss(1)])
-    assert report.read_text() == "x"
-    assert len(read_run(tmp_path / "new" / "run")) == 1
+    assert (tmp_path / "thesis.tex").read_text() == "x"
+    assert len(read_run(tmp_path)) == 1
 
 
 def test_a_folder_left_by_a_writer_killed_before_its_first_file_is_taken(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""On a GPU the op must return PyTorch's very bits, whichever kernel PyTorch picks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import switchable_attention
+
+pytestmark = pytest.mark.gpu
+
+BACKENDS = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(attention, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    out.backward(d_out)
+    return [out.detach(), *(x.grad for x in leaves)]  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 128, 64), (1, 3, 77, 72), (2, 2, 200, 20)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_unswitched_calls_keep_every_bit(
+    backend: SDPBackend, dtype: torch.dtype, shape: tuple[int, ...], causal: bool
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    b, h, n, d = shape
+    # As models make them: heads split off a projection, so not contiguous.
+    q, k, v, d_out = (
+        torch.randn(b, n, h, d, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
+        for _ in range(4)
+    )
+    number = switchboard.add_site()
+    site = torch.tensor(number)
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return switchable_attention(q, k, v, site, is_causal=causal, scale=None)
+
+    with sdpa_kernel(backend):
+        try:
+            expected = run(stock, q, k, v, d_out)
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
+        repeated = run(stock, q, k, v, d_out)
+        actual = run(ours, q, k, v, d_out)
+    launches = switchboard.site_state(number).launches
+    switchboard.remove_site(number)
+    assert launches == {("forward", backend.name): 1, ("backward", backend.name): 1}
+    for name, x, y, again in zip(
+        ("out", "dq", "dk", "dv"), actual, expected, repeated, strict=True
+    ):
+        if torch.equal(y, again):  # cuDNN's backward does not repeat itself for every shape
+            assert torch.equal(x, y), name
+        else:
+            torch.testing.assert_close(x, y, atol=4 * (y - again).abs().max().item(), rtol=0)
