@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession, check_settings
 
@@ -57,6 +58,7 @@ class AttentionMonitor(pl.Callback):
         num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
             all. Sums over rows are then over these.
         num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn.
+        rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory.
         strict: Raise the monitor's own errors instead of going on without it.
 
@@ -72,29 +74,32 @@ class AttentionMonitor(pl.Callback):
         indicators: Sequence[str] | None = None,
         num_rows: int | None = None,
         num_audited_heads: int = 1,
+        rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
-        check_settings(every_n_train_steps, indicators, num_rows, num_audited_heads)
+        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
         self.num_rows = num_rows
         self.num_audited_heads = num_audited_heads
+        self.rules = rules
         self.dirpath = dirpath
         self.strict = strict
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
         self.session: MonitorSession | None = None
-        self._restored: dict[str, Any] | None = None
-        self._alarmed: set[tuple[str, int]] = set()
-        self._last_global_step = 0
+        self._restored: dict[str, Any] = {}
+        self._step = 0
+        self._grad_norms: dict[int, Tensor] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
+        # Taken, not kept: the next fit may do without `AutoStabilizer`.
+        policy, self.policy = self.policy, None
         dirpath = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "guardbit"
-        self.dirpath = trainer.strategy.broadcast(dirpath)
         self.session = MonitorSession(
             pl_module,
             every_n_train_steps=self.every_n_train_steps,
@@ -102,35 +107,40 @@ class AttentionMonitor(pl.Callback):
             indicators=self.indicators,
             num_rows=self.num_rows,
             num_audited_heads=self.num_audited_heads,
-            policy=self.policy,
+            rules=self.rules,
+            policy=policy,
             dry_run=self.dry_run,
-            dirpath=self.dirpath if trainer.is_global_zero else None,
+            dirpath=dirpath if trainer.is_global_zero else None,
             strict=self.strict,
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
-        if self._restored is not None and self.session is not None:
-            self.session.load_state_dict(self._restored["session"])
-            self._alarmed = {(site, head) for site, head in self._restored["alarmed"]}
-            self._restored = None
-        self._last_global_step = trainer.global_step
+        state, self._restored = self._restored, {}
+        if self.session is None or not state:
+            return
+        # The callback may have watched another run before; that state is from later steps.
+        if state["last_step"] is None or state["last_step"] < trainer.global_step:
+            self.session.load_state_dict(state)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Tells the session which optimizer step the batch belongs to."""
         if self.session is not None:
-            self.session.begin_batch(trainer.global_step)
+            self._step = trainer.global_step
+            self._grad_norms.clear()
+            self.session.begin_batch(self._step)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Takes the gradient norm of a sampled step, before clipping."""
-        if self.session is not None and self.session.is_sampled:
-            gradients = [p.grad for p in pl_module.parameters() if p.grad is not None]
-            if gradients:
-                self.session.grad_norm(get_total_norm(gradients))
+        session = self.session
+        if session is not None and session.is_sampled:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
+            session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
 
     def on_train_batch_end(
         self,
@@ -141,21 +151,20 @@ class AttentionMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Hands the loss over and, when the optimizer has stepped, ends the session's step."""
-        if self.session is None:
+        session = self.session
+        if session is None:
             return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning has divided the loss by the number of micro-batches.
-            scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.session.loss(loss.detach() * scale)
-        if trainer.global_step == self._last_global_step:
+            factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            session.loss(loss, factor)
+        if trainer.global_step == self._step:
             return
-        self._last_global_step = trainer.global_step
-        was_sampled = self.session.is_sampled
-        for alarm in self.session.end_step():
-            self._alarmed.update((alarm.site, head) for head in alarm.heads)
+        was_sampled = session.is_sampled
+        session.end_step()
         if was_sampled:
-            self._log(trainer, pl_module)
+            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
@@ -169,30 +178,44 @@ class AttentionMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
-        if self.session is None:
-            return self._restored or {}
-        return {"session": self.session.state_dict(), "alarmed": sorted(self._alarmed)}
+        return self._restored if self.session is None else self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run starts."""
-        self._restored = state_dict or None
+        self._restored = state_dict
 
     def _close(self) -> None:
         if self.session is not None:
-            self._restored = self.state_dict()
+            # For the same Trainer's next fit, which goes on from here.
+            self._restored = self.session.state_dict()
             self.session.close()
             self.session = None
 
-    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self.session is not None
-        scalars = self.session.scalars
-        stabilizers = self.session.instrumentation.stabilizers().values()
-        switched = sum(name != "none" for names in stabilizers for name in names)
+    def _take_grad_norm(
+        self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None
+    ) -> None:
+        """Adds what an optimizer is about to use to the norm over all that step in this batch."""
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            return
+        norm = get_total_norm(gradients)
+        if scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
+            norm = norm / session.loss_scale  # fused optimizers take the scaled gradients
+        self._grad_norms[id(optimizer)] = norm
+        session.grad_norm(get_total_norm(list(self._grad_norms.values())))
+
+    def _log(
+        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> None:
+        scalars, num_alarmed = session.scalars, session.num_alarmed_heads
+        stabilizers = session.instrumentation.stabilizers().values()
+        num_switched = sum(name != "none" for names in stabilizers for name in names)
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
-        metrics.update(zip(COUNTED_KEYS, (len(self._alarmed), switched), strict=True))
+        metrics.update(zip(COUNTED_KEYS, (num_alarmed, num_switched), strict=True))
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
-        shown = {"alarmed_heads": float(len(self._alarmed))}
+            logger.log_metrics(metrics, step=self._step)
+        shown = {"alarmed_heads": float(num_alarmed)}
         if "max_logit" in scalars:
             shown["max_logit"] = scalars["max_logit"]
         pl_module.log_dict(

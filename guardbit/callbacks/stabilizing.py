@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import lightning.pytorch as pl
 
 from guardbit.callbacks.monitoring import AttentionMonitor
@@ -54,5 +56,6 @@ class AutoStabilizer(pl.Callback):
                 f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has {len(monitors)};"
                 " pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
             )
-        monitors[0].policy = self.policy
+        # A copy, because the same callback may serve several runs, each with its own memory.
+        monitors[0].policy = copy.deepcopy(self.policy)
         monitors[0].dry_run = self.dry_run

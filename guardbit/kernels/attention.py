@@ -11,7 +11,7 @@ have used, or with one of ours. A head that is not switched keeps its bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import reference, stock
 from guardbit.kernels.reference import Causal
+from guardbit.kernels.reference.forward_pass import select_heads
 from guardbit.kernels.switchboard import NO_SITE, AttentionCall, random_offset, site_state
 from guardbit.records import STABILIZERS
 
@@ -35,6 +36,10 @@ _BACKENDS = ("auto", "torch", "triton")
 #: that `flash_attention` can find it; the monitor pushes and pops. A 0-d CPU tensor rather than a
 #: number, because the compiler would specialise on a number.
 site_stack: list[Tensor] = []
+
+#: Is told the tensors of every eager `flash_attention` call inside an instrumented module, before
+#: it runs; set by the monitor.
+call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 
@@ -121,20 +126,29 @@ def flash_attention(
 
     Raises:
         ValueError: If a shape, dtype, name or number is not one of the above.
+        TypeError: If q, k or v is no tensor.
     """
+    _check_tensors(q, k, v)
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
-    _check_inputs(q, k, v)
+    _check_agreement(q, k, v)
     stabilizers = check_stabilizers(stabilizer, q.size(1))
-    if causal not in _CAUSAL_CODES:
+    if not isinstance(causal, bool) and causal != "top-left":
         raise ValueError(f"causal is {causal!r}; allowed are False, True and 'top-left'")
-    if not beta > 1.0:
-        raise ValueError(f"beta is {beta}; it must be greater than 1")
-    if not eps > 0.0:
-        raise ValueError(f"eps is {eps}; it must be greater than 0")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; it must be finite, or None for 1 / sqrt(D)")
+    if not 1.0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}; it must be greater than 1 and finite")
+    if not 0.0 < eps < math.inf:
+        raise ValueError(f"eps is {eps}; it must be greater than 0 and finite")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must fit 64 bits with sign")
     if backend not in _BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(_BACKENDS)}")
     if backend == "triton":
         raise ValueError("backend 'triton' has no kernels in this version; use 'auto' or 'torch'")
+    if site_stack and not torch.compiler.is_compiling():
+        for listener in call_listeners:
+            listener(q, k, v)
     out, lse, _, _ = torch.ops.guardbit.attention(
         q,
         k,
@@ -211,21 +225,33 @@ def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[
     return names
 
 
+def is_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for x's device; on meta, which has none, the question is an error."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
+
+
 def _autocast(x: Tensor) -> Tensor:
     """Casts as autocast casts the arguments of `F.scaled_dot_product_attention`."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype == torch.float32:
+    if is_autocast(x) and x.dtype in _DTYPES:
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
         if x.dim() != 4:
             raise ValueError(f"{name} has {x.dim()} dimensions; expected 4: (B, H, N, D)")
         if x.dtype not in _DTYPES:
             raise ValueError(f"{name} is {x.dtype}; allowed are bfloat16, float16 and float32")
+
+
+def _check_agreement(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dtype != k.dtype or q.dtype != v.dtype:
         raise ValueError(f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}; they must agree")
+    if q.device != k.device or q.device != v.device:
+        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; they must agree")
     if k.shape != v.shape:
         raise ValueError(f"k is {tuple(k.shape)} and v {tuple(v.shape)}; they must agree")
     if q.size(0) != k.size(0) or q.size(3) != k.size(3):
@@ -241,32 +267,21 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 _library = torch.library.Library("guardbit", "DEF")
 _library.define(
     "attention(Tensor q, Tensor k, Tensor v, Tensor site, int[] stabilizers, int causal,"
-    " float? scale, float beta, float eps, int seed, bool stock, bool training, bool reserve)"
+    " float? scale, float beta, float eps, int seed, bool stock, bool training, bool traced)"
     " -> (Tensor out, Tensor lse, Tensor residual, Tensor kernels)"
 )
 _library.define(
     "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor residual, Tensor kernels, Tensor site, int causal, float? scale, bool stock)"
+    " Tensor residual, Tensor kernels, Tensor site, int causal, float? scale, bool stock,"
+    " bool traced)"
     " -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
 
-def _empty_by_rows(like: Tensor) -> Tensor:
-    """An empty tensor of the same shape, heads adjacent in memory: what models read it as."""
-    b, h, n, d = like.shape
-    return like.new_empty(b, n, h, d).transpose(1, 2)
-
-
-def _by_rows(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def _names(site: int, called: Sequence[int], num_heads: int) -> tuple[str, ...]:
-    """The stabilizers in force: the switch's if it was set, else those of the call."""
-    switched = site_state(site).stabilizers
-    if switched is not None and len(switched) == num_heads:
-        return switched
-    return tuple(STABILIZERS[code] for code in called)
+def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """Gives x the memory layout of `like`, which the op's fake kernels promise."""
+    promised = torch.empty_like(like)
+    return x if x.stride() == promised.stride() else promised.copy_(x)
 
 
 def _attention(
@@ -282,19 +297,22 @@ def _attention(
     seed: int,
     use_stock: bool,
     training: bool,
-    reserve: bool,
+    traced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs forward. `residual` is empty where no head needs it, unless memory must be reserved.
+    """Runs forward.
 
-    A compiled graph fixes every shape when it is traced, before anyone knows whether a head will
-    be switched; there `reserve` keeps room for the residual (one tensor of the output's size).
+    A compiled graph fixes every shape and stride when it is traced, before anyone knows whether a
+    head will be switched. There (`traced`) `residual` is always allocated, and the output is laid
+    out as q, as PyTorch's flash kernels do. Elsewhere `residual` is empty unless a head needs it,
+    and the output keeps the layout of the kernel that ran: models may depend on it.
+
     `kernels`, `(1 + H,)` on the CPU, tells the backward what ran: PyTorch's backend, then one
     stabilizer a head. So the two always agree, whatever is switched in between.
     """
     number = int(site)
     state = site_state(number)
-    names = _names(number, stabilizers, q.size(1))
-    state.num_heads = q.size(1)
+    state.requested = tuple(STABILIZERS[code] for code in stabilizers)
+    names = state.in_force
     ours = [h for h, name in enumerate(names) if not use_stock or name != "none"]
     out, lse, backend = None, None, SDPBackend.ERROR
     with torch.autocast(q.device.type, enabled=False):
@@ -304,7 +322,9 @@ def _attention(
         residual = None
         if ours:
             result = reference.forward(
-                *_select(q, k, v, ours),
+                q,
+                k,
+                v,
                 causal=_CAUSAL_NAMES[causal],
                 scale=_scale(scale, q),
                 stabilizers=[names[h] for h in ours],
@@ -312,11 +332,12 @@ def _attention(
                 eps=eps,
                 seed=seed,
                 offset=random_offset(),
+                heads=ours if len(ours) < q.size(1) else None,
             )
             for name in {names[h] for h in ours}:
                 state.launches["forward", name] += 1
             if out is None or lse is None:
-                out, lse, residual = result.out, result.lse, result.residual
+                out, lse, residual = _laid_out_as(result.out, q), result.lse, result.residual
             else:
                 out, lse = out.clone(), lse.clone()
                 out[:, ours], lse[:, ours] = result.out, result.lse
@@ -324,12 +345,14 @@ def _attention(
                     residual = torch.zeros_like(out)
                     residual[:, ours] = result.residual
     assert out is not None and lse is not None
+    if traced:
+        out = _laid_out_as(out, q)
     if residual is None:
-        residual = _empty_by_rows(out) if reserve else out.new_empty(0)
+        residual = torch.empty_like(q) if traced else q.new_empty(0)
     else:
-        residual = _by_rows(residual)
+        residual = _laid_out_as(residual, q)
     kernels = torch.tensor([backend.value, *(STABILIZERS.index(name) for name in names)])
-    return _by_rows(out), lse.contiguous(), residual, kernels
+    return out, lse.contiguous(), residual, kernels
 
 
 def _attention_fake(
@@ -345,12 +368,12 @@ def _attention_fake(
     seed: int,
     use_stock: bool,
     training: bool,
-    reserve: bool,
+    traced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
-        _empty_by_rows(q),
+        torch.empty_like(q),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
-        _empty_by_rows(q) if reserve else q.new_empty(0),
+        torch.empty_like(q) if traced else q.new_empty(0),
         site.new_empty(1 + q.size(1), dtype=torch.int64),
     )
 
@@ -368,7 +391,9 @@ def _attention_backward(
     causal: int,
     scale: float | None,
     use_stock: bool,
+    traced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Runs backward; `traced` as for the forward."""
     number = int(site)
     state = site_state(number)
     backend, *codes = kernels.tolist()
@@ -385,9 +410,10 @@ def _attention_backward(
             gradients = stock.backward(rest, q, k, v, out, lse, stock_backend, causal != 0, scale)
             state.launches["backward", stock_backend.name] += 1
         if ours:
+            some = len(ours) < q.size(1)
             result = reference.backward(
                 d_out[:, ours],
-                *_select(q, k, v, ours),
+                *(select_heads(q, k, v, ours) if some else (q, k, v)),
                 out[:, ours],
                 lse[:, ours],
                 residual[:, ours] if keeps_residual else None,
@@ -399,7 +425,9 @@ def _attention_backward(
                 state.launches["backward", name] += 1
             gradients = _merge(gradients, (result.dq, result.dk, result.dv), ours, k)
     assert gradients is not None
-    dq, dk, dv = (_by_rows(x) for x in gradients)
+    if traced or len(ours) == q.size(1):
+        gradients = map(_laid_out_as, gradients, (q, k, v))
+    dq, dk, dv = gradients
     if state.observer is not None:
         state.observer(
             AttentionCall(
@@ -424,7 +452,7 @@ def _attention_backward(
 def _attention_backward_fake(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_by_rows(q), _empty_by_rows(k), _empty_by_rows(v)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
@@ -433,15 +461,6 @@ def _scale(scale: float | None, q: Tensor) -> float:
 
 def _index(heads: list[int], like: Tensor) -> Tensor:
     return torch.tensor(heads, device=like.device)
-
-
-def _select(q: Tensor, k: Tensor, v: Tensor, heads: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The chosen query heads, each with a key head of its own; all heads are passed through."""
-    if len(heads) == q.size(1):
-        return q, k, v
-    group = q.size(1) // k.size(1)
-    key_heads = [h // group for h in heads]
-    return q[:, heads], k[:, key_heads], v[:, key_heads]
 
 
 def _merge(
@@ -463,10 +482,10 @@ def _merge(
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    q, k, v, site, _, causal, scale, _, _, _, use_stock, _, _ = inputs
+    q, k, v, site, _, causal, scale, _, _, _, use_stock, _, traced = inputs
     out, lse, residual, kernels = output
     ctx.save_for_backward(q, k, v, out, lse, residual, kernels, site)
-    ctx.arguments = (causal, scale, use_stock)
+    ctx.arguments = (causal, scale, use_stock, traced)
     ctx.mark_non_differentiable(lse, residual, kernels)
     ctx.set_materialize_grads(False)
 
@@ -478,10 +497,34 @@ def _autograd_backward(ctx, d_out, *_):
     return (*gradients, *(None,) * 10)
 
 
+def _setup_backward_context(ctx, inputs, output) -> None:
+    d_out, q, k, v, _, _, _, kernels, _, causal, scale, use_stock, _ = inputs
+    ctx.save_for_backward(d_out, q, k, v, kernels)
+    ctx.arguments = (causal != 0, scale)
+    ctx.use_stock = use_stock
+
+
+def _differentiate_backward(ctx, *gradients):
+    *tensors, kernels = ctx.saved_tensors
+    backend, *codes = kernels.tolist()
+    if not ctx.use_stock or any(codes) or backend != SDPBackend.MATH.value:
+        raise RuntimeError(
+            "fused attention has no second derivative; PyTorch's math kernel has one, see"
+            " torch.nn.attention.sdpa_kernel"
+        )
+    return (*stock.differentiate_backward(gradients, *tensors, *ctx.arguments), *(None,) * 9)
+
+
 _library.impl("attention", _attention, "CompositeExplicitAutograd")
 _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("guardbit::attention", _attention_fake, lib=_library)
 torch.library.register_fake("guardbit::attention_backward", _attention_backward_fake, lib=_library)
 torch.library.register_autograd(
     "guardbit::attention", _autograd_backward, setup_context=_setup_context, lib=_library
+)
+torch.library.register_autograd(
+    "guardbit::attention_backward",
+    _differentiate_backward,
+    setup_context=_setup_backward_context,
+    lib=_library,
 )

@@ -131,6 +131,36 @@ def backward(
     )[:3]  # fmt: skip
 
 
+def differentiate_backward(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, ...]:
+    """Backward of the backward of the math kernel, the only one for which PyTorch has it.
+
+    Args:
+        gradients: Gradients of the loss with respect to dq, dk, dv.
+        d_out: What the backward was given.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        is_causal: Whether the top-left aligned causal mask applies.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+
+    Returns:
+        Gradients with respect to d_out, q, k, v.
+    """
+    with torch.enable_grad():
+        d_out, q, k, v = leaves = [x.detach().requires_grad_() for x in (d_out, q, k, v)]
+        out = _whole_call(q, k, v, SDPBackend.MATH, is_causal, scale)
+        first = torch.autograd.grad(out, (q, k, v), d_out, create_graph=True)
+        return torch.autograd.grad(first, leaves, gradients)
+
+
 def _whole_call(
     q: Tensor, k: Tensor, v: Tensor, backend: SDPBackend, is_causal: bool, scale: float | None
 ) -> Tensor:

@@ -7,6 +7,7 @@ Kernels know sites only as numbers; names, modules and meaning belong to the lay
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,20 +63,30 @@ class SiteState:
         observer: Called once in every backward of the site, or None. It must not raise.
         launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
             Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
-        num_heads: Query heads of the last call, 0 before the first.
+        requested: One name a head, as the last call asked for; empty before the first.
     """
 
     stabilizers: tuple[str, ...] | None = None
     observer: Callable[[AttentionCall], None] | None = None
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
-    num_heads: int = 0
+    requested: tuple[str, ...] = ()
+
+    @property
+    def in_force(self) -> tuple[str, ...]:
+        """One name a head: the switch's if it fits the last call, else what that asked for."""
+        switched = self.stabilizers
+        if switched is not None and len(switched) == len(self.requested):
+            return switched
+        return self.requested
 
 
 #: Number of calls outside any instrumented model.
 NO_SITE = -1
 
 _sites: dict[int, SiteState] = {NO_SITE: SiteState()}
-_next_number = 0
+# Copies of an instrumented model carry its numbers, into other processes too when they are pickled:
+# there they must not be taken for sites of that process.
+_next_number = int.from_bytes(os.urandom(6))
 _random_offset = 0
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from guardbit.kernels.reference.common import float32_products
 
+
+@float32_products()
 def spectral_norms(weights: Tensor) -> Tensor:
     """Largest singular value of each head's rows of a projection (paper, figures 3 and 11).
 
@@ -23,9 +26,7 @@ def spectral_norms(weights: Tensor) -> Tensor:
         FP32 `(H,)`; NaN where a weight is not finite.
     """
     finite, safe = _finite_heads(weights)
-    # Scaled so that the squares of neither huge nor tiny weights leave the range of FP32.
-    largest = safe.abs().amax(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
-    scaled = safe / largest[:, None, None]
+    scaled, largest = _scaled(safe)
     norms = torch.linalg.eigvalsh(scaled @ scaled.mT)[:, -1].clamp_min(0).sqrt() * largest
     return norms.where(finite, torch.nan)
 
@@ -53,6 +54,7 @@ def bilinear_spectral_norms(query_weights: Tensor, key_weights: Tensor) -> Tenso
     return squares.clamp_min(0).sqrt().float().where(q_finite & k_finite, torch.nan)
 
 
+@float32_products()
 def top_directions(query_weights: Tensor) -> Tensor:
     """The direction in query space along which each head's W_Q is largest.
 
@@ -64,7 +66,8 @@ def top_directions(query_weights: Tensor) -> Tensor:
         is not finite.
     """
     finite, safe = _finite_heads(query_weights)
-    vectors = torch.linalg.eigh(safe @ safe.mT).eigenvectors[..., -1]
+    scaled, _ = _scaled(safe)
+    vectors = torch.linalg.eigh(scaled @ scaled.mT).eigenvectors[..., -1]
     largest = vectors.gather(1, vectors.abs().argmax(dim=1, keepdim=True))
     return (vectors * largest.sign()).where(finite[:, None], 0.0)
 
@@ -132,3 +135,9 @@ def _finite_heads(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Which heads are finite, and the weights with the others set to zero."""
     finite = weights.isfinite().flatten(1).all(dim=1)
     return finite, weights.where(finite[:, None, None], 0.0)
+
+
+def _scaled(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Brings heads to the size of 1, so that no square leaves the range of FP32; and the sizes."""
+    largest = weights.abs().amax(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+    return weights / largest[:, None, None], largest

@@ -12,29 +12,37 @@ and compile every layer anew.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
+from torch._dynamo.eval_frame import skip_code
 from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import stock
 from guardbit.kernels.attention import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
+    call_listeners,
+    is_autocast,
     site_stack,
     switchable_attention,
 )
 
 _SITE_ATTRIBUTE = "_guardbit_site"
+
+T = TypeVar("T")
+_Heads = tuple[int, int, int]
 
 
 class TensorSpec(NamedTuple):
@@ -83,9 +91,12 @@ class _Frame(NamedTuple):
 # Modules that are running eagerly, outermost first, in step with `site_stack`.
 _frames: list[_Frame] = []
 _records: dict[int, SiteRecord] = {}
-# Inputs seen while a compiler traced a module: only the first of several alike is ever traced.
-_traced_inputs: dict[int, ModuleInputs] = {}
-_traced_inputs_of_type: dict[type, ModuleInputs] = {}
+# Seen while a compiler traced a module, by number and by type: only the first of several modules
+# alike is ever traced.
+_traced_inputs: dict[int | type, ModuleInputs] = {}
+_traced_refusals: dict[int | type, str] = {}
+# A copy of a hooked module carries its hooks and its number, but is not the module of the site.
+_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
 class _Probed(BaseException):
@@ -110,14 +121,16 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`; see there."""
     if site_stack:
-        if not torch.compiler.is_compiling():
-            if _probed_site is not None and int(site_stack[-1]) == _probed_site:
-                raise _Probed(query, key)
-            _note_call(query, key, value, attn_mask, dropout_p, enable_gqa)
-        if _refusal(query, key, value, attn_mask, dropout_p, enable_gqa) is None:
-            return switchable_attention(
-                query, key, value, site_stack[-1], is_causal=is_causal, scale=scale
-            )
+        site = site_stack[-1]
+        refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
+        if torch.compiler.is_compiling():
+            comptime(_note_traced_call)
+        else:
+            number = int(site)
+            _end_probe(number, query, key)
+            _note_call(number, _heads_of(query, key), refusal)
+        if refusal is None:
+            return switchable_attention(query, key, value, site, is_causal=is_causal, scale=scale)
     return stock.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -142,77 +155,106 @@ def _refusal(
         return "its inputs are not of shape (batch, heads, tokens, head size)"
     if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"it computes in {query.dtype}"
+    if not query.dtype == key.dtype == value.dtype and not is_autocast(query):
+        return f"it mixes {query.dtype}, {key.dtype} and {value.dtype}"
     if key.shape != value.shape:
         return "its keys and values differ in shape"
+    if query.size(0) != key.size(0) or query.size(3) != key.size(3):
+        return "its queries and keys differ in batch or head size"
     if not MIN_HEAD_DIM <= query.size(3) <= MAX_HEAD_DIM:
         return f"its head size {query.size(3)} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
-    if query.size(1) != key.size(1) and not enable_gqa:
+    if query.size(1) != key.size(1) and not (enable_gqa and query.size(1) % key.size(1) == 0):
         return "it broadcasts keys over heads"
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         return "it runs under a torch.func transform"
     return None
 
 
-def _note_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    enable_gqa: bool,
-) -> None:
-    """Remembers, the first time, what kind of call the running module makes."""
-    number = int(site_stack[-1])
+def _heads_of(query: Tensor, key: Tensor) -> _Heads:
+    """Query heads, key heads and head size; zeros where the shape does not tell."""
+    if query.is_nested or query.dim() != 4 or key.dim() != 4:
+        return 0, 0, 0
+    return query.size(1), key.size(1), query.size(3)
+
+
+def _note_call(number: int, heads: _Heads, refusal: str | None) -> None:
+    """Remembers what kind of calls the running module makes."""
     record = _records.get(number)
-    if record is not None and record.num_heads == query.size(1) and record.refusal is not None:
-        return
-    refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
     if record is None:
         innermost_first = reversed(_frames)
         modules = [(f.module, _describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        record = _records[number] = SiteRecord(number, modules)
-    elif record.num_heads != query.size(1):
-        refusal = f"it is called with {record.num_heads} and with {query.size(1)} heads"
-    if query.dim() == 4:
-        record.num_heads, record.num_key_heads = query.size(1), key.size(1)
-        record.head_dim = query.size(3)
-    record.refusal = refusal
+        _records[number] = SiteRecord(number, modules, *heads, refusal)
+    elif record.refusal is None:
+        if refusal is None and record.num_heads != heads[0]:
+            refusal = f"it is called with {record.num_heads} and with {heads[0]} heads"
+        record.num_heads, record.num_key_heads, record.head_dim = heads
+        record.refusal = refusal
 
 
-def site_record(number: int, module: nn.Module, num_heads: int) -> SiteRecord | None:
+def _end_probe(number: int, query: Tensor, key: Tensor) -> None:
+    if number == _probed_site:
+        raise _Probed(query, key)
+
+
+def _note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
+    """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
+    number = int(site_stack[-1])
+    _end_probe(number, q, k)
+    _note_call(number, _heads_of(q, k), None)
+
+
+def site_record(enclosing: list[tuple[int, nn.Module]], num_heads: int) -> SiteRecord | None:
     """Returns what is known of a site, or None if it was never called.
 
     Args:
-        number: Number of the site.
-        module: Module of the site.
+        enclosing: Number and module of the site and of the hooked modules around it, innermost
+            first.
         num_heads: Query heads the op has seen; tells of calls that only a compiler traced.
     """
-    record = _records.get(number)
-    if record is None and num_heads:
-        inputs = _traced_inputs.get(number) or _traced_inputs_of_type.get(type(module))
-        record = SiteRecord(number, [(module, inputs)] if inputs else [], num_heads)
-    return record
+    number, module = enclosing[0]
+    if number in _records:
+        return _records[number]
+    refusal = None if num_heads else _traced(_traced_refusals, number, module)
+    if not num_heads and refusal is None:
+        return None
+    inputs = [(module, _traced(_traced_inputs, number, module)) for number, module in enclosing]
+    modules = [(module, described) for module, described in inputs if described is not None]
+    return SiteRecord(number, modules, num_heads, refusal=refusal)
+
+
+def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | None:
+    return noted.get(number) or noted.get(type(module))
 
 
 # --- which module a call belongs to ------------------------------------------------------------
 
 
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # One function for all modules, which reads the number off the module: the compiler then sees
-    # an input of the graph and can serve many layers with one.
-    site_stack.append(getattr(module, _SITE_ATTRIBUTE))
     if torch.compiler.is_compiling():
         comptime(_note_traced_inputs)
     else:
+        if _frames and _frames[0].module is module:
+            # The outermost module was never left: PyTorch runs no hooks after KeyboardInterrupt.
+            _frames.clear()
+            site_stack.clear()
         _frames.append(_Frame(module, args, kwargs))
+    # One function for all modules, which reads the number off the module: the compiler then sees
+    # an input of the graph and can serve many layers with one.
+    site_stack.append(getattr(module, _SITE_ATTRIBUTE))
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if site_stack:
+    if torch.compiler.is_compiling():
         site_stack.pop()
-    if not torch.compiler.is_compiling() and _frames:
+    elif _frames and _frames[-1].module is module:  # else another hook failed before `_enter`
         _frames.pop()
+        site_stack.pop()
 
+
+# Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
+# compiled, they would be compiled anew for every shape. Inside a compiled module they are inlined.
+for _hook in (_enter, _leave):
+    skip_code(_hook.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that
 # are compiled one by one would each be compiled anew. The ids are taken from PyTorch's counter.
@@ -222,6 +264,7 @@ _hook_ids: list[int] = []
 def attach(module: nn.Module, number: int) -> None:
     """Hooks a module that may call attention."""
     setattr(module, _SITE_ATTRIBUTE, torch.tensor(number))
+    _modules[number] = module
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:
@@ -242,8 +285,9 @@ def _hook_entries(
 
 
 def is_attached(module: nn.Module) -> bool:
-    """Whether a module is hooked already."""
-    return hasattr(module, _SITE_ATTRIBUTE)
+    """Whether a module is hooked already; a copy of a hooked one is not."""
+    site = getattr(module, _SITE_ATTRIBUTE, None)
+    return site is not None and _modules.get(int(site)) is module
 
 
 def detach(module: nn.Module, number: int) -> None:
@@ -251,8 +295,9 @@ def detach(module: nn.Module, number: int) -> None:
     for hooks, _, shared_id in _hook_entries(module, 0, 0):
         hooks.pop(shared_id, None)
     delattr(module, _SITE_ATTRIBUTE)
-    _records.pop(number, None)
-    _traced_inputs.pop(number, None)
+    _modules.pop(number, None)
+    for noted in (_records, _traced_inputs, _traced_refusals):
+        noted.pop(number, None)
 
 
 def _describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInputs:
@@ -264,10 +309,15 @@ def _describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInp
 def _describe(x: Any) -> Any:
     """Replaces tensors by their description and drops what cannot be made again (caches)."""
     if isinstance(x, Tensor):
-        return TensorSpec(tuple(int(n) for n in x.shape), x.dtype, x.device)
+        return TensorSpec(tuple(_size(n) for n in x.shape), x.dtype, x.device)
     if isinstance(x, tuple | list):
         return tuple(_describe(item) for item in x)
     return x if isinstance(x, bool | int | float | str) else None
+
+
+def _size(n: int | torch.SymInt) -> int:
+    # int() of a size the compiler keeps open would fix it, and cost a compilation for each length.
+    return n if isinstance(n, int) else int(n.node.hint)
 
 
 def _note_traced_inputs(context: Any) -> None:
@@ -282,19 +332,36 @@ def _note_traced_inputs(context: Any) -> None:
             {key.vt.as_python_constant(): _describe_variable(x) for key, x in kwargs.items.items()},
         )
         _traced_inputs[int(getattr(module.value, _SITE_ATTRIBUTE))] = inputs
-        _traced_inputs_of_type[type(module.value)] = inputs
+        _traced_inputs[type(module.value)] = inputs
     except Exception:
         # Only the compiler's own tracer objects can tell; where another version of it cannot,
         # the weights of the site are reported as unavailable, and training goes on.
         return
 
 
+def _note_traced_call(context: Any) -> None:
+    """Runs while a stand-in for PyTorch's attention is traced; notes whether it refuses and why."""
+    try:
+        for frame in _frames:  # modules around the traced code, entered before the compiler came
+            inputs = _describe_inputs(frame.args, frame.kwargs)
+            number = int(getattr(frame.module, _SITE_ATTRIBUTE))
+            _traced_inputs[number] = _traced_inputs[type(frame.module)] = inputs
+        refusal = context.get_local("refusal").as_python_constant()
+        site = context.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        number = int(site.as_proxy().node.meta["grapharg"].example)
+    except Exception:
+        # As above: then the site is missing from those that are listed.
+        return
+    if refusal is not None and number in _modules:
+        _traced_refusals[number] = _traced_refusals[type(_modules[number])] = refusal
+
+
 def _describe_variable(variable: Any) -> Any:
     variable = variable.realize()
-    if hasattr(variable, "items") and isinstance(variable.items, list | tuple):
-        return tuple(_describe_variable(item) for item in variable.items)
     if variable.is_python_constant():
         return _describe(variable.as_python_constant())
+    if hasattr(variable, "items") and isinstance(variable.items, list | tuple):
+        return tuple(_describe_variable(item) for item in variable.items)
     if hasattr(variable, "as_proxy"):
         value = variable.as_proxy().node.meta["example_value"]
         return _describe(value) if isinstance(value, Tensor) else None
@@ -393,25 +460,15 @@ def install() -> None:
     """Replaces the attention functions of this process, once for any number of models."""
     global _installations
     _installations += 1
+    _register_with_transformers()
     if _installations > 1:
         return
-    _replace(F, "scaled_dot_product_attention", scaled_dot_product_attention)
-    for module in list(sys.modules.values()):
-        # `from torch.nn.functional import scaled_dot_product_attention` made further references.
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is stock.scaled_dot_product_attention and module is not stock:
-                _replace(module, name, scaled_dot_product_attention)
-    # The compiler treats PyTorch's own function as one opaque call; a copy it looks into.
-    original = F.multi_head_attention_forward
-    copy = types.FunctionType(
-        original.__code__, original.__globals__, original.__name__, original.__defaults__
-    )
-    copy.__kwdefaults__ = original.__kwdefaults__
-    _replace(F, "multi_head_attention_forward", copy)
-    _replace(torch.utils.checkpoint, "checkpoint", _checkpoint)
-    _register_with_transformers()
-    config = torch._dynamo.config
-    _replace(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+    _replace_everywhere(stock.scaled_dot_product_attention, scaled_dot_product_attention)
+    _replace_everywhere(_original_checkpoint, _checkpoint)
+    _replace(F, "multi_head_attention_forward", _multi_head_attention_forward)
+    _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+    call_listeners.append(_note_flash_call)
+    _restore.append(lambda: call_listeners.remove(_note_flash_call))
 
 
 def uninstall() -> None:
@@ -429,7 +486,42 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     _restore.append(lambda: setattr(owner, name, original))
 
 
+def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Replaces a function in all modules: `from ... import` made further references to it."""
+    own = (__name__, stock.__name__)
+    for module in [m for name, m in sys.modules.items() if name not in own]:
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original:
+                _replace(module, name, replacement)
+
+
+# The compiler treats PyTorch's own function as one opaque call; a copy it looks into.
+_original = F.multi_head_attention_forward
+_traceable_multi_head_attention = types.FunctionType(
+    _original.__code__, _original.__globals__, _original.__name__, _original.__defaults__
+)
+_traceable_multi_head_attention.__kwdefaults__ = _original.__kwdefaults__
+
+
+@functools.wraps(_original)
+def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if site_stack and kwargs.get("need_weights", True):
+        site = site_stack[-1]
+        refusal = "it returns attention weights (need_weights=True), which no fused kernel computes"
+        if torch.compiler.is_compiling():
+            comptime(_note_traced_call)
+        else:
+            given = inspect.signature(_original).bind(*args, **kwargs).arguments
+            if given.get("need_weights", True):
+                num_heads, width = given["num_heads"], given["embed_dim_to_check"]
+                _note_call(int(site), (num_heads, num_heads, width // num_heads), refusal)
+    return _traceable_multi_head_attention(*args, **kwargs)
+
+
 _original_checkpoint = torch.utils.checkpoint.checkpoint
+
+
+_CHECKPOINT_OPTIONS = frozenset(inspect.signature(_original_checkpoint).parameters)
 
 
 @functools.wraps(_original_checkpoint)
@@ -437,6 +529,9 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lets a recomputation *inside* an attention module know which module it belongs to."""
     if not site_stack or torch.compiler.is_compiling():
         return _original_checkpoint(function, *args, **kwargs)
+    if _probed_site is not None:
+        # A checkpoint hides how q comes about from autograd.
+        return function(*args, **{k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS})
     site, frame = site_stack[-1], _frames[-1]
 
     def recomputed(*inputs: Any, **options: Any) -> Any:

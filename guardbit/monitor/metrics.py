@@ -76,7 +76,7 @@ class AttentionMetrics(Metric):
         entropy = shadow.entropy.double().sum(dim=(0, 2))
         self._add(site, _SUMS[:6], (counted, shared, shared_bf16, entropy, bias, bias_abs))
         heads = shadow.row_max.size(1)
-        largest = shadow.row_max.amax(dim=(0, 2))
+        largest = shadow.row_max.amax(dim=(0, 2)).to(self.maxima.device)
         self.maxima[site, :heads] = torch.maximum(self.maxima[site, :heads], largest)
 
     def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
@@ -98,7 +98,7 @@ class AttentionMetrics(Metric):
         """Returns the indicators, FP64 `(I, S, H)` in the order of `MEASURED`; NaN: no data."""
         total = dict(zip(_SUMS, self.sums, strict=True))
         rows = total["rows"]
-        audited = total["dq_squares"] > 0
+        squares, along = total["dq_squares"], total["dq_along"]
         columns = (
             total["multiple_maxima"] / rows,
             total["multiple_maxima_bf16"] / rows,
@@ -106,8 +106,8 @@ class AttentionMetrics(Metric):
             total["entropy"] / rows,
             total["delta_bias"],
             total["delta_bias_abs"],
-            (total["dq_error_squares"] / total["dq_squares"]).sqrt().where(audited, torch.nan),
-            (total["dq_error_along"] / total["dq_along"]).where(audited, torch.nan),
+            (total["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan),
+            (total["dq_error_along"] / along).where(along > 0, torch.nan),
         )
         return torch.stack(columns).where(rows > 0, torch.nan)
 
@@ -125,7 +125,8 @@ class AttentionMetrics(Metric):
     ) -> None:
         chosen = slice(values[0].numel()) if heads is None else heads
         start = _SUMS.index(names[0])
-        self.sums[start : start + len(names), site, chosen] += torch.stack(values)
+        added = torch.stack(values).to(self.sums.device)  # a model may lie on several devices
+        self.sums[start : start + len(names), site, chosen] += added
 
 
 #: The indicators `AttentionMetrics.compute` returns, in its order.

@@ -10,7 +10,7 @@ inst.remove()
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -44,18 +44,26 @@ class Site:
         number: Number by which the kernels know the site.
     """
 
-    def __init__(self, name: str, module: nn.Module, number: int) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site] = ()
+    ) -> None:
         self.name = name
         self.module = module
         self.number = number
+        self._enclosing = [(number, module), *((site.number, site.module) for site in enclosing)]
         self._layout: tuple[Layout, nn.Module] | LayoutUnavailable | None = None
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
 
     @property
+    def was_called(self) -> bool:
+        """Whether attention was called here, be it by a function that GuardBit leaves alone."""
+        return self._record() is not None
+
+    @property
     def num_heads(self) -> int:
-        """Number of query heads; 0 before the first call."""
+        """Number of query heads; 0 before the first call, or where the call does not tell."""
         record = self._record()
         return record.num_heads if record else 0
 
@@ -73,8 +81,10 @@ class Site:
     @property
     def stabilizers(self) -> list[str]:
         """The stabilizer in use, one name a head."""
-        switched = switchboard.site_state(self.number).stabilizers
-        return list(switched) if switched else ["none"] * self.num_heads
+        state = switchboard.site_state(self.number)
+        if state.requested:
+            return list(state.in_force)
+        return list(state.stabilizers or ["none"] * self.num_heads)
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights.
@@ -151,8 +161,8 @@ class Site:
         return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
 
     def _record(self) -> interception.SiteRecord | None:
-        seen_by_op = switchboard.site_state(self.number).num_heads
-        return interception.site_record(self.number, self.module, seen_by_op)
+        seen_by_op = len(switchboard.site_state(self.number).requested)
+        return interception.site_record(self._enclosing, seen_by_op)
 
 
 class Instrumentation:
@@ -170,14 +180,15 @@ class Instrumentation:
         self._sites: dict[str, Site] = {}
         interception.install()
         for name, module in candidates.items():
-            site = Site(name, module, switchboard.add_site())
+            around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
+            site = Site(name, module, switchboard.add_site(), around)
             self._sites[name] = site
             interception.attach(module, site.number)
 
     @property
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
-        return {name: site for name, site in self._sites.items() if site.num_heads}
+        return {name: site for name, site in self._sites.items() if site.was_called}
 
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
@@ -195,12 +206,13 @@ class Instrumentation:
             IndexError: If a head is out of range.
         """
         matching = _select(self.sites, [site], "attention site")
-        if _is_pattern(site):
-            matching = {name: s for name, s in matching.items() if s.refusal is None}
+        refused = [target for target in matching.values() if target.refusal is not None]
+        if refused and (not _is_pattern(site) or len(refused) == len(matching)):
+            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+        switched: dict[int, tuple[str, ...]] = {}
         for target in matching.values():
             if target.refusal is not None:
-                raise ValueError(f"site '{target.name}' cannot be switched: {target.refusal}")
-        for target in matching.values():
+                continue
             chosen = list(range(target.num_heads)) if heads is None else list(heads)
             for head in chosen:
                 if not 0 <= head < target.num_heads:
@@ -212,23 +224,29 @@ class Instrumentation:
             given = check_stabilizers(stabilizer, len(chosen))
             for head, name in zip(chosen, given, strict=True):
                 names[head] = name
-            switchboard.site_state(target.number).stabilizers = tuple(names)
+            switched[target.number] = tuple(names)
+        for number, names in switched.items():
+            switchboard.site_state(number).stabilizers = names
 
     def stabilizers(self) -> dict[str, list[str]]:
         """Returns the stabilizer in use: name of the site -> one name a head."""
-        return {name: site.stabilizers for name, site in self.sites.items()}
+        in_use = {name: site.stabilizers for name, site in self._sites.items()}
+        return {name: names for name, names in in_use.items() if names}
 
     def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
         """Sets what `stabilizers()` returned earlier, before or after the first forward.
 
         Raises:
-            ValueError: If the model has no such module or a name is unknown.
+            ValueError: If the model has no such module, or a name or the number of heads is wrong.
         """
+        checked: dict[int, tuple[str, ...]] = {}
         for name, names in stabilizers.items():
             if name not in self._sites:
                 raise ValueError(f"the model has no module '{name}' to switch")
-            checked = check_stabilizers(names, len(names))
-            switchboard.site_state(self._sites[name].number).stabilizers = checked
+            site = self._sites[name]
+            checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
+        for number, names in checked.items():
+            switchboard.site_state(number).stabilizers = names
 
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None for no longer."""
@@ -272,6 +290,14 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue  # a wrapper around the module that matters
         parts = [part for part in name.split(".") if part != "_orig_mod"]
         yield ".".join(parts) or type(module).__name__, module
+
+
+def _around(name: str, model: nn.Module) -> Iterator[str]:
+    """Names of the modules around the one called `name`, innermost first, as in `_candidates`."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+    yield type(getattr(model, "_orig_mod", model)).__name__
 
 
 def _select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:

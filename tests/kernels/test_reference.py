@@ -475,7 +475,7 @@ def test_row_max_counts_maxima_across_tiles(positions, drops, shifts):
         p_bar = (exact_scores[:, 15] - top - shift).exp().float().bfloat16().double()
         return (p_bar * shift.exp() / row_sum).float().bfloat16()
 
-    # beta = 2: the shift is rm itself, between the clamp's ends.
+    # beta = 2: the shift is rm and ln 2, which halves P-bar and so rounds nothing.
     with_shift, without = expected(top), expected(torch.zeros_like(top))
     # FP32 against FP64 may tip an exact tie of BF16 in one row of a hundred; the two rules differ
     # in a good part of the rows.

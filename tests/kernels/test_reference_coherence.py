@@ -145,17 +145,29 @@ def test_error_of_none_has_the_sign_the_sink_gives_it(sink_errors):
         assert (error * sign[features]).sum() > 0.8 * error.abs().sum()
 
 
-@pytest.mark.parametrize("lift", [0.0, 10.0, 100.0])
-def test_row_max_does_nothing_where_its_shift_is_clamped(lift):
-    # With rm of 60 or 600 every row is shifted by SHIFT_MAX, with 0 by SHIFT_MIN, and rounds as
-    # without a shift: no harm, no good. One reason why row_max is not the default.
+@pytest.mark.parametrize("lift", [10.0, 100.0])
+def test_row_max_dithers_large_logits_too(lift):
+    # rm of 60 to 72 and of 600 to 720, as in healthy runs: a shift clamped to any fixed range would
+    # be one and the same in all rows, and leave the error of `none`.
     computed = sink_rows(2, rows=1024, lift=lift)
     error = {
         name: coherent_error(out, computed.out[:, 0], -2) for name, out in outputs(computed).items()
     }
-    assert size(error["row_max"] - error["none"]) < 0.15 * size(error["none"])
+    assert size(error["row_max"]) <= 0.25 * size(error["none"])
+    # Nor does the sign survive: a tenth at most of the error of `none` is left in its direction.
+    along = (error["row_max"] * error["none"]).sum() / error["none"].square().sum()
+    assert abs(along) <= 0.1
     assert size(error["stochastic"]) < 0.1 * size(error["none"])
     assert size(error["compensated"]) < 1e-3 * size(error["none"])
+
+
+def test_row_max_does_nothing_where_all_rows_share_one_shift():
+    # rm = 0 in all rows: P-bar is halved, which rounds nothing. No harm, no good.
+    computed = sink_rows(2, rows=1024, lift=0.0)
+    error = {
+        name: coherent_error(out, computed.out[:, 0], -2) for name, out in outputs(computed).items()
+    }
+    assert size(error["row_max"] - error["none"]) < 1e-3 * size(error["none"])
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda maxima: f"{maxima}-maxima")

@@ -23,13 +23,15 @@ from guardbit.numerics import philox, round_nearest, round_stochastic
 #: where it fails; no other part of the package offers it.
 STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
 
-#: Ends of row_max's shift. P-bar is dithered, and its rounding unbiased, while the shift varies
-#: with the row maximum. At an end all rows share one shift, and its rounding error is a bias of its
-#: own (paper, appendix C), unless exp(-shift) is a power of two, which does not round: hence
-#: multiples of ln 2. Coherent error of O over 2,048 rows of an attention sink with two equal maxima
-#: rm, where `none` has 7.6: for rm = 0, 9.8 with 0.5 and 7.6 with ln 2 as the lower end; for rm = 6
-#: to 7.2, 0.75 with 8 or 12 ln 2 and 7.4 with 4 as the upper end; for rm = 60 to 72 and 600 to 720,
-#: 9.5 with 16 and 7.6 with 12 ln 2. At an end row_max is as good as none, no better.
+#: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
+#: P-bar is dithered, and its rounding unbiased, only while the shift differs from row to row.
+#: Clamping (beta - 1) |rm| between the ends, the obvious guard against exp(-shift) = 0, gives all
+#: rows one shift as soon as |rm| passes SHIFT_MAX, and logits of healthy runs are in the hundreds:
+#: coherent error of O, two equal maxima rm of 60 to 72 or of 600 to 720, clamped / none / wrapped:
+#: 6.9 / 6.9 / 0.8 (2,048 rows). The ends are multiples of ln 2, so that wrapping changes
+#: exp(-shift) by a power of two: P-bar is rounded as the published shift, were there no underflow,
+#: would round it. Rows that share one shift, as all with rm = 0 do, are shifted by a power of two,
+#: which rounds nothing; another value would add a bias of its own (paper, appendix C).
 SHIFT_MIN = math.log(2)
 SHIFT_MAX = 12 * math.log(2)
 #: FP16 has no room below: P-bar would lose what lies under exp(shift) 2^-25, for 12 ln 2 every key
@@ -65,6 +67,7 @@ def forward(
     eps: float = 1e-3,
     seed: int = 0,
     offset: int = 0,
+    heads: Sequence[int] | None = None,
     key_tile: int = 128,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
@@ -83,8 +86,8 @@ def forward(
       offset + ((b H + h) N + n) D + d, so an element's word does not depend on the other heads'
       stabilizers, nor on the tile.
     - row_max: where a second score lies within eps of the row maximum rm seen so far,
-      m = rm + clamp((beta - 1) |rm|, SHIFT_MIN, SHIFT_MAX) instead of m = rm (paper, section 4,
-      made safe). Helps where the clamp does not bind: with beta = 2, up to |rm| = 8.3.
+      m = rm + SHIFT_MIN + ((beta - 1) |rm| mod (SHIFT_MAX - SHIFT_MIN)) instead of m = rm (paper,
+      section 4, made safe). Helps where rm differs from row to row.
     - row_max_published: the paper's Algorithm 3, maxima counted within a tile and m = beta rm, or 0
       for rm < 0. Its line 11 is read as m = max(m of the tiles before, m' of this one): as printed,
       m' would take effect one tile late and never in the last. 0 / 0 where exp(-(beta - 1) rm)
@@ -96,22 +99,30 @@ def forward(
         v: (B, H_kv, M, D).
         causal: See `Causal`.
         scale: Factor of Q K^T.
-        stabilizers: One name a head, of `STABILIZERS`.
+        stabilizers: One name a computed head, of `STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         seed: Key of the random words, modulo 2^64.
         offset: First counter of the random words.
+        heads: The query heads to compute, C of them; None for all. A head's random words do not
+            depend on which others are computed, nor do its bits, but for N = 1, where products with
+            one row are summed in another order than with several query heads to a key head.
         key_tile: Keys a tile.
 
     Returns:
-        See `Forward`. NaN and infinities come out as in PyTorch's math backend.
+        See `Forward`, with C for H. NaN and infinities come out as in PyTorch's math backend.
 
     Raises:
         ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
     """
-    batch, heads, rows = q.shape[:3]
+    whole_shape = q.shape
+    numbers = torch.arange(q.shape[1], device=q.device)
+    if heads is not None:
+        numbers = numbers[list(heads)]
+        q, k, v = select_heads(q, k, v, heads)
+    batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
-    check_stabilizers(stabilizers, heads)
+    check_stabilizers(stabilizers, num_heads)
     shifted = _head_mask(stabilizers, "row_max", q.device)
     published = _head_mask(stabilizers, "row_max_published", q.device)
 
@@ -120,7 +131,7 @@ def forward(
     q_rows = fold_groups(q.float(), kv_heads)
     query_positions = torch.arange(rows, device=q.device)
     key_positions = torch.arange(keys, device=q.device)
-    row_max = q.new_full((batch, heads, rows), -torch.inf, dtype=torch.float32)
+    row_max = q.new_full((batch, num_heads, rows), -torch.inf, dtype=torch.float32)
     tied = torch.zeros_like(row_max, dtype=torch.bool)
     normalizer, row_sum = row_max, torch.zeros_like(row_max)
     rounded_sum = torch.zeros_like(row_max)
@@ -129,7 +140,7 @@ def forward(
     for start in range(0, keys, key_tile):
         tile = slice(start, start + key_tile)
         mask = additive_mask(query_positions, key_positions[tile], (rows, keys), causal)
-        scores = masked_scores(q_rows, k[:, :, tile].float(), heads, scale, mask)
+        scores = masked_scores(q_rows, k[:, :, tile].float(), num_heads, scale, mask)
         tile_max = scores.amax(-1)
         before, row_max = row_max, row_max.maximum(tile_max)
         before_normalizer, normalizer = normalizer, row_max
@@ -138,7 +149,7 @@ def forward(
             # more than eps, the old one is the second score within eps of the new.
             tied = torch.where(tile_max > before, _tied(scores, tile_max, eps), tied)
             tied |= (tile_max - before).abs() <= eps
-            shift = ((beta - 1) * row_max.abs()).clamp(SHIFT_MIN, shift_max)
+            shift = SHIFT_MIN + ((beta - 1) * row_max.abs()) % (shift_max - SHIFT_MIN)
             normalizer = torch.where(shifted & tied, row_max + shift, normalizer)
         if published is not None:
             rule = torch.where(_tied(scores, tile_max, eps), beta * tile_max.relu(), tile_max)
@@ -160,7 +171,8 @@ def forward(
     out = round_nearest(exact, q.dtype)
     stochastic = _chosen(stabilizers, "stochastic", q.device)
     if len(stochastic) and q.dtype != torch.float32:
-        words = philox(seed, offset + element_counters(q.shape, stochastic))
+        counters = element_counters(whole_shape, numbers[stochastic])
+        words = philox(seed, offset + counters)
         out[:, stochastic] = round_stochastic(exact[:, stochastic], q.dtype, words)
     compensated = _chosen(stabilizers, "compensated", q.device)
     residual = None
@@ -210,6 +222,25 @@ def element_counters(shape: torch.Size, heads: Tensor) -> Tensor:
     of_head = torch.arange(batch, device=device)[:, None] * all_heads + heads
     within_head = torch.arange(rows * width, device=device).reshape(rows, width)
     return of_head[..., None, None] * (rows * width) + within_head
+
+
+def select_heads(
+    q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes some query heads, each with a key head of its own.
+
+    Args:
+        q: (B, H, N, D).
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        heads: The query heads, C of them.
+
+    Returns:
+        (B, C, N, D) and twice (B, C, M, D).
+    """
+    chosen = torch.tensor(heads, dtype=torch.int64, device=q.device)
+    key_heads = chosen // (q.shape[1] // k.shape[1])
+    return q[:, chosen], k[:, key_heads], v[:, key_heads]
 
 
 def _chosen(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor:

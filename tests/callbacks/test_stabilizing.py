@@ -1,0 +1,254 @@
+"""`AutoStabilizer` in real, small Lightning runs: switching, undoing, refusing, resuming."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
+from guardbit.monitor.detectors import DEFAULT_RULES, DeltaBias, Finding
+
+pytestmark = [
+    # Advice of Lightning on worker processes, logging intervals and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    # Lightning's own use of PyTorch.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+SITE = "net.h.1.attn"
+
+
+@dataclass(frozen=True)
+class FiresAtSample:
+    """Names head 1 of one site when its `sample`-th value comes; remembers how many came."""
+
+    sample: int = 2
+    site: str = SITE
+    indicator: str = "max_logit"
+    name: str = "fires_at_sample"
+
+    def examine(self, frame, state):
+        values = frame.of(self.indicator).get(self.site)
+        if values is None:
+            return []
+        state["seen"] = state.get("seen", 0) + 1
+        fires = state["seen"] == self.sample
+        return [Finding(self.site, (1,), f"sample {self.sample} has come")] if fires else []
+
+
+RULES = (FiresAtSample(), *DEFAULT_RULES)
+
+
+class Stabilizers(Callback):
+    """Writes down what each head of the site uses when a batch has been trained on."""
+
+    def __init__(self, monitor):
+        self.monitor = monitor
+        self.used = {}
+
+    def on_train_batch_start(self, trainer, *_):
+        self.step = trainer.global_step
+        self.launches = self._launches()
+
+    def on_train_batch_end(self, *_):
+        ran = self._launches() - self.launches
+        self.used[self.step] = {kernel for direction, kernel in ran if direction == "backward"}
+
+    def _launches(self):
+        site = self.monitor.session.instrumentation.sites.get(SITE)
+        return Counter(site.launches if site else {})
+
+
+def steps_with(used, kernel):
+    return [step for step, kernels in used.items() if kernel in kernels]
+
+
+def events_of(path, kind):
+    events = read_events(path)
+    events = events[events.kind == kind]
+    columns = (events[name] for name in ("step", "site", "heads", "stabilizer"))
+    return list(zip(*columns, strict=True))
+
+
+@pytest.mark.parametrize("monitor_first", [True, False])
+def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, monitor_first):
+    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    stabilizer, watching = AutoStabilizer(), Stabilizers(monitor)
+    order = [monitor, stabilizer] if monitor_first else [stabilizer, monitor]
+    trains.fit(*order, watching, precision="bf16-mixed", max_steps=8)
+    # The second sample is step 3's.
+    assert steps_with(watching.used, "compensated") == [4, 5, 6, 7]
+    assert steps_with(watching.used, "FLASH_ATTENTION") == list(range(8)), "head 0 keeps its kernel"
+    assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
+    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "compensated")]
+    assert "fires_at_sample" in read_events(tmp_path / "run").iloc[1].why
+
+
+def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
+    for name, callbacks in (("watched", []), ("treated", [AutoStabilizer()])):
+        monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / name, strict=True)
+        trains.fit(monitor, *callbacks)
+        events = read_events(tmp_path / name)
+        (verdict,) = events[events.kind == "verdict"].itertuples()
+        assert (verdict.step, verdict.rule) == (3, "rounding")
+    assert events_of(tmp_path / "watched", "switch") == []
+
+
+def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
+    plain, _ = trains.fit(precision="bf16-mixed")
+    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    dry, _ = trains.fit(monitor, AutoStabilizer(dry_run=True), precision="bf16-mixed")
+    assert same_weights(plain, dry)
+    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
+    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert why == "not switched to compensated: dry run"
+
+
+def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
+    monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    watching = Stabilizers(monitor)
+    trains.fit(
+        monitor, AutoStabilizer("row_max", calm_steps=5), watching, precision="bf16-mixed",
+        max_steps=12,
+    )  # fmt: skip
+    # Alarmed at 2; step 8 is the first sample at least five steps later.
+    assert events_of(tmp_path / "run", "switch") == [
+        (2, SITE, (1,), "row_max"),
+        (8, SITE, (1,), "none"),
+    ]
+    assert steps_with(watching.used, "row_max") == [3, 4, 5, 6, 7, 8]
+
+
+def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_path):
+    class Masked(trains.TinyGPT):
+        def __init__(self):
+            super().__init__()
+            attention = self.net.h[1].attn
+
+            def forward(x):
+                q, k, v = attention.c_attn(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+                mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                return attention.c_proj(y.transpose(1, 2).reshape(x.shape))
+
+            attention.forward = forward
+
+    rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
+    monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, AutoStabilizer(), model=Masked())
+    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
+    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert why == "not switched to compensated: it is called with an explicit attention mask"
+    frame = read_run(tmp_path / "run")
+    # What needs no capture is measured all the same.
+    assert set(frame[frame.site == SITE].indicator) >= {"w_q_spectral_norm", "qk_spectral_norm"}
+    assert set(frame[frame.indicator == "max_logit"].site) == {"net.h.0.attn"}
+
+
+def test_it_needs_a_monitor(trains):
+    with pytest.raises(ValueError, match=r"acts on one AttentionMonitor, and the Trainer has 0"):
+        trains.fit(AutoStabilizer())
+
+
+@pytest.mark.parametrize("settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}])
+def test_settings_are_refused_when_it_is_made(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        AutoStabilizer(**settings)
+
+
+# --- resuming ------------------------------------------------------------------------------------
+
+
+def resumable(trains):
+    """Data and dropout depend on the step only: Lightning itself does not restore them."""
+
+    class Resumable(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            torch.manual_seed(1000 * self.trainer.global_step + batch_idx % 2)
+            return super().training_step(torch.randint(48, batch.shape), batch_idx)
+
+    return Resumable()
+
+
+def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
+    # Sampled are 0, 3, 6, ...; the second sample fires, so the switch is from step 4 on. The rule
+    # for the delta bias remembers every sample.
+    rules = (FiresAtSample(), DeltaBias())
+    monitor = AttentionMonitor(3, rules=rules, dirpath=folder / "run", strict=True)
+    checkpoint = ModelCheckpoint(
+        folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
+    )
+    model, _ = trains.fit(
+        AutoStabilizer(stabilizer, calm_steps=6),
+        monitor,
+        checkpoint,
+        model=resumable(trains),
+        max_steps=max_steps,
+        ckpt_path=ckpt_path,
+        enable_checkpointing=True,
+        precision="bf16-mixed",
+        **settings,
+    )
+    return model, monitor.state_dict()
+
+
+@pytest.mark.parametrize(
+    "stabilizer, accumulate", [("compensated", 1), ("stochastic", 1), ("stochastic", 2)]
+)
+def test_a_resumed_run_is_the_run_never_stopped_bit_for_bit(
+    trains, tmp_path, same_weights, stabilizer, accumulate
+):
+    settings = {"accumulate_grad_batches": accumulate}
+    whole, whole_state = trained(trains, tmp_path / "whole", stabilizer, 14, **settings)
+    trained(trains, tmp_path / "parts", stabilizer, 10, **settings)
+    # Stopped at step 10, gone back to the checkpoint of step 8, whose loss of step 7 is pending.
+    path = tmp_path / "parts" / "until-10" / "step=8.ckpt"
+    resumed, state = trained(trains, tmp_path / "parts", stabilizer, 14, path, **settings)
+    assert same_weights(whole, resumed)
+    assert state == whole_state
+    pd.testing.assert_frame_equal(
+        read_run(tmp_path / "whole" / "run"), read_run(tmp_path / "parts" / "run")
+    )
+    pd.testing.assert_frame_equal(
+        read_events(tmp_path / "whole" / "run"), read_events(tmp_path / "parts" / "run")
+    )
+    switches = events_of(tmp_path / "parts" / "run", "switch")
+    assert switches == [(3, SITE, (1,), stabilizer), (9, SITE, (1,), "none")]
+    unswitched, _ = trains.fit(
+        model=resumable(trains), max_steps=14, precision="bf16-mixed", **settings
+    )
+    assert not same_weights(unswitched, resumed), "the switch must have had an effect"
+
+
+def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
+    trained(trains, tmp_path, "compensated", 8)
+    saved = torch.load(tmp_path / "until-8" / "step=8.ckpt", weights_only=True)
+    state = saved["callbacks"]["AttentionMonitor"]
+    assert state["stabilizers"] == {SITE: ["none", "compensated"]}
+    assert state["last_step"] == 7 and [step for step, _, _ in state["losses"]] == [7]
+
+    def check(value):
+        if isinstance(value, dict):
+            assert all(isinstance(key, str) for key in value)
+            value = list(value.values())
+        if isinstance(value, list | tuple):
+            for item in value:
+                check(item)
+        else:
+            assert value is None or isinstance(value, bool | int | float | str), type(value)
+
+    check(state)
+
+
+def test_a_checkpoint_of_other_rules_is_refused_before_the_first_step(trains, tmp_path):
+    trained(trains, tmp_path, "compensated", 8)
+    monitor = AttentionMonitor(3, dirpath=tmp_path / "run")
+    model = resumable(trains)
+    with pytest.raises(ValueError, match=r"the state of Detectors is of the rules"):
+        path = tmp_path / "until-8" / "step=8.ckpt"
+        trains.fit(monitor, model=model, ckpt_path=path, max_steps=12)
+    assert model.raw_losses == []

@@ -1,0 +1,394 @@
+"""The public function and the op behind it: wiring, switching, compilation and messages."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from guardbit import STABILIZERS, flash_attention
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import switchable_attention
+
+FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def site():
+    number = switchboard.add_site()
+    yield torch.tensor(number)
+    switchboard.remove_site(number)
+
+
+def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
+    q, k, v, d_out = (
+        torch.randn(batch, *shape, width, generator=generator).to(dtype) for shape in shapes
+    )
+    k[:, :, 1::3] = k[:, :, :1]  # several maxima in a row
+    return q, k, v, d_out
+
+
+def fp64(q, k, v, d_out, causal, scale=None):
+    """Textbook attention: out, lse, dq, dk, dv; rows with no key give 0 and -inf."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    groups = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+    rows, keys = q.shape[2], k.shape[2]
+    n, m = torch.arange(rows)[:, None], torch.arange(keys)
+    shift = {False: keys, True: keys - rows, "top-left": 0}[causal]
+    scores = leaves[0] @ wide_k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(m > n + shift, -math.inf)
+    dead = (m > n + shift).all(-1, keepdim=True)
+    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    out = weights @ wide_v
+    return out.detach(), scores.logsumexp(-1), *torch.autograd.grad(out, leaves, d_out.double())
+
+
+def gradients(attention, tensors, d_out):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+
+
+MIX = ("stochastic", "compensated", "none", "row_max")
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
+def test_output_lse_and_gradients_against_fp64(stabilizer, causal):
+    for rows, keys in [(21, 34), (34, 21), (1, 9)]:
+        q, k, v, d_out = inputs(2, 4, 2, rows, keys, 16, seed=rows)
+        exact = fp64(q, k, v, d_out, causal)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = flash_attention(*leaves, causal=causal, stabilizer=stabilizer, return_lse=True)
+        found = (out, lse, *torch.autograd.grad(out, leaves, d_out))
+        assert not lse.requires_grad
+        for mine, truth in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
+
+
+@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
+def test_bf16_gradients_against_fp64(stabilizer):
+    q, k, v, d_out = inputs(2, 4, 2, 40, 40, 16, torch.bfloat16)
+    exact = fp64(q, k, v, d_out, "top-left")
+    theirs = gradients(
+        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True),
+        (q, k, v), d_out,
+    )  # fmt: skip
+    ours = gradients(
+        lambda *x: flash_attention(*x, causal="top-left", stabilizer=stabilizer), (q, k, v), d_out
+    )
+    for mine, other, truth in zip(ours, theirs, (exact[0], *exact[2:]), strict=True):
+        # Twice PyTorch's own error, and one step of BF16 at the largest magnitude: what
+        # stochastic rounding may cost, and more than PyTorch may have been lucky by.
+        bar = 2 * (other.double() - truth).abs().max() + 2.0**-7 * truth.abs().max()
+        assert (mine.double() - truth).abs().max() <= bar
+
+
+def test_a_scale_of_ones_own():
+    q, k, v, d_out = inputs(1, 2, 2, 9, 9, 16)
+    exact = fp64(q, k, v, d_out, False, scale=0.7)
+    found = gradients(lambda *x: flash_attention(*x, scale=0.7), (q, k, v), d_out)
+    for mine, truth in zip(found, (exact[0], *exact[2:]), strict=True):
+        torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
+
+
+def test_strides_and_empty_batches():
+    q, k, v, d_out = inputs(2, 4, 2, 19, 23, 32, torch.bfloat16)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    plain = gradients(flash_attention, (q, k, v), d_out)
+    leaves = [x.requires_grad_() for x in strided]
+    out = flash_attention(*leaves)
+    found = (out, *torch.autograd.grad(out, leaves, d_out))
+    assert all(torch.equal(mine, other) for mine, other in zip(found, plain, strict=True))
+    assert not any(x.is_contiguous() for x in strided)
+
+    none = [x[:0] for x in (q, k, v)]
+    for mine, other in zip(gradients(flash_attention, none, d_out[:0]), (q, q, k, v), strict=True):
+        assert mine.shape == (0, *other.shape[1:])
+
+
+def test_options_reach_the_kernel():
+    q, k, v, _ = inputs(1, 1, 1, 40, 40, 16, torch.bfloat16)
+
+    def out(**options):
+        return flash_attention(5 * q, k, v, **options)
+
+    first = out(stabilizer="stochastic", seed=1)
+    assert torch.equal(first, out(stabilizer="stochastic", seed=1))
+    assert not torch.equal(first, out(stabilizer="stochastic", seed=2))
+    shifted = out(stabilizer="row_max")
+    assert not torch.equal(shifted, out(stabilizer="row_max", beta=3.0))
+    # No two scores lie within 1e-30 unless they are equal; all lie within 1e3 of the maximum.
+    k = k.clone() + torch.randn(k.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert torch.equal(out(stabilizer="row_max", eps=1e-30), out())
+    assert not torch.equal(out(stabilizer="row_max", eps=1e3), out())
+
+
+def test_autocast_and_no_grad():
+    q, k, v, _ = inputs(1, 2, 1, 12, 12, 16)
+    expected = flash_attention(q.bfloat16(), k.bfloat16(), v.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(flash_attention(q, k.bfloat16(), v), expected)
+    with torch.no_grad():
+        assert not flash_attention(q.requires_grad_(), k, v).requires_grad
+
+
+# ---- switching ----
+
+
+def switch(site, names):
+    switchboard.site_state(int(site)).stabilizers = tuple(names)
+
+
+def switched(site):
+    return lambda q, k, v: switchable_attention(q, k, v, site, is_causal=True, scale=None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stabilizer", ["compensated", "stochastic", "row_max"])
+def test_untouched_heads_keep_their_bits(stabilizer, dtype, site):
+    q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, dtype)
+    stock = gradients(switched(site), (q, k, v), d_out)
+    switch(site, ["none", stabilizer, "none", "none", stabilizer, stabilizer])
+    mixed = gradients(switched(site), (q, k, v), d_out)
+    ours = gradients(
+        lambda *x: flash_attention(*x, causal="top-left", stabilizer=stabilizer), (q, k, v), d_out
+    )
+    for mine, before, alone in zip(mixed[:2], stock[:2], ours[:2], strict=True):
+        assert torch.equal(mine[:, [0, 2, 3]], before[:, [0, 2, 3]])
+        assert torch.equal(mine[:, [1, 4, 5]], alone[:, [1, 4, 5]])
+    # Key head 0 is shared by a switched and an untouched query head, key head 1 is nobody's who was
+    # switched, key head 2 is only switched heads'.
+    exact = fp64(q, k, v, d_out, "top-left")
+    step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
+    for mine, before, truth in zip(mixed[2:], stock[2:], exact[3:], strict=True):
+        assert torch.equal(mine[:, 1], before[:, 1])
+        # A sum of two or three rounded shares, P and dS rounded before: three steps bound it, and
+        # one share missing or counted twice is of the order of the largest value itself.
+        assert (mine.double() - truth).abs().max() <= 3 * step * truth.abs().max()
+
+
+def test_shared_key_heads_get_the_sum_of_both_shares(site):
+    q, k, v, d_out = inputs(1, 4, 2, 20, 20, 16)
+    switch(site, ["none", "compensated", "compensated", "none"])
+    mixed = gradients(switched(site), (q, k, v), d_out)
+    untouched = torch.tensor([1.0, 0, 0, 1])[:, None, None]
+    attention = F.scaled_dot_product_attention
+    shares = [
+        gradients(lambda *x: attention(*x, is_causal=True, enable_gqa=True), (q, k, v), d)
+        for d in (d_out * untouched, d_out * (1 - untouched))
+    ]
+    for mine, first, second in zip(mixed[1:], shares[0][1:], shares[1][1:], strict=True):
+        torch.testing.assert_close(mine, first + second, **FP32_CLOSE)
+
+
+def test_random_bits_do_not_depend_on_which_heads_are_switched(site):
+    q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, torch.bfloat16)
+    switchboard.set_random_offset(5 << 32)
+    try:
+        whole = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
+        for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
+            switch(site, ["stochastic" if h in heads else "none" for h in range(6)])
+            out, *_ = gradients(switched(site), (q, k, v), d_out)
+            assert torch.equal(out[:, heads], whole[:, heads])
+        switchboard.set_random_offset(6 << 32)
+        again = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
+        assert not torch.equal(again, whole)
+    finally:
+        switchboard.set_random_offset(0)
+
+
+def test_a_nan_in_a_switched_head_stays_there(site):
+    q, k, v, d_out = inputs(1, 4, 4, 12, 12, 16)
+    stock = gradients(switched(site), (q, k, v), d_out)
+    q[:, 1] = math.nan
+    switch(site, ["none", "compensated", "none", "none"])
+    mixed = gradients(switched(site), (q, k, v), d_out)
+    for mine, before in zip(mixed, stock, strict=True):
+        assert torch.equal(mine[:, [0, 2, 3]], before[:, [0, 2, 3]])
+        assert mine[:, 1].isnan().any()
+
+
+@pytest.mark.parametrize("names", [("none",) * 4, ("compensated",) * 4, MIX], ids=str)
+def test_the_backward_follows_what_ran_forward(names, site):
+    q, k, v, d_out = inputs(1, 4, 2, 20, 20, 16, torch.bfloat16)
+    switch(site, names)
+    expected = gradients(switched(site), (q, k, v), d_out)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = switched(site)(*leaves)
+    switch(site, ["stochastic"] * 4)
+    found = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected[1:], strict=True))
+    again = torch.autograd.grad(out, leaves, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(again, found, strict=True))
+
+
+def test_several_forwards_before_a_backward(site):
+    q, k, v, d_out = inputs(1, 2, 2, 20, 20, 16, torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    plain = switched(site)(*leaves)
+    switch(site, ["compensated"] * 2)
+    compensated = switched(site)(*leaves)
+    together = torch.autograd.grad((plain, compensated), leaves, (d_out, d_out))
+    first, second = (torch.autograd.grad(f(*leaves), leaves, d_out) for f in (
+        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True),
+        lambda *x: flash_attention(*x, causal="top-left", stabilizer="compensated"),
+    ))  # fmt: skip
+    for mine, a, b in zip(together, first, second, strict=True):
+        assert torch.equal(mine, a + b)
+
+
+def test_launches_and_observer_tell_what_ran(site):
+    q, k, v, d_out = inputs(1, 4, 2, 9, 9, 16)
+    state = switchboard.site_state(int(site))
+    calls = []
+    state.observer = calls.append
+    gradients(switched(site), (q, k, v), d_out)
+    assert state.in_force == ("none",) * 4
+    switch(site, MIX)
+    out, dq, dk, dv = gradients(switched(site), (q, k, v), d_out)
+    both = ("forward", "backward")
+    assert state.launches == {
+        **{(way, "FLASH_ATTENTION"): 2 for way in both},
+        **{(way, name): 1 for way in both for name in MIX if name != "none"},
+    }
+    assert [call.stabilizers for call in calls] == [("none",) * 4, MIX]
+    last = calls[1]
+    assert last.site == int(site)
+    assert last.causal == "top-left"
+    assert last.scale == 0.25
+    for name, tensor in zip(
+        ("q", "k", "v", "d_out", "out", "dq", "dk", "dv"),
+        (q, k, v, d_out, out, dq, dk, dv),
+        strict=True,
+    ):
+        assert torch.equal(getattr(last, name), tensor), name
+    assert calls[0].residual is None
+    assert last.residual is not None
+
+
+def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
+    q, k, v, d_out = inputs(1, 4, 2, 9, 9, 16)
+    stock = gradients(switched(site), (q, k, v), d_out)
+    switch(site, ["compensated"] * 3)
+    found = gradients(switched(site), (q, k, v), d_out)
+    assert all(torch.equal(a, b) for a, b in zip(found, stock, strict=True))
+    assert switchboard.site_state(int(site)).in_force == ("none",) * 4
+
+
+def test_numbers_of_sites_do_not_repeat():
+    numbers = [switchboard.add_site() for _ in range(3)]
+    assert len(set(numbers)) == 3
+    for number in numbers:
+        switchboard.remove_site(number)
+    assert switchboard.add_site() not in numbers
+    assert switchboard.site_state(numbers[0]) is switchboard.site_state(switchboard.NO_SITE)
+
+
+# ---- the op and the compiler ----
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("names", [("none",) * 4, MIX], ids=str)
+@pytest.mark.parametrize("stock", [False, True])
+def test_the_ops_pass_opcheck(stock, names, traced, site):
+    q, k, v, d_out = inputs(2, 4, 2, 9, 9, 16, torch.bfloat16)
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    codes = [STABILIZERS.index(name) for name in names]
+    # Where nothing is traced nothing depends on the fake kernel, and once a head is compensated the
+    # residual is not empty as it says; where it is traced and no head is, it holds anything.
+    checks = ["test_schema", "test_autograd_registration"]
+    if traced or "compensated" not in names:
+        checks.append("test_faketensor")
+    if traced == ("compensated" in names):
+        checks.append("test_aot_dispatch_dynamic")
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    arguments = (site, codes, 2, None, 2.0, 1e-3, 0, stock, True, traced)
+    torch.library.opcheck(torch.ops.guardbit.attention, (*leaves, *arguments), test_utils=checks)
+
+    with torch.no_grad():
+        saved = torch.ops.guardbit.attention(*leaves, *arguments)
+    checks = ["test_schema", "test_autograd_registration"] + ["test_faketensor"] * traced
+    torch.library.opcheck(
+        torch.ops.guardbit.attention_backward,
+        (d_out, *(x.detach() for x in leaves), *saved, site, 2, None, stock, traced),
+        test_utils=checks,
+    )
+
+
+def test_neither_a_switch_nor_a_length_is_compiled_anew(site):
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def model(q, k, v):
+        ours = flash_attention(q, k, v, causal=True, stabilizer=MIX)
+        return ours + switchable_attention(q, k, v, site, is_causal=True, scale=None)
+
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length, names in [(12, ["none"] * 4), (12, MIX), (17, ["none"] * 4), (30, MIX)]:
+        switch(site, names)
+        q, k, v, d_out = inputs(2, 4, 2, length, length, 16, torch.bfloat16)
+        found = gradients(compiled, (q, k, v), d_out)
+        expected = gradients(model, (q, k, v), d_out)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    # Once for the first length, once for all others; a switch costs nothing.
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+# ---- messages ----
+
+Q = torch.zeros(2, 4, 5, 16)
+K = torch.zeros(2, 2, 7, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": [1.0]}, TypeError, "q is a list; expected a tensor"),
+        ({"k": K[0]}, ValueError, r"k has 3 dimensions; expected 4: \(B, H, N, D\)"),
+        ({"v": K.double()}, ValueError, "v is torch.float64; allowed are bfloat16, float16 and"),
+        ({"q": Q.half()}, ValueError, "float16, torch.float32, torch.float32; they must agree"),
+        ({"q": Q.to("meta")}, ValueError, "q, k, v are on meta, cpu, cpu; they must agree"),
+        ({"v": K[:, :, :3]}, ValueError, r"k is \(2, 2, 7, 16\) and v \(2, 2, 3, 16\)"),
+        ({"q": Q[:1]}, ValueError, r"q is \(1, 4, 5, 16\) and k .* batch and head size must agree"),
+        ({"q": Q[:, :3]}, ValueError, "3 query heads do not divide into 2 key heads"),
+        ({"k": K[:, :0], "v": K[:, :0]}, ValueError, "4 query heads do not divide into 0 key"),
+        ({"causal": "bottom-right"}, ValueError, "causal is 'bottom-right'; allowed are False"),
+        ({"causal": 2}, ValueError, "causal is 2; allowed are False, True and 'top-left'"),
+        ({"causal": None}, ValueError, "causal is None; allowed"),
+        ({"scale": math.nan}, ValueError, "scale is nan; it must be finite, or None"),
+        ({"beta": 1.0}, ValueError, "beta is 1.0; it must be greater than 1"),
+        ({"beta": math.inf}, ValueError, "beta is inf; it must be greater than 1 and finite"),
+        ({"beta": math.nan}, ValueError, "beta is nan"),
+        ({"eps": 0.0}, ValueError, "eps is 0.0; it must be greater than 0"),
+        ({"eps": math.nan}, ValueError, "eps is nan"),
+        ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; it must fit 64 bits"),
+        ({"backend": "cuda"}, ValueError, "backend is 'cuda'; allowed are auto, torch, triton"),
+        ({"stabilizer": "rowmax"}, ValueError, "stabilizer 'rowmax' is unknown; allowed are none"),
+        ({"stabilizer": ["none", "x", "none", "none"]}, ValueError, "stabilizer 'x' is unknown"),
+        ({"stabilizer": ["none"] * 3}, ValueError, "3 stabilizers were given for 4 heads"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, message):
+    arguments = {"q": Q, "k": K, "v": K} | change
+    with pytest.raises(error, match=message):
+        flash_attention(**arguments)
+
+
+@pytest.mark.parametrize("width", [8, 15, 257])
+def test_head_sizes_out_of_range(width):
+    x = torch.zeros(1, 1, 2, width)
+    with pytest.raises(ValueError, match=f"head size is {width}; allowed are 16 to 256"):
+        flash_attention(x, x, x)

@@ -1,0 +1,138 @@
+"""PyTorch's attention taken apart has the very bits of PyTorch's attention."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit.kernels import stock
+from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.switchboard import NO_SITE
+
+SITE = torch.tensor(NO_SITE)
+
+# B, H, H_kv, N, M, D: grouped; another head size; more queries than keys; one token; several tiles
+# of PyTorch's kernel; odd everything; nothing at all.
+SHAPES = [
+    (2, 4, 2, 33, 33, 16),
+    (2, 4, 4, 17, 40, 20),
+    (1, 3, 1, 40, 17, 64),
+    (1, 2, 2, 1, 1, 16),
+    (1, 2, 2, 550, 550, 32),
+    (1, 2, 1, 5, 7, 33),
+    (0, 2, 2, 5, 5, 16),
+    (1, 2, 2, 0, 5, 16),
+    (1, 2, 2, 5, 0, 16),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def memory(batch, heads, length, width, by_rows, dtype, generator):
+    shape = (batch, length, heads, width) if by_rows else (batch, heads, length, width)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def results(attention, tensors, d_out, by_rows, **options):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = attention(*(x.transpose(1, 2) if by_rows else x for x in leaves), **options)
+    return out, *torch.autograd.grad(out, leaves, d_out)
+
+
+@pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("backend", ["chosen", "math"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(
+    dtype, backend, is_causal, by_rows
+):
+    for shape in SHAPES:
+        batch, heads, kv_heads, rows, keys, width = shape
+        generator = torch.Generator().manual_seed(rows)
+        common = {"by_rows": by_rows, "dtype": dtype, "generator": generator}
+        q = memory(batch, heads, rows, width, **common)
+        k, v = (memory(batch, kv_heads, keys, width, **common) for _ in range(2))
+        d_out = torch.randn(batch, heads, rows, width, generator=generator).to(dtype)
+        forced = sdpa_kernel(SDPBackend.MATH) if backend == "math" else contextlib.nullcontext()
+        with forced:
+            theirs = results(
+                F.scaled_dot_product_attention, (q, k, v), d_out, by_rows,
+                is_causal=is_causal, enable_gqa=heads != kv_heads,
+            )  # fmt: skip
+            ours = results(
+                lambda q, k, v: switchable_attention(
+                    q, k, v, SITE, is_causal=is_causal, scale=None
+                ),
+                (q, k, v), d_out, by_rows,
+            )  # fmt: skip
+        for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
+            torch.testing.assert_close(
+                mine, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
+            )
+            if other.numel():
+                assert mine.stride() == other.stride(), (name, shape)
+
+
+@pytest.mark.parametrize("scale", [0.5, -1.0, 0.0])
+def test_the_scale_is_passed_on(scale):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, 2, 9, 16, generator=generator)
+    theirs = results(F.scaled_dot_product_attention, (q, k, v), d_out, False, scale=scale)
+    ours = results(
+        lambda q, k, v: switchable_attention(q, k, v, SITE, is_causal=False, scale=scale),
+        (q, k, v), d_out, False,
+    )  # fmt: skip
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_the_choice_is_the_users():
+    q = torch.randn(1, 2, 9, 16)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert stock.choose(q, q, q, False, None, training=True) == SDPBackend.MATH
+        assert stock.forward(q, q, q, False, None, training=False)[2] == SDPBackend.MATH
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        assert stock.forward(q, q, q, False, None, training=True)[2] == SDPBackend.FLASH_ATTENTION
+
+
+def test_the_backward_is_that_of_the_kernel_that_ran():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, d_out = torch.randn(4, 1, 2, 40, 16, generator=generator).bfloat16()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = switchable_attention(*leaves, SITE, is_causal=True, scale=None)
+        theirs = results(F.scaled_dot_product_attention, (q, k, v), d_out, False, is_causal=True)
+    # Here, outside, PyTorch would choose flash, whose gradients differ.
+    flash = results(F.scaled_dot_product_attention, (q, k, v), d_out, False, is_causal=True)
+    ours = torch.autograd.grad(out, leaves, d_out)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs[1:], strict=True))
+    assert not torch.equal(flash[1], theirs[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_without_gradients(mode):
+    q, k, v = torch.randn(3, 2, 3, 11, 16, generator=torch.Generator().manual_seed(0))
+    with mode():
+        ours = switchable_attention(q, k, v, SITE, is_causal=True, scale=None)
+        theirs = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert torch.equal(ours, theirs)
+    assert not ours.requires_grad
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float16", "float32")])
+def test_autocast_casts_what_pytorch_casts(dtypes):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 11, 16, generator=generator)
+    q, k = q.to(getattr(torch, dtypes[0])), k.to(getattr(torch, dtypes[1]))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = switchable_attention(q, k, v, SITE, is_causal=False, scale=None)
+        theirs = F.scaled_dot_product_attention(q, k, v)
+    assert ours.dtype == torch.bfloat16
+    assert torch.equal(ours, theirs)

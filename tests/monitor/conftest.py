@@ -1,0 +1,92 @@
+"""Small models and a training step, for the tests of instrumentation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+WIDTH, HEADS, VOCABULARY = 64, 4, 32
+HEAD = WIDTH // HEADS
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x):
+        batch, length, _ = x.shape
+        q, k, v = (
+            y.view(batch, length, HEADS, HEAD).transpose(1, 2)  # (B, H, N, D)
+            for y in self.qkv(x).split(WIDTH, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, WIDTH))
+
+    def forward(self, x):
+        return self.attend(x)
+
+
+class Block(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attn = attention()
+        self.mlp = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm(x))
+        return x + F.gelu(self.mlp(x))
+
+
+class GPT(nn.Module):
+    """Language model that returns its loss; `wrap(block, x)` runs a block."""
+
+    def __init__(self, layers=2, attention=Attention):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.h = nn.ModuleList(Block(attention) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens, wrap=None):
+        x = self.embed(tokens)
+        for block in self.h:
+            x = block(x) if wrap is None else wrap(block, x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def step(model, *args, run=None, **kwargs):
+    """One training step without the optimizer: the loss and every gradient."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    result = (model if run is None else run)(*args, **kwargs)
+    loss = getattr(result, "loss", result)
+    if not isinstance(loss, torch.Tensor):
+        loss = result[0].float().square().mean()
+    elif loss.dim():
+        loss = loss.float().square().mean()
+    loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | gradients
+
+
+def equal(first, second):
+    """Whether two steps agree bit for bit."""
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The models and helpers above."""
+    return SimpleNamespace(
+        Attention=Attention, Block=Block, GPT=GPT, step=step, equal=equal,
+        WIDTH=WIDTH, HEADS=HEADS, HEAD=HEAD, VOCABULARY=VOCABULARY,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tokens():
+    return torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,201 @@
+"""Against FP64 brute force: whole singular value decompositions, W_Q^T W_K formed, loops."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.monitor import indicators
+
+HEADS = st.integers(1, 4)
+SMALL = st.integers(1, 9)
+SEEDS = st.integers(0, 2**16)
+
+# FP32 Gram matrices: rounding of relative size 2^-24 a product, a few dozen of them, halved by the
+# square root.
+NORM_TOLERANCE = 1e-5
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_norms(weights):
+    return torch.linalg.svdvals(weights.double())[:, 0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(HEADS, SMALL, SMALL, SEEDS, st.sampled_from([1e-30, 1e-18, 1.0, 1e12, 1e30]))
+def test_spectral_norms_are_the_largest_singular_values(heads, d_head, d_model, seed, size):
+    weights = size * randn(heads, d_head, d_model, seed=seed)
+    norms = indicators.spectral_norms(weights)
+    assert norms.shape == (heads,) and norms.dtype == torch.float32
+    torch.testing.assert_close(norms.double(), exact_norms(weights), rtol=NORM_TOLERANCE, atol=0)
+
+
+@pytest.mark.parametrize("growth", [0.0, 1.0, 30.0, 1e4])
+def test_spectral_norms_see_one_growing_direction(growth):
+    # What happens in a failing run: a rank-one part takes over (paper, figure 11).
+    direction = torch.outer(randn(64, seed=1), randn(768, seed=2)) / (64 * 768) ** 0.5
+    weights = torch.stack([randn(64, 768, seed=3) * 0.02, randn(64, 768, seed=4) * 0.02])
+    weights[1] += growth * direction
+    norms = indicators.spectral_norms(weights)
+    torch.testing.assert_close(norms.double(), exact_norms(weights), rtol=NORM_TOLERANCE, atol=0)
+
+
+def test_spectral_norms_of_equal_singular_values():
+    # Power iteration has nothing to converge to here.
+    weights = torch.linalg.qr(randn(64, 16, seed=5)).Q.T[None] * 3.0
+    torch.testing.assert_close(indicators.spectral_norms(weights), torch.tensor([3.0]))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_heads_with_weights_that_are_not_finite_are_nan_and_harm_no_other(bad):
+    query, key = randn(3, 4, 8, seed=6), randn(3, 4, 8, seed=7)
+    broken = query.clone()
+    broken[1, 2, 3] = bad
+    for whole, partly in (
+        (indicators.spectral_norms(query), indicators.spectral_norms(broken)),
+        (
+            indicators.bilinear_spectral_norms(query, key),
+            indicators.bilinear_spectral_norms(broken, key),
+        ),
+        (
+            indicators.bilinear_spectral_norms(key, query),
+            indicators.bilinear_spectral_norms(key, broken),
+        ),
+    ):
+        assert partly.isnan().tolist() == [False, True, False]
+        assert torch.equal(partly[[0, 2]], whole[[0, 2]])
+    assert torch.equal(indicators.top_directions(broken)[1], torch.zeros(4))
+
+
+def test_zero_weights_have_norm_zero():
+    zeros = torch.zeros(2, 3, 5)
+    assert indicators.spectral_norms(zeros).tolist() == [0.0, 0.0]
+    assert indicators.bilinear_spectral_norms(zeros, randn(1, 3, 5)).tolist() == [0.0, 0.0]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 2), st.integers(1, 3), SMALL, SMALL, SEEDS)
+def test_bilinear_norms_are_those_of_the_formed_product(kv_heads, group, d_head, d_model, seed):
+    query = randn(kv_heads * group, d_head, d_model, seed=seed)
+    key = randn(kv_heads, d_head, d_model, seed=seed + 1)
+    norms = indicators.bilinear_spectral_norms(query, key)
+    for head in range(kv_heads * group):
+        product = query[head].double().T @ key[head // group].double()
+        exact = torch.linalg.svdvals(product)[0]
+        # In FP64 inside; the root of an eigenvalue halves the digits where the product vanishes.
+        bound = torch.linalg.matrix_norm(query[head].double(), 2) * torch.linalg.matrix_norm(
+            key[head // group].double(), 2
+        )
+        torch.testing.assert_close(norms[head].double(), exact, rtol=1e-6, atol=1e-7 * bound)
+
+
+def test_bilinear_norm_sees_that_large_factors_miss_each_other():
+    # Query and key weights both of norm 100, along orthogonal directions of the head: no logits.
+    query, key = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
+    query[0, 0, 0] = key[0, 1, 1] = 100.0
+    assert indicators.bilinear_spectral_norms(query, key).item() == 0.0
+    key[0, 0, 1] = 3.0
+    torch.testing.assert_close(
+        indicators.bilinear_spectral_norms(query, key), torch.tensor([300.0])
+    )
+
+
+@settings(deadline=None, max_examples=30)
+@given(HEADS, st.integers(2, 9), st.integers(2, 9), SEEDS, st.sampled_from([1e-30, 1.0, 1e30]))
+def test_top_directions_attain_the_norm(heads, d_head, d_model, seed, size):
+    weights = size * randn(heads, d_head, d_model, seed=seed)
+    directions = indicators.top_directions(weights)
+    torch.testing.assert_close(directions.norm(dim=1), torch.ones(heads))
+    attained = torch.einsum("hd,hdm->hm", directions.double(), weights.double()).norm(dim=1)
+    torch.testing.assert_close(attained, exact_norms(weights), rtol=NORM_TOLERANCE, atol=0)
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    assert (largest > 0).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), HEADS, SMALL, SEEDS)
+def test_shared_maxima_counts_rows(batch, heads, rows, seed):
+    generator = torch.Generator().manual_seed(seed)
+    maxima = torch.randint(0, 4, (batch, heads, rows), generator=generator)
+    row_max = torch.randn(batch, heads, rows, generator=generator)
+    row_max[torch.rand(row_max.shape, generator=generator) < 0.3] = -torch.inf
+    shared, counted = indicators.shared_maxima(maxima, row_max)
+    for head in range(heads):
+        allowed = [
+            (int(maxima[b, head, r]))
+            for b in range(batch)
+            for r in range(rows)
+            if row_max[b, head, r] > -torch.inf
+        ]
+        assert counted[head].item() == len(allowed)
+        assert shared[head].item() == sum(count > 1 for count in allowed)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), HEADS, SMALL, SMALL, SEEDS)
+def test_delta_bias_is_the_signed_sum(batch, heads, rows, width, seed):
+    d_out, out = randn(batch, heads, rows, width, seed=seed).bfloat16(), None
+    exact = randn(batch, heads, rows, width, seed=seed + 1)
+    out = exact.bfloat16()
+    bias, bias_abs = indicators.delta_bias(d_out, out, exact)
+    reference = (d_out.double() * (out.double() - exact.double())).sum(-1)
+    # FP32 inside a row of at most nine products, each at most about 10 times 2^-8.
+    torch.testing.assert_close(bias, reference.sum((0, 2)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bias_abs, reference.abs().sum((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_delta_bias_has_the_sign_of_what_is_added_to_delta(sign):
+    # delta_lp - delta_hp (equation 3): an output too large along dO makes delta too large.
+    d_out = torch.ones(2, 1, 5, 4)
+    exact = randn(2, 1, 5, 4, seed=8)
+    bias, bias_abs = indicators.delta_bias(d_out, exact + sign * 0.5, exact)
+    torch.testing.assert_close(bias, torch.tensor([sign * 0.5 * 40]).double())
+    torch.testing.assert_close(bias_abs, torch.tensor([0.5 * 40]).double())
+
+
+def test_delta_bias_adds_many_rows_without_losing_small_ones():
+    # 2^17 rows of 2^-10 after one of 1e5: in FP32 the small ones would be rounded off (ulp 2^-7).
+    d_out = torch.ones(1, 1, 2**17 + 1, 1)
+    error = torch.full((1, 1, 2**17 + 1, 1), 2.0**-10)
+    error[0, 0, 0] = 1e5
+    bias, _ = indicators.delta_bias(d_out, error, torch.zeros_like(error))
+    assert bias.item() == 1e5 + 2**7
+
+
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_norms_do_not_depend_on_the_precision_allowed_for_products(precision):
+    # Lightning recommends both settings; they let products round their operands to TF32 or BF16.
+    weights = randn(2, 16, 256, seed=9)
+    torch.set_float32_matmul_precision(precision)
+    try:
+        norms, directions = indicators.spectral_norms(weights), indicators.top_directions(weights)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert torch.equal(norms, indicators.spectral_norms(weights))
+    assert torch.equal(directions, indicators.top_directions(weights))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3), HEADS, SMALL, st.integers(2, 9), SEEDS)
+def test_gradient_error_against_loops(batch, heads, rows, width, seed):
+    dq = randn(batch, heads, rows, width, seed=seed)
+    exact = randn(batch, heads, rows, width, seed=seed + 1)
+    directions = torch.nn.functional.normalize(randn(heads, width, seed=seed + 2), dim=1)
+    squares, exact_squares, along, scale = indicators.gradient_error(dq, exact, directions)
+    error = dq.double() - exact.double()
+    for head in range(heads):
+        expected = torch.zeros(4, dtype=torch.float64)
+        for b in range(batch):
+            for row in range(rows):
+                u = directions[head].double()
+                expected[0] += error[b, head, row].square().sum()
+                expected[1] += exact[b, head, row].double().square().sum()
+                expected[2] += error[b, head, row] @ u
+                expected[3] += (exact[b, head, row].double() @ u).abs()
+        got = torch.stack([squares[head], exact_squares[head], along[head], scale[head]])
+        # FP32 inside a row; up to 27 rows of values of order ten.
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,291 @@
+"""The metrics against whole FP64 attention matrices, from calls made through the real op."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import switchable_attention
+from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+
+EPS = 1e-3
+
+
+def sink_inputs(batch=2, heads=4, kv_heads=2, rows=48, width=16, seed=0, dtype=torch.bfloat16):
+    """Queries that all look at the same few keys, and values of one sign: rounding adds up."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, heads, rows, width, generator=generator) * 0.3 + 1.0
+    k = torch.randn(batch, kv_heads, rows, width, generator=generator) * 0.3
+    k[:, :, :2] = k[:, :, :1] + 2.0
+    v = -2.0 - torch.rand(batch, kv_heads, rows, width, generator=generator)
+    d_out = torch.rand(batch, heads, rows, width, generator=generator)
+    return tuple(x.to(dtype) for x in (q, k, v, d_out))
+
+
+def call_of(q, k, v, d_out, stabilizers=None, is_causal=True):
+    """One forward and backward through the op; what the observer was handed."""
+    number, calls = switchboard.add_site(), []
+    state = switchboard.site_state(number)
+    state.observer, state.stabilizers = calls.append, stabilizers
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    out = switchable_attention(q, k, v, torch.tensor(number), is_causal=is_causal, scale=None)
+    out.backward(d_out)
+    switchboard.remove_site(number)
+    (call,) = calls
+    return call
+
+
+def exact_attention(call, requires_grad=False):
+    """FP64 scores, probabilities and output of a call, the whole matrix at once."""
+    q, k, v = (x.detach().double() for x in (call.q, call.k, call.v))
+    q.requires_grad_(requires_grad)
+    group = q.size(1) // k.size(1)
+    key, value = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q @ key.mT * call.scale
+    if call.causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
+    probabilities = scores.softmax(-1)
+    return q, scores, probabilities, probabilities @ value
+
+
+def measured(metrics):
+    return dict(zip(MEASURED, metrics.compute(), strict=True))
+
+
+def updated(calls, num_rows=None, num_heads=4):
+    metrics = AttentionMetrics(1, num_heads, num_rows, EPS)
+    for call in calls:
+        metrics.update(0, call)
+    return measured(metrics)
+
+
+def exact_bias(calls, rows=slice(None)):
+    total = 0.0
+    for call in calls:
+        out = call.out.double()
+        if call.residual is not None:
+            out = out + call.residual.double()
+        error = out - exact_attention(call)[3]
+        delta = (call.d_out.double() * error).sum(-1)[:, :, rows]
+        total = total + torch.stack([delta.sum((0, 2)), delta.abs().sum((0, 2))])
+    return total
+
+
+def test_indicators_of_several_micro_batches_are_those_of_all_their_rows():
+    # Micro-batches of different lengths, so that a mean of means would be seen.
+    calls = [
+        call_of(*sink_inputs(rows=48, seed=1)),
+        call_of(*sink_inputs(rows=16, batch=3, seed=2)),
+    ]
+    got = updated(calls)
+    rows, ties, ties_bf16, entropy, largest = 0, 0, 0, 0.0, []
+    for call in calls:
+        _, scores, probabilities, _ = exact_attention(call)
+        # BF16 products are exact in FP32 and sums of 16 of them nearly so: no score crosses EPS.
+        top = scores.amax(-1, keepdim=True)
+        assert ((top - scores - EPS).abs() > 1e-6).all()
+        ties += ((top - scores <= EPS).sum(-1) > 1).sum((0, 2))
+        top_bf16 = scores.float().bfloat16().float().amax(-1, keepdim=True)
+        ties_bf16 += ((top_bf16 - scores.float().bfloat16().float() <= EPS).sum(-1) > 1).sum((0, 2))
+        entropy = entropy + torch.special.entr(probabilities).sum((0, 2, 3))
+        rows += call.q.size(0) * call.q.size(2)
+        largest.append(scores.amax((0, 2, 3)))
+    torch.testing.assert_close(got["multiple_maxima"][0], ties.double() / rows, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        got["multiple_maxima_bf16"][0], ties_bf16.double() / rows, rtol=1e-12, atol=0
+    )
+    assert (ties > 0).all() and (ties < rows).all(), "there must be rows of both kinds"
+    torch.testing.assert_close(got["attention_entropy"][0], entropy / rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got["max_logit"][0], torch.stack(largest).amax(0), rtol=1e-6, atol=0)
+    bias, bias_abs = exact_bias(calls)
+    assert (bias.abs() > 0.1 * bias_abs).any(), "there must be a bias to measure"
+    # The shadow's FP32 sums, relative to the absolute sum: 2^-24 times a few, against 2^-9.
+    torch.testing.assert_close(
+        got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
+    )
+    torch.testing.assert_close(got["delta_bias_abs"][0], bias_abs, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 48, 1000])
+def test_a_subset_of_rows_is_measured_as_if_there_were_no_others(num_rows):
+    call = call_of(*sink_inputs(seed=3))
+    got = updated([call], num_rows)
+    rows = torch.linspace(0, 47, min(num_rows, 48)).round().long()
+    bias, bias_abs = exact_bias([call], rows)
+    torch.testing.assert_close(
+        got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
+    )
+    _, scores, probabilities, _ = exact_attention(call)
+    entropy = torch.special.entr(probabilities[:, :, rows]).sum(-1).mean((0, 2))
+    torch.testing.assert_close(got["attention_entropy"][0], entropy, rtol=1e-5, atol=1e-6)
+    largest = scores[:, :, rows].amax((0, 2, 3))
+    torch.testing.assert_close(got["max_logit"][0], largest, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_compensated_heads_keep_less_than_a_hundredth_of_the_bias(kv_heads):
+    inputs = sink_inputs(kv_heads=kv_heads, rows=64, seed=4)
+    stock, compensated = call_of(*inputs), call_of(*inputs, ("compensated",) * 4)
+    assert stock.stabilizers == ("none",) * 4 and stock.residual is None
+    before, after = updated([stock]), updated([compensated])
+    bias, bias_abs = exact_bias([stock])
+    torch.testing.assert_close(
+        before["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
+    )
+    assert (bias_abs > 0.01).all()
+    assert (after["delta_bias"][0].abs() < 1e-2 * before["delta_bias_abs"][0]).all()
+    assert (after["delta_bias_abs"][0] < 1e-2 * before["delta_bias_abs"][0]).all()
+    # Heads together: where a single head's bias happens to be small, the ratio says nothing.
+    assert after["delta_bias"].abs().sum() < 1e-2 * before["delta_bias"].abs().sum()
+
+
+def test_a_mix_of_stabilizers_is_measured_head_by_head():
+    inputs = sink_inputs(seed=5)
+    mixed = call_of(*inputs, ("none", "compensated", "none", "compensated"))
+    got, stock = updated([mixed]), updated([call_of(*inputs)])
+    assert torch.equal(got["delta_bias"][0, [0, 2]], stock["delta_bias"][0, [0, 2]])
+    small = got["delta_bias_abs"][0, [1, 3]] / stock["delta_bias_abs"][0, [1, 3]]
+    assert (small < 1e-2).all()
+
+
+def test_audit_compares_dq_with_autograd_in_fp64():
+    calls = [call_of(*sink_inputs(seed=6)), call_of(*sink_inputs(seed=7))]
+    generator = torch.Generator().manual_seed(8)
+    directions = torch.nn.functional.normalize(torch.randn(2, 16, generator=generator), dim=1)
+    heads = [1, 3]
+    metrics = AttentionMetrics(1, 4)
+    errors, exacts = [], []
+    for call in calls:
+        metrics.update(0, call)
+        metrics.audit(0, call, heads, directions)
+        q, _, _, out = exact_attention(call, requires_grad=True)
+        (dq,) = torch.autograd.grad(out, q, call.d_out.double())
+        exacts.append(dq[:, heads])
+        errors.append(call.dq.double()[:, heads] - dq[:, heads])
+    got = measured(metrics)
+    error, exact = torch.cat(errors), torch.cat(exacts)
+    relative = (error.square().sum((0, 2, 3)) / exact.square().sum((0, 2, 3))).sqrt()
+    u = directions.double()
+    along = torch.einsum("bhnd,hd->h", error, u)
+    scale = torch.einsum("bhnd,hd->bhn", exact, u).abs().sum((0, 2))
+    # In a sink dQ nearly vanishes: BF16's error is larger than dQ, the FP32 reference's 1e-4 of it.
+    torch.testing.assert_close(got["dq_relative_error"][0, heads], relative, rtol=1e-3, atol=0)
+    torch.testing.assert_close(got["dq_coherent_error"][0, heads], along / scale, rtol=1e-3, atol=0)
+    assert (along / scale).abs().max() > 1e-3, "there must be a sign to get right"
+    assert got["dq_relative_error"][0, [0, 2]].isnan().all()
+    assert got["dq_coherent_error"][0, [0, 2]].isnan().all()
+
+
+def test_sites_of_different_head_counts_do_not_mix():
+    wide, narrow = call_of(*sink_inputs(seed=9)), call_of(*sink_inputs(heads=2, seed=10))
+    metrics = AttentionMetrics(3, 4)
+    metrics.update(0, wide)
+    metrics.update(2, narrow)
+    values = metrics.compute()
+    assert values.shape == (len(MEASURED), 3, 4) and values.dtype == torch.float64
+    alone_wide, alone_narrow = AttentionMetrics(1, 4), AttentionMetrics(1, 2)
+    alone_wide.update(0, wide)
+    alone_narrow.update(0, narrow)
+    torch.testing.assert_close(
+        values[:, 0], alone_wide.compute()[:, 0], rtol=0, atol=0, equal_nan=True
+    )
+    torch.testing.assert_close(
+        values[:, 2, :2], alone_narrow.compute()[:, 0], rtol=0, atol=0, equal_nan=True
+    )
+    assert values[:, 1].isnan().all() and values[:, 2, 2:].isnan().all()
+
+
+def test_reset_forgets_everything():
+    metrics = AttentionMetrics(1, 4)
+    first, second = call_of(*sink_inputs(seed=11)), call_of(*sink_inputs(seed=12))
+    metrics.update(0, first)
+    metrics.audit(0, first, [0], torch.ones(1, 16))
+    metrics.compute()
+    metrics.reset()
+    metrics.update(0, second)
+    fresh = AttentionMetrics(1, 4)
+    fresh.update(0, second)
+    torch.testing.assert_close(metrics.compute(), fresh.compute(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_without_an_allowed_key_do_not_count():
+    # Bottom-right alignment with more queries than keys: the first rows see nothing.
+    q, k, v, d_out = sink_inputs(rows=12, seed=13)
+    call = call_of(q, k[:, :, :4], v[:, :, :4], d_out, is_causal=False)
+    masked = {name: getattr(call, name) for name in call.__dataclass_fields__} | {"causal": True}
+    got = updated([type(call)(**masked)])
+    visible = exact_attention(call_of(q[:, :, 8:], k[:, :, :4], v[:, :, :4], d_out[:, :, 8:]))
+    expected = torch.special.entr(visible[2]).sum(-1).mean((0, 2))
+    torch.testing.assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_activations_that_are_not_finite_stay_in_their_head(bad):
+    q, k, v, d_out = sink_inputs(kv_heads=4, seed=14)
+    healthy = updated([call_of(q, k, v, d_out)])
+    q[0, 1, 5] = bad
+    got = updated([call_of(q, k, v, d_out)])
+    for name in ("delta_bias", "max_logit", "attention_entropy"):
+        assert torch.equal(got[name][0, [0, 2, 3]], healthy[name][0, [0, 2, 3]])
+        assert not got[name][0, 1].isfinite()
+
+
+def test_zero_gradient_gives_no_audit():
+    q, k, v, d_out = sink_inputs(seed=15)
+    call = call_of(q, k, v, torch.zeros_like(d_out))
+    metrics = AttentionMetrics(1, 4)
+    metrics.update(0, call)
+    metrics.audit(0, call, [0], torch.ones(1, 16))
+    got = measured(metrics)
+    assert got["dq_relative_error"].isnan().all() and got["dq_coherent_error"].isnan().all()
+    assert got["delta_bias"][0].tolist() == [0.0] * 4
+
+
+WORKER = textwrap.dedent(
+    """
+    import sys
+    import torch
+    from guardbit.monitor.metrics import AttentionMetrics
+
+    torch.set_num_threads(1)
+    rank, folder = int(sys.argv[1]), sys.argv[2]
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    calls = torch.load(f"{folder}/calls{rank}.pt", weights_only=False)
+    metrics = AttentionMetrics(1, 4)
+    for call in calls:
+        metrics.update(0, call)
+        metrics.audit(0, call, [2], torch.ones(1, 16))
+    torch.save(metrics.compute(), f"{folder}/values{rank}.pt")
+    torch.distributed.destroy_process_group()
+    """
+)
+
+
+def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
+    calls = [call_of(*sink_inputs(batch=1 + i, seed=20 + i)) for i in range(3)]
+    shares = [calls[:1], calls[1:]]
+    for rank, share in enumerate(shares):
+        torch.save(share, tmp_path / f"calls{rank}.pt")
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path)])
+        for rank in range(2)
+    ]
+    try:
+        assert [worker.wait(timeout=60) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    alone = AttentionMetrics(1, 4)
+    for call in calls:
+        alone.update(0, call)
+        alone.audit(0, call, [2], torch.ones(1, 16))
+    values = [torch.load(tmp_path / f"values{rank}.pt") for rank in range(2)]
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
+    # FP64 sums in another order.
+    torch.testing.assert_close(values[0], alone.compute(), rtol=1e-12, atol=1e-12, equal_nan=True)

@@ -1,0 +1,599 @@
+"""`MonitorSession` in plain loops: the steps it samples, what it costs, and what it survives."""
+
+import itertools
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.kernels import switchboard
+from guardbit.monitor import indicators
+from guardbit.monitor import session as session_module
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.policy import Policy
+from guardbit.records import HEAD_INDICATORS, Event
+
+SITES = ["layers.0", "layers.1"]
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=2, kv_heads=2):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q_proj = nn.Linear(32, 16 * heads, bias=False)
+        self.k_proj = nn.Linear(32, 16 * kv_heads, bias=False)
+        self.v_proj = nn.Linear(32, 16 * kv_heads, bias=False)
+        self.o_proj = nn.Linear(16 * heads, 32, bias=False)
+
+    def forward(self, x):
+        split = lambda y, heads: y.unflatten(-1, (heads, 16)).transpose(1, 2)  # noqa: E731
+        q = split(self.q_proj(x), self.heads)
+        k, v = (split(p(x), self.kv_heads) for p in (self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two attention layers, the second with twice the heads and grouped keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention(4, 2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Loop:
+    """A model, an optimizer, and data that depend on the step only."""
+
+    def __init__(self, **settings):
+        torch.manual_seed(0)
+        self.model = Model().bfloat16()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.session = MonitorSession(self.model, **settings)
+        self.losses = {}
+
+    def backward(self, step, scale=1.0):
+        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = self.model(x).float().square().mean()
+        (loss * scale).backward()
+        self.losses[step] = loss.item()
+        return loss
+
+    def run(self, steps, close=True):
+        for step in steps:
+            with self.session.step(step) as record:
+                self.optimizer.zero_grad()
+                loss = self.backward(step)
+                self.optimizer.step()
+                record.loss(loss)
+        if close:
+            self.session.close()
+        return self
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    torch.set_num_threads(1)
+
+
+def values(path, indicator, site=""):
+    frame = read_run(path)
+    rows = frame[(frame.indicator == indicator) & (frame.site == site)]
+    return dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True))
+
+
+def events_of(path, kind):
+    events = read_events(path)
+    return events[events.kind == kind]
+
+
+def sampled(path):
+    frame = read_run(path)
+    return sorted(set(frame[frame.indicator == "max_logit"].step))
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_loop_records_every_loss_and_the_sampled_steps(tmp_path):
+    loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True).run(range(8))
+    assert values(tmp_path, "loss") == loop.losses
+    assert sampled(tmp_path) == [0, 3, 6]
+    frame = read_run(tmp_path)
+    for site, layer, heads in ((SITES[0], 0, 2), (SITES[1], 1, 4)):
+        rows = frame[(frame.site == site) & (frame.step == 3)]
+        assert set(rows.layer) == {layer}
+        for indicator in set(HEAD_INDICATORS) - {"dq_relative_error", "dq_coherent_error"}:
+            assert rows[rows.indicator == indicator]["head"].tolist() == list(range(heads))
+
+
+@pytest.mark.parametrize(
+    "steps, expected",
+    [
+        (range(7, 16), [10, 15]),  # resumed between two samples
+        (range(0, 20, 2), [0, 6, 10, 16]),  # two optimizers count
+        ([0, 1, 4, 11, 12, 23], [0, 11, 23]),  # uneven jumps
+        ([0, 0, 1, 2, 5], [0, 5]),
+    ],
+)
+def test_the_first_step_at_or_after_each_multiple_is_sampled(tmp_path, steps, expected):
+    Loop(every_n_train_steps=5, dirpath=tmp_path, strict=True).run(steps)
+    assert sampled(tmp_path) == expected
+
+
+def test_micro_batches_of_a_step_add_up(tmp_path):
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path / "many", strict=True)
+    offsets, losses = [], []
+    for part in range(3):
+        loop.session.begin_batch(4)
+        offsets.append(switchboard.random_offset())
+        losses.append(loop.backward(part, scale=1 / 3))
+        loop.session.loss(losses[-1].detach() / 3, factor=3)
+    loop.session.end_step()
+    loop.session.close()
+    assert len(set(offsets)) == 3, "stochastic rounding must not repeat itself"
+    total = 0.0
+    for part in range(3):
+        alone = Loop(every_n_train_steps=2, dirpath=tmp_path / f"{part}", strict=True)
+        with alone.session.step(4):
+            alone.backward(part, scale=1 / 3)
+        alone.session.close()
+        total += values(tmp_path / f"{part}", "delta_bias_abs", SITES[0])[4]
+    # By layer 0's head with the highest number: the table keeps one value a step.
+    assert values(tmp_path / "many", "delta_bias_abs", SITES[0])[4] == pytest.approx(total)
+    expected = sum(loss.item() for loss in losses) / 3
+    assert values(tmp_path / "many", "loss")[4] == pytest.approx(expected, rel=1e-6)
+
+
+def test_random_offsets_depend_on_step_and_micro_batch_only():
+    seen = {}
+    for _ in range(2):
+        loop = Loop(every_n_train_steps=100)
+        for step in (3, 4, 2**21 + 5):
+            for micro_batch in range(2):
+                loop.session.begin_batch(step)
+                offset = switchboard.random_offset()
+                assert seen.setdefault((step, micro_batch), offset) == offset
+                assert 0 <= offset < 2**63
+            loop.session.end_step()
+        loop.session.close()
+    assert len(set(seen.values())) == len(seen)
+    # Room for 2^32 elements of one call.
+    ordered = sorted(seen.values())
+    assert min(b - a for a, b in itertools.pairwise(ordered)) >= 2**32
+
+
+def test_an_error_inside_a_step_goes_its_way_and_the_step_can_begin_again(tmp_path):
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path / "retried", strict=True)
+    loop.run([0, 1], close=False)
+    with pytest.raises(ZeroDivisionError), loop.session.step(2) as record:
+        record.loss(loop.backward(99))
+        raise ZeroDivisionError
+    assert not loop.session.is_sampled
+    sites = loop.session.instrumentation.sites.values()
+    assert [switchboard.site_state(site.number).observer for site in sites] == [None, None]
+    loop.run([2, 3])
+    Loop(every_n_train_steps=2, dirpath=tmp_path / "clean", strict=True).run(range(4))
+    pd.testing.assert_frame_equal(read_run(tmp_path / "retried"), read_run(tmp_path / "clean"))
+
+
+def test_closing_twice_and_going_on_without_a_store(tmp_path):
+    loop = Loop(every_n_train_steps=1, strict=True).run(range(3))
+    loop.session.close()
+    assert loop.session.scalars["max_logit"] > 0
+    MonitorSession(loop.model).close()
+
+
+# --- cost of the steps that are not sampled ------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket._qualified_op_name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_steps_that_are_not_sampled_run_no_kernel(tmp_path):
+    loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True)
+    loop.run(range(4), close=False)
+    files = sorted(tmp_path.iterdir())
+    for step in (4, 5):
+        with Operations() as operations:
+            loop.session.begin_batch(step)
+        assert operations.names == []
+        state = switchboard.site_state(
+            next(iter(loop.session.instrumentation.sites.values())).number
+        )
+        assert state.observer is None
+        loss = loop.backward(step)
+        with Operations() as operations:
+            loop.session.loss(loss)
+            loop.session.loss(loss.detach(), factor=4)
+            loop.session.grad_norm(loss)
+            assert loop.session.end_step() == []
+        # Views launch nothing.
+        assert set(operations.names) <= {"aten::detach", "aten::view", "aten::alias"}
+    assert sorted(tmp_path.iterdir()) == files, "nothing is written either"
+    loop.session.begin_batch(6)
+    with Operations() as operations:
+        loop.backward(6)
+        loop.session.end_step()
+    assert "aten::_linalg_eigh" in operations.names, "the count must see what a sampled step does"
+
+
+def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
+    transfers = []
+    loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True)
+    loop.run(range(3), close=False)  # by now the layouts of the weights are known
+    original = torch.Tensor.cpu
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda self: transfers.append(self.shape) or original(self)
+    )
+    with loop.session.step(3) as record:
+        record.loss(loop.backward(3))
+        record.grad_norm(torch.ones(()))
+        with Operations() as operations:
+            pass
+    (shape,) = transfers
+    heads = 2 + 4
+    # Eleven columns of every head (the cumulative one is added on the host), losses of steps
+    # 1 to 3, the gradient norm.
+    assert shape == (11 * heads + 3 + 1,)
+    assert operations.names == []
+
+
+# --- acting and remembering ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Always:
+    """Names head 1 of the second layer at every sample, as soon as it has seen `after`."""
+
+    after: int = 0
+    name: str = "always"
+
+    def examine(self, frame, state):
+        state["seen"] = state.get("seen", 0) + 1
+        due = state["seen"] > self.after and SITES[1] in frame.of("max_logit")
+        return [Finding(SITES[1], (1,), "it always does")] if due else []
+
+
+def test_the_state_resumes_the_run_to_the_bit(tmp_path):
+    settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
+
+    def loop(folder):
+        return Loop(dirpath=tmp_path / folder, policy=Policy("stochastic"), **settings)
+
+    # The rule counts calls: every loss is a frame of its own, so it fires within the second sample.
+    whole = loop("whole").run(range(11), close=False)
+    whole_state = whole.session.state_dict()
+    whole.session.close()
+    first = loop("parts").run(range(8), close=False)
+    state = json.loads(json.dumps(first.session.state_dict()))
+    first.session.close()
+    second = loop("parts")
+    second.model.load_state_dict(first.model.state_dict())
+    second.session.load_state_dict(state)
+    # Before the first forward, too: a run may be stopped right after it was resumed.
+    assert second.session.state_dict()["stabilizers"] == {
+        SITES[1]: ["none", "stochastic"] + 2 * ["none"]
+    }
+    second.run(range(8, 11), close=False)
+    assert json.dumps(second.session.state_dict()) == json.dumps(whole_state)
+    second.session.close()
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
+    pd.testing.assert_frame_equal(read_events(tmp_path / "whole"), read_events(tmp_path / "parts"))
+
+
+def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
+    dry = Loop(dirpath=tmp_path, policy=Policy(), dry_run=True, **settings).run([0, 1], close=False)
+    state = dry.session.state_dict()
+    dry.session.close()
+    serious = Loop(dirpath=tmp_path, policy=Policy(), **settings)
+    serious.session.load_state_dict(state)
+    # A rule keeps silent about a head for 1,000 steps after it has fired.
+    serious.run([2, 998, 1000])
+    switches = events_of(tmp_path, "switch")
+    assert switches.step.tolist() == [0, 1000]
+    assert switches.stabilizer.tolist() == ["", "compensated"]
+
+
+def test_suspects_are_audited_besides_those_in_turn(tmp_path):
+    Loop(
+        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, num_audited_heads=1, strict=True
+    ).run(range(4))
+    frame = read_run(tmp_path)
+    rows = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[1])]
+    audited = {step: group["head"].tolist() for step, group in rows.groupby("step")}
+    assert audited == {1: [1], 2: [1, 2], 3: [1, 3]}
+
+
+def test_one_value_that_is_not_finite_does_not_stay_in_the_running_sum(tmp_path, monkeypatch):
+    original = indicators.delta_bias
+    bad = {2: torch.inf, 4: torch.nan}
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path, strict=True)
+
+    def delta_bias(*tensors):
+        bias, bias_abs = original(*tensors)
+        return bias + bad.get(loop.session._step, 0.0), bias_abs
+
+    monkeypatch.setattr(indicators, "delta_bias", delta_bias)
+    loop.run(range(7))
+    frame = read_run(tmp_path)
+    head = frame[(frame.site == SITES[0]) & (frame["head"] == 0)].set_index(["indicator", "step"])
+    sums = [head.value["delta_bias_cumulative", step] for step in (0, 2, 4, 6)]
+    assert head.value["delta_bias", 2] == torch.inf and ("delta_bias", 4) not in head.index
+    assert sums[0] == sums[1] == sums[2] == head.value["delta_bias", 0]
+    assert sums[3] == sums[0] + head.value["delta_bias", 6]
+
+
+def test_the_loss_scale_is_taken_out_of_the_delta_bias(tmp_path):
+    for name, scale in (("one", 1.0), ("many", 4096.0)):
+        loop = Loop(every_n_train_steps=1, dirpath=tmp_path / name, strict=True)
+        with loop.session.step(0):
+            loop.session.loss_scale = scale
+            loop.backward(0, scale)
+        loop.session.close()
+    frames = [read_run(tmp_path / name) for name in ("one", "many")]
+    # Powers of two scale all roundings alike.
+    pd.testing.assert_frame_equal(*frames)
+    biases = frames[0][frames[0].indicator == "delta_bias"].value
+    assert len(biases) == 6 and (biases != 0).all()
+
+
+# --- surviving -----------------------------------------------------------------------------------
+
+
+def fail(*args, **kwargs):
+    raise ArithmeticError("on purpose")
+
+
+class FailingRule:
+    name = "failing"
+
+    def examine(self, frame, state):
+        raise ArithmeticError("on purpose")
+
+
+class FailingPolicy(Policy):
+    def decide(self, alarms, step):
+        raise ArithmeticError("on purpose")
+
+
+HEADS = set(HEAD_INDICATORS)
+NORMS = {"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"}
+#: Stage -> what breaks it, settings, indicators that are recorded all the same after the first step
+BROKEN = {
+    "capture": ("delta_bias", {}, NORMS),
+    "metrics": ("spectral_norms", {}, set()),
+    "detectors": (None, {"rules": (FailingRule(),)}, HEADS),
+    "policy": (None, {"policy": FailingPolicy()}, HEADS),
+}
+
+
+@pytest.mark.parametrize("stage", BROKEN)
+def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
+    tmp_path, monkeypatch, caplog, stage
+):
+    function, settings, recorded = BROKEN[stage]
+    if function:
+        monkeypatch.setattr(indicators, function, fail)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path / "run", **settings).run(range(4))
+    frame = read_run(tmp_path / "run")
+    assert set(frame[frame.step >= 1].indicator) == {"loss"} | recorded
+    assert values(tmp_path / "run", "loss") == loop.losses
+    assert sum(f"the stage '{stage}' failed" in message for message in caplog.messages) == 1
+    (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
+    assert (error.step, error.why) == (0, f"{stage}: on purpose")
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        Loop(every_n_train_steps=1, strict=True, **settings).run(range(2))
+
+
+def test_nothing_stale_is_recorded_after_the_capture_has_failed(tmp_path, monkeypatch):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
+    monkeypatch.setattr(indicators, "delta_bias", fail)
+    loop.run(range(2, 5))
+    assert sampled(tmp_path) == [0, 1]
+    assert sorted(values(tmp_path, "loss")) == [0, 1, 2, 3, 4]
+    assert sorted(values(tmp_path, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
+
+
+def test_training_is_the_same_with_every_stage_failing(monkeypatch):
+    torch.manual_seed(0)
+    alone = Loop(every_n_train_steps=100)
+    alone.session.close()
+    for step in range(4):
+        alone.optimizer.zero_grad()
+        alone.backward(step)
+        alone.optimizer.step()
+    monkeypatch.setattr(indicators, "delta_bias", fail)
+    monkeypatch.setattr(indicators, "spectral_norms", fail)
+    loop = Loop(every_n_train_steps=1, rules=(FailingRule(),), policy=FailingPolicy())
+    loop.run(range(4))
+    for one, other in zip(alone.model.parameters(), loop.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("where", ["a file in the way", "disk full later"])
+def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where):
+    folder = tmp_path / "run"
+    if where == "a file in the way":
+        tmp_path.joinpath("run").write_text("")
+        folder = folder / "inside"
+    loop = Loop(every_n_train_steps=1, rules=(Always(3),), dirpath=folder, policy=Policy())
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if where == "disk full later":
+        loop.run([0], close=False)
+        monkeypatch.setattr("guardbit.store.writing.publish", full)
+    loop.run(range(1, 5), close=False)
+    assert "compensated" in loop.session.instrumentation.stabilizers()[SITES[1]], "it still acts"
+    loop.session.close()
+    assert sum("the stage 'store' failed" in message for message in caplog.messages) == 1
+    if where == "disk full later":
+        assert sampled(folder) == [0]
+    strict = Loop(every_n_train_steps=1, dirpath=tmp_path / "another", strict=True)
+    with pytest.raises(OSError, match="No space left"):
+        monkeypatch.setattr("guardbit.store.writing.publish", full)
+        strict.run([0])
+
+
+def test_a_loss_that_is_no_number_turns_the_losses_off_only(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session.begin_batch(0)
+    loop.backward(0)
+    loop.session.loss(torch.ones(3))
+    loop.session.end_step()
+    loop.session.close()
+    assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
+    assert sampled(tmp_path) == [0]
+
+
+def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_again(tmp_path):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    loop.run([0], close=False)
+    layer = loop.model.layers[1]
+    layer.heads, layer.kv_heads = 2, 2
+    for name in ("q_proj", "o_proj"):
+        weight = getattr(layer, name).weight
+        weight.data = weight.data[:32] if name == "q_proj" else weight.data[:, :32]
+        weight.grad = None
+    loop.run([1, 2])
+    logits = read_run(tmp_path).query("indicator == 'max_logit'")
+    counts = logits.groupby(["step", "site"]).size().to_dict()
+    assert counts == {
+        (0, SITES[0]): 2, (0, SITES[1]): 4, (1, SITES[0]): 2, (2, SITES[0]): 2, (2, SITES[1]): 2,
+    }  # fmt: skip
+
+
+def test_events_are_logged_by_how_much_they_matter(caplog):
+    loop = Loop(every_n_train_steps=1)
+    with caplog.at_level(logging.INFO, "guardbit"):
+        loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
+        loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test"))
+    loop.session.close()
+    levels = [record.levelname for record in caplog.records if "for a test" in record.message]
+    assert levels == ["INFO", "WARNING"]
+    assert "step 3: switch layers.1 heads [1]: for a test" in caplog.messages
+
+
+# --- several ranks -------------------------------------------------------------------------------
+
+WORKER = textwrap.dedent(
+    """
+    import importlib.util, json, sys
+    import torch
+
+    rank, folder, path = int(sys.argv[1]), *sys.argv[2:]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    specification = importlib.util.spec_from_file_location("test_session", path)
+    test_session = importlib.util.module_from_spec(specification)
+    sys.modules["test_session"] = test_session
+    specification.loader.exec_module(test_session)
+    loop = test_session.Loop(
+        every_n_train_steps=1,
+        rules=(test_session.LoudRow(),),
+        policy=test_session.Policy(),
+        dirpath=f"{folder}/run" if rank == 0 else None,
+    )
+    for step in range(3):
+        if rank == 1 and step == 2:
+            test_session.indicators.delta_bias = test_session.fail
+        with loop.session.step(step) as record:
+            # Only rank 1 sees the loud rows.
+            x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
+            x = x + 0.01 * torch.arange(12)[:, None]
+            loss = loop.model(x.bfloat16()).float().square().mean()
+            loss.backward()
+            record.loss(float(rank))
+    stabilizers = loop.session.instrumentation.stabilizers()
+    loop.session.close()
+    with open(f"{folder}/{rank}.json", "w") as file:
+        json.dump([stabilizers, sorted(loop.session._off)], file)
+    torch.distributed.destroy_process_group()
+    """
+)
+
+
+LOUD = 0.2
+
+
+@dataclass(frozen=True)
+class LoudRow:
+    """Names the second layer's head 0 when the largest logit of the first layer is loud."""
+
+    name: str = "loud_row"
+
+    def examine(self, frame, state):
+        logits = frame.of("max_logit").get(SITES[0])
+        loud = logits is not None and logits.max() > LOUD
+        return [Finding(SITES[1], (0,), "a row is loud")] if loud else []
+
+
+def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path):
+    workers = [
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), tmp_path, __file__])
+        for rank in range(2)
+    ]
+    try:
+        assert [worker.wait(timeout=90) for worker in workers] == [0, 0]
+    finally:
+        for worker in workers:
+            worker.kill()
+    zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
+    assert (zero[1], one[1]) == ([], ["capture"])
+    assert values(tmp_path / "run", "loss") == {0: 0.0, 1: 0.0, 2: 0.0}, "rank 0's"
+    # Where one rank cannot measure, as at step 2, none does, and nobody waits for it for ever.
+    assert sampled(tmp_path / "run") == [0, 1]
+    # Rank 0 alone would have seen nothing loud.
+    with torch.no_grad():
+        x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)
+        torch.manual_seed(0)
+        layer = Model().bfloat16().layers[0]
+        q, k = (
+            p(x.bfloat16()).float().unflatten(-1, (2, 16)) for p in (layer.q_proj, layer.k_proj)
+        )
+        largest = (torch.einsum("bnhd,bmhd->bhnm", q, k) / 4).max().item()
+    assert largest < LOUD / 10
+    assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
+
+
+def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
+    """The loop in the module's docstring, with a model and batches."""
+    example = session_module.__doc__.split("plain loop.\n\n")[1]
+    monkeypatch.chdir(tmp_path)
+    loop = Loop()
+    loop.session.close()
+    body = textwrap.dedent(example).replace("...  ", "loss = loop.backward(step)  ")
+    import guardbit
+
+    names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
+    exec(body, names)
+    assert values(tmp_path / "runs" / "mine", "loss") == loop.losses

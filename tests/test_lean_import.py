@@ -1,0 +1,58 @@
+"""What can be imported without the heavy packages; each in an interpreter of its own."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "triton", "transformers")
+
+LEAN = [
+    "guardbit.dashboards",
+    "guardbit.dashboards.figures",
+    "guardbit.dashboards.frames",
+    "guardbit.dashboards.report",
+    "guardbit.monitor.detectors",
+    "guardbit.monitor.policy",
+    "guardbit.monitor.replay",
+    "guardbit.records",
+    "guardbit.store",
+]
+
+
+def loaded(code, names):
+    """Which of the packages an interpreter has loaded after running the code."""
+    program = f"{code}\nimport sys\nprint([name for name in {names!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing():
+    light = ("numpy", "pandas", "pyarrow", "matplotlib", *HEAVY)
+    assert loaded("import guardbit; dir(guardbit)", light) == "[]"
+
+
+def test_reading_telemetry_needs_no_torch():
+    code = "from guardbit import INDICATORS, read_events, read_metadata, read_run"
+    assert loaded(code, HEAVY) == "[]"
+
+
+def test_all_lean_modules_together_load_nothing_heavy():
+    code = "\n".join(f"import {module}" for module in LEAN)
+    assert loaded(code, HEAVY) == "[]"
+
+
+@pytest.mark.parametrize("missing", ["torch", "lightning"])
+def test_lean_modules_work_where_the_heavy_package_is_missing(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None\n"
+    code += "\n".join(f"import {module}" for module in LEAN)
+    code += "\nfrom guardbit.monitor.detectors import Detectors; Detectors()"
+    assert loaded(code, ("guardbit.kernels",)) == "[]"
+
+
+def test_the_session_needs_no_lightning():
+    code = "from guardbit import MonitorSession, instrument, flash_attention"
+    assert loaded(code, ("lightning", "pytorch_lightning")) == "[]"

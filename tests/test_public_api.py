@@ -1,0 +1,116 @@
+"""The names users rely on. A change here is a change of the interface."""
+
+import importlib
+import inspect
+
+import pytest
+
+import guardbit
+
+NAMES = [
+    "INDICATORS",
+    "STABILIZERS",
+    "AttentionMonitor",
+    "AutoStabilizer",
+    "Instrumentation",
+    "LayoutUnavailable",
+    "MonitorSession",
+    "Site",
+    "flash_attention",
+    "instrument",
+    "read_events",
+    "read_metadata",
+    "read_run",
+]
+
+#: Parameters in their order; those after "*" by name only.
+PARAMETERS = {
+    "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
+    " num_audited_heads=1, rules, dirpath=None, strict=False",
+    "AutoStabilizer": "stabilizer='compensated', *, agreeing_rules=1, agreement_steps=2000,"
+    " calm_steps=5000, dry_run=False",
+    "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"
+    " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
+    " strict=False",
+    "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
+    " eps=0.001, seed=0, backend='auto', return_lse=False",
+    "instrument": "model, sites=None",
+    "read_events": "path",
+    "read_metadata": "path",
+    "read_run": "path",
+}
+
+#: Methods, properties and attributes of the objects users hold.
+MEMBERS = {
+    "Instrumentation": ["load_stabilizers", "remove", "sites", "stabilizers", "switch"],
+    "Site": ["key_weights", "launches", "num_heads", "query_weight", "query_weights", "refusal"],
+    "MonitorSession": [
+        "abandon_step",
+        "begin_batch",
+        "close",
+        "end_step",
+        "grad_norm",
+        "is_sampled",
+        "load_state_dict",
+        "loss",
+        "num_alarmed_heads",
+        "record",
+        "state_dict",
+        "step",
+    ],
+}
+
+
+def test_the_public_names_are_these():
+    assert guardbit.__all__ == NAMES
+    assert dir(guardbit) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_can_be_imported_and_says_what_it_is(name):
+    value = getattr(importlib.import_module("guardbit"), name)
+    assert isinstance(value, tuple) or inspect.getdoc(value)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'guardbit' has no attribute 'atention'"):
+        guardbit.atention  # noqa: B018
+
+
+def test_the_indicators_and_stabilizers_are_these():
+    assert guardbit.INDICATORS == (
+        "w_q_spectral_norm",
+        "w_k_spectral_norm",
+        "qk_spectral_norm",
+        "multiple_maxima",
+        "multiple_maxima_bf16",
+        "max_logit",
+        "attention_entropy",
+        "delta_bias",
+        "delta_bias_abs",
+        "delta_bias_cumulative",
+        "dq_relative_error",
+        "dq_coherent_error",
+        "loss",
+        "grad_norm",
+    )
+    assert guardbit.STABILIZERS == ("none", "compensated", "stochastic", "row_max")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_parameters_are_these(name):
+    parts, by_name = [], False
+    for parameter in inspect.signature(getattr(guardbit, name)).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not by_name:
+            by_name = True
+            parts.append("*")
+        plain = parameter.name == "rules" or parameter.default is parameter.empty
+        parts.append(parameter.name if plain else f"{parameter.name}={parameter.default!r}")
+    assert ", ".join(parts) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_the_members_are_there_and_documented(name):
+    kind = getattr(guardbit, name)
+    for member in MEMBERS[name]:
+        assert inspect.getdoc(inspect.getattr_static(kind, member)), f"{name}.{member}"
