@@ -178,7 +178,9 @@ class AttentionMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
-        return self._restored if self.session is None else self.session.state_dict()
+        if self._restored or self.session is None:
+            return self._restored  # not taken over yet
+        return self.session.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run starts."""
@@ -187,7 +189,7 @@ class AttentionMonitor(pl.Callback):
     def _close(self) -> None:
         if self.session is not None:
             # For the same Trainer's next fit, which goes on from here.
-            self._restored = self.session.state_dict()
+            self._restored = self.state_dict()
             self.session.close()
             self.session = None
 

@@ -131,34 +131,15 @@ def backward(
     )[:3]  # fmt: skip
 
 
-def differentiate_backward(
-    gradients: tuple[Tensor, Tensor, Tensor],
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, ...]:
-    """Backward of the backward of the math kernel, the only one for which PyTorch has it.
-
-    Args:
-        gradients: Gradients of the loss with respect to dq, dk, dv.
-        d_out: What the backward was given.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        is_causal: Whether the top-left aligned causal mask applies.
-        scale: Factor of the scores; None for 1 / sqrt(D).
-
-    Returns:
-        Gradients with respect to d_out, q, k, v.
-    """
+def differentiable_backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of the math kernel with their own history; PyTorch has it for no other kernel."""
     with torch.enable_grad():
-        d_out, q, k, v = leaves = [x.detach().requires_grad_() for x in (d_out, q, k, v)]
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
         out = _whole_call(q, k, v, SDPBackend.MATH, is_causal, scale)
-        first = torch.autograd.grad(out, (q, k, v), d_out, create_graph=True)
-        return torch.autograd.grad(first, leaves, gradients)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), d_out, create_graph=True)
+    return dq, dk, dv
 
 
 def _whole_call(

@@ -27,6 +27,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import stock
@@ -357,14 +358,17 @@ def _note_traced_call(context: Any) -> None:
 
 
 def _describe_variable(variable: Any) -> Any:
-    variable = variable.realize()
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():
+            # The traced code has not looked at it; looking here would add guards.
+            return _describe(variable.original_value())
+        variable = variable.realize()
     if variable.is_python_constant():
         return _describe(variable.as_python_constant())
-    if hasattr(variable, "items") and isinstance(variable.items, list | tuple):
+    if isinstance(variable, BaseListVariable):
         return tuple(_describe_variable(item) for item in variable.items)
-    if hasattr(variable, "as_proxy"):
-        value = variable.as_proxy().node.meta["example_value"]
-        return _describe(value) if isinstance(value, Tensor) else None
+    if isinstance(variable, TensorVariable):
+        return _describe(variable.as_proxy().node.meta["example_value"])
     return None
 
 

@@ -14,32 +14,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import math
 import os
 import platform
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
-import torch.distributed
 from torch import Tensor, nn
 
 from guardbit.kernels import switchboard
-from guardbit.kernels.switchboard import AttentionCall
-from guardbit.monitor import indicators
+from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.layouts import LayoutUnavailable
-from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.measurement import Measurement
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.sites import Instrumentation, Site, instrument
 from guardbit.records import (
     HEAD_INDICATORS,
     INDICATORS,
-    RUN_INDICATORS,
     Alarm,
     Decision,
     Event,
@@ -51,18 +44,8 @@ log = logging.getLogger("guardbit")
 
 T = TypeVar("T")
 
-_NORMS = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
-_AUDITED = ("dq_relative_error", "dq_coherent_error")
 # Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
 _MICRO_BATCHES = 1024
-
-
-class _KnownSite(NamedTuple):
-    """A site as the metrics count it."""
-
-    layer: int
-    name: str
-    num_heads: int
 
 
 class MonitorSession:
@@ -126,18 +109,13 @@ class MonitorSession:
         self.scalars: dict[str, float] = {}
         self.detectors = Detectors(rules)
         self.instrumentation: Instrumentation = instrument(model, sites)
-        self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
-        self._captures = bool(set(self.indicators) - set(_NORMS) - set(RUN_INDICATORS))
-        self._metrics: AttentionMetrics | None = None
-        self._known: dict[int, _KnownSite] = {}
+        self._measurement = Measurement(
+            self.instrumentation, self.indicators, num_rows, num_audited_heads
+        )
+        self._capture = Capture(
+            self.instrumentation, self._measurement.consume, self._capture_failed
+        )
         self._described: list[str] = []
-        self._directions: dict[str, Tensor] = {}
-        self._suspects: dict[str, set[int]] = {}
-        self._next_audited = 0
-        self._cumulative: dict[str, list[float]] = {}
-        # Of every micro-batch since the last sampled step: step, loss, factor.
-        self._losses: list[tuple[int, Tensor | float, float]] = []
-        self._grad_norm: Tensor | float | None = None
         self._step: int | None = None
         self._last_ended: int | None = None
         self._micro_batch = 0
@@ -178,9 +156,8 @@ class MonitorSession:
             cadence = self.every_n_train_steps
             self._is_sampled = step % cadence == 0 or step // cadence != previous // cadence
             self._step, self._micro_batch = step, 0
-            if self._is_sampled and self._captures and "capture" not in self._off:
-                if self._metrics is not None:
-                    self._metrics.reset()
+            if self._is_sampled and self._measurement.needs_calls and "capture" not in self._off:
+                self._measurement.begin()
                 self._capture.arm()
         else:
             self._micro_batch += 1
@@ -196,7 +173,7 @@ class MonitorSession:
     @property
     def num_alarmed_heads(self) -> int:
         """Number of heads a rule has named so far."""
-        return sum(len(heads) for heads in self._suspects.values())
+        return sum(len(heads) for heads in self._measurement.suspects.values())
 
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
         """Takes the loss of the current micro-batch.
@@ -208,14 +185,14 @@ class MonitorSession:
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        if self._step is not None and "loss" in self.indicators:
-            step = self._step
-            self.attempt("loss", lambda: self._losses.append((step, _number(value), factor)))
+        step = self._step
+        if step is not None and "samples" not in self._off:  # nobody would read them any more
+            self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of a sampled step, before clipping."""
-        if self._is_sampled and "grad_norm" in self.indicators:
-            self._grad_norm = self.attempt("grad_norm", lambda: _number(value))
+        if self._is_sampled:
+            self.attempt("grad_norm", lambda: self._measurement.grad_norm(value))
 
     def end_step(self) -> list[Alarm]:
         """Is told that the optimizer step is done; on sampled steps measures, judges and acts.
@@ -230,15 +207,14 @@ class MonitorSession:
             return []
         self._is_sampled = False
         self._capture.disarm()
-        complete = self._all_ranks_measured()
-        columns = self.attempt("metrics", lambda: self._measure(complete)) or {}
-        samples = self.attempt("samples", lambda: self._samples(columns, step)) or []
-        samples = _of_rank_zero(samples)
+        columns = self.attempt("metrics", self._measure) or {}
+        samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
+        samples = ranks.of_rank_zero(samples)
         self.scalars = _largest(samples)
         self.attempt("store", lambda: self._store_samples(samples))
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         for alarm in alarms:
-            self._suspects.setdefault(alarm.site, set()).update(alarm.heads)
+            self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             self._first_alarms.setdefault((alarm.rule, alarm.site), alarm)
             self.record(
                 Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
@@ -249,24 +225,23 @@ class MonitorSession:
     def abandon_step(self) -> None:
         """Forgets the step that has begun, as after an error in it; it may begin again."""
         self._capture.disarm()
-        self._losses = [entry for entry in self._losses if entry[0] != self._step]
-        self._grad_norm, self._step, self._is_sampled = None, None, False
+        self._measurement.forget_step(self._step)
+        self._step, self._is_sampled = None, False
 
     def close(self) -> None:
         """Writes what is left, and takes the instrumentation out of the model."""
         self._capture.disarm()
         writer = self._writer
         if writer is not None:
-            self._grad_norm = None
             step = self._last_ended or 0
-            self.attempt("store", lambda: self._store_samples(self._samples({}, step)))
+            self._measurement.forget_step(None)
+            self.attempt("store", lambda: self._store_samples(self._measurement.samples({}, step)))
             self.attempt("store", writer.close)
-        self._losses = []
         self.instrumentation.remove()
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
-        if _rank() == 0:
+        if ranks.rank() == 0:
             level = logging.INFO if event.kind in ("switch", "verdict") else logging.WARNING
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
             log.log(level, "step %d: %s%s: %s", event.step, event.kind, where, event.why)
@@ -278,7 +253,6 @@ class MonitorSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only."""
-        losses = self.attempt("samples", lambda: _to_host(loss for _, loss, _ in self._losses))
         # A site shows its stabilizers only once it has been called.
         stabilizers = {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
         return {
@@ -289,14 +263,7 @@ class MonitorSession:
             "stabilizers": {
                 name: list(names) for name, names in stabilizers.items() if set(names) != {"none"}
             },
-            "cumulative": {site: list(values) for site, values in self._cumulative.items()},
-            "suspects": {site: sorted(heads) for site, heads in self._suspects.items()},
-            "next_audited": self._next_audited,
-            "directions": {name: vectors.tolist() for name, vectors in self._directions.items()},
-            "losses": [
-                (step, value, factor)
-                for (step, _, factor), (value,) in zip(self._losses, losses or (), strict=False)
-            ],
+            "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
             "verdict": self._verdict,
         }
@@ -315,11 +282,8 @@ class MonitorSession:
         self.instrumentation.load_stabilizers(state["stabilizers"])
         self._loaded_stabilizers = state["stabilizers"]
         self._last_ended = state["last_step"]
-        self._cumulative = {site: list(values) for site, values in state["cumulative"].items()}
-        self._suspects = {site: set(heads) for site, heads in state["suspects"].items()}
-        self._next_audited = state["next_audited"]
-        self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
-        self._losses = [(step, value, factor) for step, value, factor in state["losses"]]
+        if state["measurement"] is not None:
+            self._measurement.load_state_dict(state["measurement"])
         alarms = [
             Alarm(step, site, tuple(heads), rule, why)
             for step, site, heads, rule, why in state["first_alarms"]
@@ -327,130 +291,18 @@ class MonitorSession:
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
 
-    # --- measuring -------------------------------------------------------------------------------
-
-    def _consume(self, call: AttentionCall) -> None:
-        """Takes one attention call of a sampled step, inside its backward."""
-        metrics = self._metrics
-        if metrics is None:
-            metrics = self._metrics = self._discover(call.q.device)
-        site = self._known.get(call.site)
-        if site is None or site.num_heads != call.q.size(1):
-            return  # called otherwise than when the sites were counted; counted anew after the step
-        metrics.update(site.layer, call)
-        directions = self._directions.get(site.name)
-        if directions is not None and set(self.indicators) & set(_AUDITED):
-            heads = self._audited_heads(site)
-            if heads:
-                metrics.audit(site.layer, call, heads, directions[heads].to(call.q.device))
-
-    def _discover(self, device: torch.device) -> AttentionMetrics:
-        """Counts the sites, when the first forward has shown them."""
-        self._known = _count(self.instrumentation.sites)
-        num_heads = max(site.num_heads for site in self._known.values())
-        metrics = AttentionMetrics(len(self._known), num_heads, self.num_rows)
-        return metrics.to(device)
-
-    def _audited_heads(self, site: _KnownSite) -> list[int]:
-        count = min(self.num_audited_heads, site.num_heads)
-        in_turn = {(self._next_audited + i) % site.num_heads for i in range(count)}
-        suspects = self._suspects.get(site.name, set())
-        return sorted(in_turn | {head for head in suspects if head < site.num_heads})
-
-    def _all_ranks_measured(self) -> bool:
-        """Whether this step's attention was measured, on every rank and for the same sites."""
-        measured = (
-            "metrics" not in self._off and self._metrics is not None and self._metrics.update_called
-        )
-        if _world_size() == 1:
-            return measured
-        fingerprint = zlib.crc32(repr(list(self._known.values())).encode())
-        mine = torch.tensor([measured, fingerprint, -fingerprint], device=_collective_device())
-        torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MIN)
-        everywhere, smallest, minus_largest = mine.tolist()
-        return bool(everywhere) and smallest == -minus_largest
-
-    def _measure(self, complete: bool) -> dict[tuple[str, str], Tensor]:
-        """Returns everything measured at the heads in this step: (site, indicator) -> `(H,)`."""
-        columns: dict[tuple[str, str], Tensor] = {}
-        if self._metrics is not None and complete:
-            measured = dict(zip(MEASURED, self._metrics.compute().unbind(), strict=True))
-            for name in ("delta_bias", "delta_bias_abs"):
-                measured[name] = measured[name] / self.loss_scale
-            for site in self._known.values():
-                for name, values in measured.items():
-                    columns[site.name, name] = values[site.layer, : site.num_heads]
-        sites = self.instrumentation.sites
-        if not sites:
-            raise RuntimeError(
-                "no attention was called in the first step: GuardBit watches calls of"
-                " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
-                " attn_implementation='sdpa')"
-            )
-        if list(sites) != self._described:
-            self._describe_run(sites)
-        known = _count(sites)
-        if known != self._known:
-            self._known, self._metrics = known, None  # counted anew at the next sampled step
-        if set(self.indicators) & {*_NORMS, *_AUDITED}:
-            for name, site in sites.items():
-                columns.update({(name, norm): value for norm, value in self._norms(site).items()})
-        self._next_audited += self.num_audited_heads
+    def _measure(self) -> dict[tuple[str, str], Tensor]:
+        columns = self._measurement.columns(self.loss_scale, usable="capture" not in self._off)
+        if list(self.instrumentation.sites) != self._described:
+            self._describe_run(self.instrumentation.sites)
         return columns
-
-    def _norms(self, site: Site) -> dict[str, Tensor]:
-        """The spectral norms of one site, as far as its weights are known."""
-        try:
-            query = site.query_weights()
-        except LayoutUnavailable:
-            return {}
-        self._directions[site.name] = indicators.top_directions(query)
-        norms = {"w_q_spectral_norm": indicators.spectral_norms(query)}
-        try:
-            key = site.key_weights()
-        except LayoutUnavailable:
-            return norms
-        # Of the key head that each query head uses.
-        shared_by = query.size(0) // key.size(0)
-        norms["w_k_spectral_norm"] = indicators.spectral_norms(key).repeat_interleave(shared_by)
-        norms["qk_spectral_norm"] = indicators.bilinear_spectral_norms(query, key)
-        return norms
-
-    def _samples(self, columns: dict[tuple[str, str], Tensor], step: int) -> list[Sample]:
-        """Turns what was measured into samples, with one transfer to the host."""
-        losses, self._losses = self._losses, []
-        grad_norms = [] if self._grad_norm is None else [self._grad_norm]
-        self._grad_norm = None
-        numbers = _to_host([*columns.values(), *(loss for _, loss, _ in losses), *grad_norms])
-        layers = {site.name: site.layer for site in self._known.values()}
-        samples = []
-        for site, indicator in columns:
-            values = next(numbers)
-            samples.append(Sample(step, site, layers[site], indicator, values))
-            if indicator == "delta_bias":
-                total = self._accumulate(site, values)
-                samples.append(Sample(step, site, layers[site], "delta_bias_cumulative", total))
-        by_step: dict[int, list[float]] = {}
-        for loss_step, _, factor in losses:
-            by_step.setdefault(loss_step, []).append(next(numbers)[0] * factor)
-        for loss_step, values in by_step.items():
-            samples.append(Sample(loss_step, "", -1, "loss", (sum(values) / len(values),)))
-        samples += [Sample(step, "", -1, "grad_norm", values) for values in numbers]
-        return [sample for sample in samples if sample.indicator in self.indicators]
-
-    def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Adds to the running sums; what is not finite would stay in them for ever."""
-        total = self._cumulative.setdefault(site, [0.0] * len(values))
-        for head, value in enumerate(values):
-            total[head] += value if math.isfinite(value) else 0.0
-        return tuple(total)
 
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         for decision in self.policy.decide(alarms, step) if self.policy is not None else ():
             self._act(decision)
-        verdict, why = judge(tuple(self._first_alarms.values()), len(self._known))
+        verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         if verdict != self._verdict:
             self._verdict = verdict
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
@@ -565,7 +417,7 @@ class MonitorSession:
 
     def _capture_failed(self, error: Exception) -> None:
         self._capture.disarm()
-        self._metrics = None  # what it holds is incomplete
+        self._measurement.discard()
         self._fail("capture", error)
 
 
@@ -593,55 +445,6 @@ def check_settings(
         raise ValueError(f"num_rows is {num_rows}; it must be at least 1, or None for all rows")
     if num_audited_heads < 0:
         raise ValueError(f"num_audited_heads is {num_audited_heads}; it must be at least 0")
-
-
-def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
-    return {
-        site.number: _KnownSite(layer, name, site.num_heads)
-        for layer, (name, site) in enumerate(sites.items())
-    }
-
-
-def _number(value: Tensor | float) -> Tensor | float:
-    """One number without its history; a view, so no kernel runs."""
-    return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
-
-
-def _to_host(values: Iterable[Tensor | float]) -> Iterator[tuple[float, ...]]:
-    """Moves tensors of one dimension or none to the host in one transfer, whatever their dtypes."""
-    values = list(values)
-    tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
-    if tensors:
-        packed = torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).cpu()
-        tensors = packed.split([tensor.numel() for tensor in tensors])
-    moved = iter(tensors)
-    return iter(
-        [tuple(next(moved).tolist()) if isinstance(v, Tensor) else (float(v),) for v in values]
-    )
-
-
-def _of_rank_zero(samples: list[Sample]) -> list[Sample]:
-    """Rank 0's samples, on all ranks."""
-    if _world_size() == 1:
-        return samples
-    box = [samples]
-    torch.distributed.broadcast_object_list(box, device=_collective_device())
-    return box[0]
-
-
-def _world_size() -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _world_size() > 1 else 0
-
-
-def _collective_device() -> torch.device:
-    if torch.distributed.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _largest(samples: list[Sample]) -> dict[str, float]:

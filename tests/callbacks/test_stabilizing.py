@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, DeltaBias, Finding
+from guardbit.monitor.detectors import DEFAULT_RULES, DeltaBias, Finding, LossDeparture
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -176,8 +176,8 @@ def resumable(trains):
 
 def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
     # Sampled are 0, 3, 6, ...; the second sample fires, so the switch is from step 4 on. The rule
-    # for the delta bias remembers every sample.
-    rules = (FiresAtSample(), DeltaBias())
+    # for the delta bias remembers every sample, that for the loss the last eight.
+    rules = (FiresAtSample(), DeltaBias(), LossDeparture())
     monitor = AttentionMonitor(3, rules=rules, dirpath=folder / "run", strict=True)
     checkpoint = ModelCheckpoint(
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
@@ -229,7 +229,9 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
     saved = torch.load(tmp_path / "until-8" / "step=8.ckpt", weights_only=True)
     state = saved["callbacks"]["AttentionMonitor"]
     assert state["stabilizers"] == {SITE: ["none", "compensated"]}
-    assert state["last_step"] == 7 and [step for step, _, _ in state["losses"]] == [7]
+    assert state["last_step"] == 7 and [step for step, _, _ in state["measurement"]["losses"]] == [
+        7
+    ]
 
     def check(value):
         if isinstance(value, dict):
@@ -252,3 +254,22 @@ def test_a_checkpoint_of_other_rules_is_refused_before_the_first_step(trains, tm
         path = tmp_path / "until-8" / "step=8.ckpt"
         trains.fit(monitor, model=model, ckpt_path=path, max_steps=12)
     assert model.raw_losses == []
+
+
+def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, tmp_path):
+    class Dying(Callback):
+        def on_train_start(self, *_):
+            raise ArithmeticError("on purpose")
+
+    trained(trains, tmp_path, "compensated", 8)
+    path = tmp_path / "until-8" / "step=8.ckpt"
+    monitor = AttentionMonitor(
+        3, rules=(FiresAtSample(), DeltaBias(), LossDeparture()), dirpath=tmp_path / "run"
+    )
+    model = resumable(trains)
+    settings = {"ckpt_path": path, "max_steps": 12}
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        trains.fit(Dying(), AutoStabilizer(), monitor, model=model, **settings)
+    assert (
+        monitor.state_dict() == torch.load(path, weights_only=True)["callbacks"]["AttentionMonitor"]
+    )

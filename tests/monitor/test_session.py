@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import switchboard
-from guardbit.monitor import indicators
+from guardbit.monitor import indicators, measurement
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
@@ -410,10 +410,28 @@ def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
         Loop(every_n_train_steps=1, strict=True, **settings).run(range(2))
 
 
-def test_nothing_stale_is_recorded_after_the_capture_has_failed(tmp_path, monkeypatch):
+def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
+    loop = Loop(every_n_train_steps=2).run([0], close=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(measurement, "_to_host", fail)
+        loop.run([1, 2], close=False)
+    assert sum("the stage 'samples' failed" in message for message in caplog.messages) == 1
+    loop.run([3, 4, 5], close=False)
+    assert loop.session.state_dict()["measurement"] is None
+    loop.session.close()
+
+
+def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_path, monkeypatch):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
-    monkeypatch.setattr(indicators, "delta_bias", fail)
+    original, calls = indicators.delta_bias, []
+
+    def fails_at_the_second_site(*tensors):
+        calls.append(tensors)
+        return original(*tensors) if len(calls) == 1 else fail()
+
+    monkeypatch.setattr(indicators, "delta_bias", fails_at_the_second_site)
     loop.run(range(2, 5))
+    assert len(calls) == 2, "the first of the two sites was measured, the second was not"
     assert sampled(tmp_path) == [0, 1]
     assert sorted(values(tmp_path, "loss")) == [0, 1, 2, 3, 4]
     assert sorted(values(tmp_path, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
@@ -533,9 +551,10 @@ WORKER = textwrap.dedent(
             loss.backward()
             record.loss(float(rank))
     stabilizers = loop.session.instrumentation.stabilizers()
+    detectors = loop.session.state_dict()["detectors"]
     loop.session.close()
     with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump([stabilizers, sorted(loop.session._off)], file)
+        json.dump([stabilizers, sorted(loop.session._off), detectors], file)
     torch.distributed.destroy_process_group()
     """
 )
@@ -569,6 +588,7 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path):
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
     assert (zero[1], one[1]) == ([], ["capture"])
+    assert zero[2] == one[2], "the losses too, of which each rank has its own"
     assert values(tmp_path / "run", "loss") == {0: 0.0, 1: 0.0, 2: 0.0}, "rank 0's"
     # Where one rank cannot measure, as at step 2, none does, and nobody waits for it for ever.
     assert sampled(tmp_path / "run") == [0, 1]

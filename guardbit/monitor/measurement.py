@@ -1,0 +1,253 @@
+"""What is measured in a sampled step, from the attention calls to samples on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor import indicators, ranks
+from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.sites import Instrumentation, Site
+from guardbit.records import RUN_INDICATORS, Sample
+
+_NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"})
+_AUDITED = frozenset({"dq_relative_error", "dq_coherent_error"})
+
+
+class _KnownSite(NamedTuple):
+    """A site as the metrics count it."""
+
+    layer: int
+    name: str
+    num_heads: int
+
+
+class Measurement:
+    """Collects the indicators of a model's heads, and the run's loss and gradient norm.
+
+    Args:
+        instrumentation: The instrumented model.
+        wanted: Names of the indicators to measure.
+        num_rows: Query rows of each call to recompute in FP32; None for all.
+        num_audited_heads: Heads of each site whose dQ is audited, in turn.
+
+    Attributes:
+        suspects: Site -> heads that are audited at every sampled step besides.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        wanted: tuple[str, ...],
+        num_rows: int | None,
+        num_audited_heads: int,
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._wanted = frozenset(wanted)
+        self._num_rows = num_rows
+        self._num_audited_heads = num_audited_heads
+        self.suspects: dict[str, set[int]] = {}
+        self._metrics: AttentionMetrics | None = None
+        self._known: dict[int, _KnownSite] = {}
+        self._directions: dict[str, Tensor] = {}
+        self._next_audited = 0
+        self._cumulative: dict[str, list[float]] = {}
+        # Of every micro-batch since the last sampled step: step, loss, factor.
+        self._losses: list[tuple[int, Tensor | float, float]] = []
+        self._grad_norm: Tensor | float | None = None
+
+    @property
+    def needs_calls(self) -> bool:
+        """Whether anything wanted is measured in attention calls."""
+        return bool(self._wanted - _NORMS - set(RUN_INDICATORS))
+
+    @property
+    def num_sites(self) -> int:
+        """Number of sites known."""
+        return len(self._known)
+
+    def begin(self) -> None:
+        """Starts a sampled step."""
+        if self._metrics is not None:
+            self._metrics.reset()
+
+    def consume(self, call: AttentionCall) -> None:
+        """Takes one attention call of a sampled step, inside its backward."""
+        if self._metrics is None:
+            self._known = _count(self._instrumentation.sites)
+            num_heads = max(site.num_heads for site in self._known.values())
+            metrics = AttentionMetrics(len(self._known), num_heads, self._num_rows)
+            self._metrics = metrics.to(call.q.device)
+        site = self._known.get(call.site)
+        if site is None or site.num_heads != call.q.size(1):
+            return  # called otherwise than when the sites were counted; counted anew after the step
+        self._metrics.update(site.layer, call)
+        directions = self._directions.get(site.name)
+        if directions is not None and self._wanted & _AUDITED:
+            heads = self._audited_heads(site)
+            if heads:
+                self._metrics.audit(site.layer, call, heads, directions[heads].to(call.q.device))
+
+    def discard(self) -> None:
+        """Drops what the attention calls gave, because it is incomplete."""
+        self._metrics = None
+
+    def loss(self, step: int, value: Tensor | float, factor: float) -> None:
+        """Keeps the loss of a micro-batch of optimizer step `step`."""
+        if "loss" in self._wanted:
+            self._losses.append((step, _number(value), factor))
+
+    def grad_norm(self, value: Tensor | float) -> None:
+        """Keeps the gradient norm of the current step."""
+        if "grad_norm" in self._wanted:
+            self._grad_norm = _number(value)
+
+    def forget_step(self, step: int | None) -> None:
+        """Drops what an abandoned step left."""
+        self._losses = [entry for entry in self._losses if entry[0] != step]
+        self._grad_norm = None
+
+    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
+        """Ends a sampled step at the heads; all ranks call it.
+
+        Args:
+            loss_scale: What the loss was multiplied with before its backward.
+            usable: Whether the calls of this step were taken without an error here.
+
+        Returns:
+            (site, indicator) -> `(H,)`, on the device.
+
+        Raises:
+            RuntimeError: If no attention was called at all.
+        """
+        columns: dict[tuple[str, str], Tensor] = {}
+        metrics = self._metrics
+        measured_here = usable and metrics is not None and metrics.update_called
+        if ranks.all_agree(measured_here, list(self._known.values())) and metrics is not None:
+            measured = dict(zip(MEASURED, metrics.compute().unbind(), strict=True))
+            for name in ("delta_bias", "delta_bias_abs"):
+                measured[name] = measured[name] / loss_scale
+            for site in self._known.values():
+                for name, values in measured.items():
+                    columns[site.name, name] = values[site.layer, : site.num_heads]
+        sites = self._instrumentation.sites
+        if not sites:
+            raise RuntimeError(
+                "no attention was called in the first step: GuardBit watches calls of"
+                " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
+                " attn_implementation='sdpa')"
+            )
+        known = _count(sites)
+        if known != self._known:
+            self._known, self._metrics = known, None  # counted anew at the next sampled step
+        if self._wanted & (_NORMS | _AUDITED):
+            for name, site in sites.items():
+                columns.update({(name, norm): value for norm, value in self._norms(site).items()})
+        self._next_audited += self._num_audited_heads
+        return columns
+
+    def samples(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> list[Sample]:
+        """Turns what was measured until optimizer step `step` into samples, with one transfer."""
+        losses, self._losses = self._losses, []
+        grad_norms = [] if self._grad_norm is None else [self._grad_norm]
+        self._grad_norm = None
+        numbers = _to_host([*columns.values(), *(loss for _, loss, _ in losses), *grad_norms])
+        layers = {site.name: site.layer for site in self._known.values()}
+        samples = []
+        for site, indicator in columns:
+            values = next(numbers)
+            samples.append(Sample(step, site, layers[site], indicator, values))
+            if indicator == "delta_bias":
+                total = self._accumulate(site, values)
+                samples.append(Sample(step, site, layers[site], "delta_bias_cumulative", total))
+        by_step: dict[int, list[float]] = {}
+        for loss_step, _, factor in losses:
+            by_step.setdefault(loss_step, []).append(next(numbers)[0] * factor)
+        for loss_step, values in by_step.items():
+            samples.append(Sample(loss_step, "", -1, "loss", (sum(values) / len(values),)))
+        samples += [Sample(step, "", -1, "grad_norm", values) for values in numbers]
+        return [sample for sample in samples if sample.indicator in self._wanted]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next samples depend on; plain Python only."""
+        losses = _to_host(loss for _, loss, _ in self._losses)
+        return {
+            "cumulative": {site: list(values) for site, values in self._cumulative.items()},
+            "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
+            "next_audited": self._next_audited,
+            "directions": {name: vectors.tolist() for name, vectors in self._directions.items()},
+            "losses": [
+                (step, value, factor)
+                for (step, _, factor), (value,) in zip(self._losses, losses, strict=True)
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the measurement stood whose `state_dict` this is."""
+        self._cumulative = {site: list(values) for site, values in state["cumulative"].items()}
+        self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
+        self._next_audited = state["next_audited"]
+        self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
+        self._losses = [(step, value, factor) for step, value, factor in state["losses"]]
+
+    def _audited_heads(self, site: _KnownSite) -> list[int]:
+        count = min(self._num_audited_heads, site.num_heads)
+        in_turn = {(self._next_audited + i) % site.num_heads for i in range(count)}
+        suspects = self.suspects.get(site.name, set())
+        return sorted(in_turn | {head for head in suspects if head < site.num_heads})
+
+    def _norms(self, site: Site) -> dict[str, Tensor]:
+        """The spectral norms of one site, as far as its weights are known."""
+        try:
+            query = site.query_weights()
+        except LayoutUnavailable:
+            return {}
+        self._directions[site.name] = indicators.top_directions(query)
+        norms = {"w_q_spectral_norm": indicators.spectral_norms(query)}
+        try:
+            key = site.key_weights()
+        except LayoutUnavailable:
+            return norms
+        # Of the key head that each query head uses.
+        shared_by = query.size(0) // key.size(0)
+        norms["w_k_spectral_norm"] = indicators.spectral_norms(key).repeat_interleave(shared_by)
+        norms["qk_spectral_norm"] = indicators.bilinear_spectral_norms(query, key)
+        return norms
+
+    def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
+        """Adds to the running sums; what is not finite would stay in them for ever."""
+        total = self._cumulative.setdefault(site, [0.0] * len(values))
+        for head, value in enumerate(values):
+            total[head] += value if math.isfinite(value) else 0.0
+        return tuple(total)
+
+
+def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
+    return {
+        site.number: _KnownSite(layer, name, site.num_heads)
+        for layer, (name, site) in enumerate(sites.items())
+    }
+
+
+def _number(value: Tensor | float) -> Tensor | float:
+    """One number without its history; a view, so no kernel runs."""
+    return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
+
+
+def _to_host(values: Iterable[Tensor | float]) -> Iterator[tuple[float, ...]]:
+    """Moves tensors of one dimension or none to the host in one transfer, whatever their dtypes."""
+    values = list(values)
+    tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
+    if tensors:
+        packed = torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).cpu()
+        tensors = packed.split([tensor.numel() for tensor in tensors])
+    moved = iter(tensors)
+    return iter(
+        [tuple(next(moved).tolist()) if isinstance(v, Tensor) else (float(v),) for v in values]
+    )

@@ -1,0 +1,115 @@
+"""Every attention call of an armed step is handed on once, with its own tensors."""
+
+import pytest
+import torch
+
+import guardbit
+from guardbit.monitor.capture import Capture
+
+
+@pytest.fixture
+def watched(tiny):
+    torch.manual_seed(0)
+    model = tiny.GPT()
+    inst = guardbit.instrument(model)
+    yield model, inst
+    inst.remove()
+
+
+def test_calls_arrive_while_armed_and_only_then(watched, tiny, tokens):
+    model, inst = watched
+    calls, errors = [], []
+    capture = Capture(inst, calls.append, errors.append)
+    tiny.step(model, tokens)
+    assert calls == []
+    capture.arm()
+    tiny.step(model, tokens)
+    numbers = [inst.sites[name].number for name in ("h.1.attn", "h.0.attn")]
+    assert [call.site for call in calls] == numbers  # backwards runs from the last layer
+    capture.disarm()
+    tiny.step(model, tokens)
+    assert len(calls) == 2
+    assert errors == []
+
+
+def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
+    model, inst = watched
+    inputs = {}
+    handle = model.h[0].attn.qkv.register_forward_hook(
+        lambda _, args, output: inputs.update(qkv=output.detach())
+    )
+    calls = []
+    Capture(inst, calls.append, print).arm()
+    found = tiny.step(model, tokens)
+    handle.remove()
+    call = calls[-1]
+    assert call.stabilizers == ("none",) * 4
+    assert call.causal == "top-left"
+    assert call.scale == 0.25
+    parts = [x.unflatten(-1, (4, 16)).transpose(1, 2) for x in inputs["qkv"].split(64, dim=2)]
+    assert all(torch.equal(a, b) for a, b in zip((call.q, call.k, call.v), parts, strict=True))
+    # The gradient of the projection's bias is the sum of dq, dk, dv over batch and tokens.
+    sums = [x.transpose(1, 2).flatten(2).sum((0, 1)) for x in (call.dq, call.dk, call.dv)]
+    torch.testing.assert_close(
+        torch.cat(sums), found["h.0.attn.qkv.bias"], rtol=1e-5, atol=1e-7
+    )  # FP32 sums of 24 terms in another order
+    scores = call.q.double() @ call.k.double().mT * 0.25
+    weights = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(call.out.double(), weights @ call.v.double(), rtol=1e-5, atol=1e-6)
+    delta = (call.d_out * call.out).double().sum(-1, keepdim=True)
+    d_scores = weights * (call.d_out.double() @ call.v.double().mT - delta)
+    torch.testing.assert_close(
+        call.dq.double(), d_scores @ call.k.double() * 0.25, rtol=1e-4, atol=1e-8
+    )
+
+
+def test_consumers_run_without_autograd_and_autocast(watched, tiny, tokens):
+    model, inst = watched
+    modes = []
+
+    def consume(call):
+        modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), call.q.dtype))
+
+    Capture(inst, consume, print).arm()
+    with torch.autocast("cpu", torch.bfloat16):
+        tiny.step(model, tokens)
+    assert modes == [(False, False, torch.bfloat16)] * 2
+
+
+def test_an_error_does_not_stop_training(watched, tiny, tokens):
+    model, inst = watched
+    before = tiny.step(model, tokens)
+    errors = []
+
+    def consume(call):
+        raise RuntimeError(f"site {call.site}")
+
+    Capture(inst, consume, errors.append).arm()
+    assert tiny.equal(tiny.step(model, tokens), before)
+    numbers = [inst.sites[name].number for name in ("h.1.attn", "h.0.attn")]
+    assert [str(error) for error in errors] == [f"site {number}" for number in numbers]
+
+
+def test_empty_calls_are_passed_over(watched):
+    model, inst = watched
+    calls = []
+    Capture(inst, calls.append, print).arm()
+    model.embed(torch.zeros(0, 5, dtype=torch.int64))
+    x = torch.zeros(0, 5, 64, requires_grad=True)
+    model.h[0](x).sum().backward()
+    assert calls == []
+    assert inst.sites["h.0.attn"].launches["backward", "FLASH_ATTENTION"] == 1
+
+
+def test_forwards_without_a_backward_are_not_seen(watched, tokens):
+    model, inst = watched
+    calls = []
+    Capture(inst, calls.append, print).arm()
+    with torch.no_grad():
+        model(tokens)
+    first, second = model(tokens), model(tokens)
+    assert calls == []
+    second.backward()
+    assert len(calls) == 2
+    first.backward()
+    assert len(calls) == 4

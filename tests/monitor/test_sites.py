@@ -1,0 +1,345 @@
+"""Sites, their weights, and the switch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import guardbit
+from guardbit.kernels.attention import site_stack
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model(tiny):
+    torch.manual_seed(0)
+    return tiny.GPT()
+
+
+@pytest.fixture
+def inst(model, tiny, tokens):
+    instrumentation = guardbit.instrument(model)
+    tiny.step(model, tokens)
+    yield instrumentation
+    instrumentation.remove()
+
+
+# ---- which modules are sites ----
+
+
+def test_sites_are_named_after_their_modules(model, inst):
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    site = inst.sites["h.1.attn"]
+    assert site.module is model.h[1].attn
+    assert site.num_heads == 4
+    assert site.refusal is None
+    assert repr(site) == "Site('h.1.attn', num_heads=4)"
+
+
+def test_nothing_is_known_before_the_first_call(model):
+    inst = guardbit.instrument(model)
+    try:
+        assert inst.sites == {}
+        assert inst.stabilizers() == {}
+        with pytest.raises(ValueError, match=r"'\*'; there are none yet: run a training step"):
+            inst.switch("*", "compensated")
+    finally:
+        inst.remove()
+
+
+def test_chosen_sites_only(model, tiny, tokens):
+    inst = guardbit.instrument(model, sites=["h.1.*"])
+    try:
+        tiny.step(model, tokens)
+        assert list(inst.sites) == ["h.1.attn"]
+    finally:
+        inst.remove()
+    with pytest.raises(
+        ValueError, match=r"no module is called 'h.9.attn'; there are GPT, h.0, h.0.attn"
+    ):
+        guardbit.instrument(model, sites=["h.9.attn"])
+
+
+def test_what_cannot_be_instrumented(model, inst):
+    with pytest.raises(ValueError, match=r"instrumented already \(module ''\)"):
+        guardbit.instrument(model)
+    with pytest.raises(ValueError, match=r"instrumented already \(module '0'\)"):
+        guardbit.instrument(nn.Sequential(model.h[0]), sites=["0.attn"])
+    stock = F.scaled_dot_product_attention
+    with pytest.raises(ValueError, match="Linear has no module that could call attention"):
+        guardbit.instrument(nn.Linear(2, 2))
+    assert F.scaled_dot_product_attention is stock
+
+
+def test_calls_of_our_own_function_are_sites(tiny):
+    class Ours(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.kv = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            k, v = self.kv(x).unflatten(-1, (4, 16)).transpose(1, 2).split(2, dim=1)
+            out = guardbit.flash_attention(q, k, v, causal=True, stabilizer="stochastic")
+            return out.transpose(1, 2).flatten(2)
+
+    model, x = nn.Sequential(Ours()), torch.randn(2, 7, 64)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        assert inst.stabilizers() == {"0": ["stochastic"] * 4}
+        assert torch.equal(inst.sites["0"].query_weight(1), model[0].q.weight[16:32])
+        assert torch.equal(inst.sites["0"].key_weights(), model[0].kv.weight[:32].view(2, 16, 64))
+        inst.switch("0", "compensated", heads=[2])
+        tiny.step(model, x)
+        assert inst.stabilizers() == {
+            "0": ["stochastic", "stochastic", "compensated", "stochastic"]
+        }
+        assert inst.sites["0"].launches["backward", "compensated"] == 1
+    finally:
+        inst.remove()
+    assert not site_stack
+
+
+# ---- weights ----
+
+
+def settings(frozen=False, autocast=False, half=False):
+    return {"frozen": frozen, "autocast": autocast, "half": half}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [settings(), settings(frozen=True), settings(autocast=True), settings(half=True)],
+    ids=str,
+)
+def test_rows_after_one_step(how, model, tiny, tokens):
+    if how["half"]:
+        model.bfloat16()
+    if how["frozen"]:
+        model.h[1].attn.requires_grad_(False)
+    inst = guardbit.instrument(model)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=how["autocast"]):
+            tiny.step(model, tokens)
+        site = inst.sites["h.1.attn"]
+        weight = model.h[1].attn.qkv.weight
+        for head in range(4):
+            found = site.query_weight(head)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, weight[16 * head : 16 * head + 16].float())
+        assert torch.equal(site.key_weights(), weight[64:128].float().view(4, 16, 64))
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(site.query_weights(), weight[:64].float().view(4, 16, 64))
+        for head in (-1, 4):
+            with pytest.raises(IndexError, match=r"0\.\.3"):
+                site.query_weight(head)
+    finally:
+        inst.remove()
+
+
+def test_settling_leaves_no_trace(tiny, tokens):
+    class Noisy(tiny.Attention):
+        def __init__(self):
+            super().__init__()
+            self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(64)
+
+        def forward(self, x):
+            return self.attend(self.norm(self.drop(x).mT).mT)
+
+    model = tiny.GPT(attention=Noisy)
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, tokens)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        values = {name: tensor.clone() for name, tensor in tensors.items()}
+        gradients = {name: tensor.grad.clone() for name, tensor in model.named_parameters()}
+        random, hooks = torch.get_rng_state(), len(model.h[0].attn._forward_hooks)
+        launches = inst.sites["h.0.attn"].launches
+
+        weight = inst.sites["h.0.attn"].query_weight(2)
+        assert torch.equal(weight, model.h[0].attn.qkv.weight[32:48])
+
+        assert torch.equal(torch.get_rng_state(), random)
+        now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        assert all(now[name] is tensor for name, tensor in tensors.items())
+        assert all(torch.equal(now[name], value) for name, value in values.items())
+        assert all(torch.equal(now[name].grad, grad) for name, grad in gradients.items())
+        assert len(model.h[0].attn._forward_hooks) == hooks
+        assert inst.sites["h.0.attn"].launches == launches
+        assert not site_stack
+        assert model.training
+    finally:
+        inst.remove()
+
+
+def test_rows_that_cannot_be_known(tiny):
+    class Fixed(nn.Module):
+        def forward(self, x):
+            q = x.unflatten(-1, (4, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    model = nn.Sequential(nn.Linear(64, 64), Fixed())
+    inst = guardbit.instrument(model, sites=["1"])
+    try:
+        with pytest.raises(ValueError, match="none yet"):
+            inst.switch("1", "none")
+        tiny.step(model, torch.randn(2, 5, 64))
+        with pytest.raises(guardbit.LayoutUnavailable, match="W_Q of site '1' is unavailable: "):
+            inst.sites["1"].query_weight(0)
+        assert "'1'" in inst.sites["1"].settle_layout()
+    finally:
+        inst.remove()
+
+
+# ---- the switch ----
+
+
+def test_switch_by_name_by_pattern_and_by_head(inst):
+    inst.switch("h.1.attn", "compensated", heads=[3, 1])
+    assert inst.stabilizers() == {
+        "h.0.attn": ["none"] * 4,
+        "h.1.attn": ["none", "compensated", "none", "compensated"],
+    }
+    inst.switch("h.*.attn", ["row_max", "stochastic"], heads=[2, 3])
+    assert inst.stabilizers() == {
+        "h.0.attn": ["none", "none", "row_max", "stochastic"],
+        "h.1.attn": ["none", "compensated", "row_max", "stochastic"],
+    }
+    inst.switch("h.0.attn", ["none", "row_max", "stochastic", "compensated"])
+    assert inst.stabilizers()["h.0.attn"] == ["none", "row_max", "stochastic", "compensated"]
+    inst.switch("*", "none")
+    assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["none"] * 4}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("h.2.attn", "none"), ValueError, "no attention site is called 'h.2.attn'; there are h.0"),
+        (("x*", "none"), ValueError, r"no attention site is called 'x\*'; there are h.0.attn, h.1"),
+        (("h.0", "none"), ValueError, "no attention site is called 'h.0'"),
+        (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, comp"),
+        (
+            ("*", "none", [4]),
+            IndexError,
+            "head 4 is out of range; site 'h.0.attn' has heads 0 to 3",
+        ),
+        (("*", "none", [0, -1]), IndexError, "head -1 is out of range"),
+        (("*", ["none"] * 2, [1]), ValueError, "2 stabilizers were given for 1 heads"),
+        (("*", ["none"] * 3), ValueError, "3 stabilizers were given for 4 heads"),
+    ],
+)
+def test_bad_switches_are_named_and_change_nothing(arguments, error, message, inst):
+    inst.switch("*", "stochastic", heads=[0])
+    before = inst.stabilizers()
+    with pytest.raises(error, match=message):
+        inst.switch(*arguments)
+    assert inst.stabilizers() == before
+
+
+def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
+    class Dropping(tiny.Attention):
+        def attend(self, x):
+            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    model = tiny.GPT()
+    model.h[0].attn = Dropping()
+    before = tiny.step(model, tokens)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, tokens), before)
+        inst.switch("*", "compensated")
+        assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["compensated"] * 4}
+        for pattern in ("h.0.attn", "h.0.*"):
+            with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*dropout 0.2"):
+                inst.switch(pattern, "compensated")
+    finally:
+        inst.remove()
+
+
+def test_a_switch_takes_effect_at_the_next_call(model, inst, tiny, tokens):
+    before = tiny.step(model, tokens)
+    inst.switch("h.1.attn", "compensated", heads=[1])
+    tiny.step(model, tokens)
+    both = ("forward", "backward")
+    assert inst.sites["h.0.attn"].launches == {(way, "FLASH_ATTENTION"): 3 for way in both}
+    assert inst.sites["h.1.attn"].launches == {
+        **{(way, "FLASH_ATTENTION"): 3 for way in both},
+        **{(way, "compensated"): 1 for way in both},
+    }
+    inst.switch("h.1.attn", "none", heads=[1])
+    assert tiny.equal(tiny.step(model, tokens), before)
+    assert inst.sites["h.1.attn"].launches["forward", "compensated"] == 1
+
+
+def test_switched_gradients_are_those_of_our_kernels(tiny, tokens):
+    class Ours(tiny.Attention):
+        def attend(self, x):
+            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            y = guardbit.flash_attention(q, k, v, causal="top-left", stabilizer="compensated")
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    ours, model = tiny.GPT(attention=Ours), tiny.GPT()
+    model.load_state_dict(ours.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = tiny.step(ours, tokens)
+        stock = tiny.step(model, tokens)
+        inst = guardbit.instrument(model)
+        try:
+            tiny.step(model, tokens)
+            inst.switch("*", "compensated")
+            assert tiny.equal(tiny.step(model, tokens), expected)
+        finally:
+            inst.remove()
+    assert not tiny.equal(stock, expected)
+
+
+def test_stabilizers_are_saved_and_loaded(model, inst, tiny, tokens):
+    inst.switch("h.1.attn", "row_max", heads=[2])
+    saved = inst.stabilizers()
+    other = tiny.GPT()
+    twin = guardbit.instrument(other)
+    try:
+        twin.load_stabilizers(saved)
+        assert twin.stabilizers() == saved  # a run may be saved again before its first step
+        tiny.step(other, tokens)
+        assert twin.stabilizers() == saved
+        assert twin.sites["h.1.attn"].launches["backward", "row_max"] == 1
+        with pytest.raises(ValueError, match=r"the model has no module 'h.7.attn' to switch"):
+            twin.load_stabilizers({"h.7.attn": ["none"] * 4})
+        with pytest.raises(ValueError, match="stabilizer 'x' is unknown"):
+            twin.load_stabilizers({"h.0.attn": ["row_max"] * 4, "h.1.attn": ["x"] * 4})
+        with pytest.raises(ValueError, match="3 stabilizers were given for 4 heads"):
+            twin.load_stabilizers({"h.0.attn": ["row_max"] * 3})
+        assert twin.stabilizers() == saved
+    finally:
+        twin.remove()
+
+
+def test_accumulated_and_repeated_backwards(model, inst, tiny, tokens):
+    single = tiny.step(model, tokens)
+    inst.switch("*", "compensated")
+    model.zero_grad(set_to_none=True)
+    loss = model(tokens)
+    inst.switch("*", "none")  # the backward is that of what ran
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    loss.backward()
+    assert all(torch.equal(p.grad, 2 * once[name]) for name, p in model.named_parameters())
+    launches = inst.sites["h.0.attn"].launches
+    assert launches["forward", "compensated"] == 1
+    assert launches["backward", "compensated"] == 2
+    torch.testing.assert_close(
+        once["embed.weight"], single["embed.weight"], rtol=1e-4, atol=1e-6
+    )  # FP32: another kernel, the same gradient
