@@ -44,7 +44,7 @@ def main() -> None:
         first = next(iter(inst.sites))
         inst.switch(first, "compensated", heads=[1, 3])
         train_step(model, optimizer)
-        print(f"  after a switch: {inst.stabilizers()[first]}, kernels {inst.sites[first].launches}")
+        print(f"  after a switch: {inst.stabilizers()[first]}, {inst.sites[first].launches}")
         inst.remove()
 
 

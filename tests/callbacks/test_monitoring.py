@@ -1,6 +1,7 @@
 """`AttentionMonitor` in real, small Lightning runs."""
 
 import csv
+import importlib.metadata
 import inspect
 import logging
 import math
@@ -392,7 +393,7 @@ def test_the_metadata_say_what_was_watched_and_how(trains, tmp_path):
     assert list(metadata["sites"]) == SITES
     for site in metadata["sites"].values():
         assert site["heads"] == 2 and site["kernels"] and site["not_switchable"] is None
-    assert metadata["versions"]["torch"] == torch.__version__
+    assert metadata["versions"]["torch"] == importlib.metadata.version("torch")
 
 
 # --- when something goes wrong -------------------------------------------------------------------

@@ -66,15 +66,14 @@ def test_unswitched_calls_keep_every_bit(
             expected = run(stock, q, k, v, d_out)
         except RuntimeError as error:
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
-        repeated = run(stock, q, k, v, d_out)
+        repeated = [run(stock, q, k, v, d_out) for _ in range(8)]
         actual = run(ours, q, k, v, d_out)
     launches = switchboard.site_state(number).launches
     switchboard.remove_site(number)
     assert launches == {("forward", backend.name): 1, ("backward", backend.name): 1}
-    for name, x, y, again in zip(
-        ("out", "dq", "dk", "dv"), actual, expected, repeated, strict=True
-    ):
-        if torch.equal(y, again):  # cuDNN's backward does not repeat itself for every shape
-            assert torch.equal(x, y), name
-        else:
-            torch.testing.assert_close(x, y, atol=4 * (y - again).abs().max().item(), rtol=0)
+    for index, name in enumerate(("out", "dq", "dk", "dv")):
+        spread = max((run[index] - expected[index]).abs().max().item() for run in repeated)
+        if spread == 0:
+            assert torch.equal(actual[index], expected[index]), name
+        else:  # the efficient kernel's backward does not repeat itself for padded head sizes
+            torch.testing.assert_close(actual[index], expected[index], atol=4 * spread, rtol=0)
