@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sysconfig
 import warnings
+from math import isnan
 from pathlib import Path
 from typing import cast
 
@@ -39,15 +40,15 @@ SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 8.0
 NUM_STEPS, ILL_STEP, SAMPLED_EVERY = 400, 200, 10
 
 _MODEL = (
-    f"[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
-    f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n"
+    f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
+    f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n\n"
 )
 INTRODUCTION = (
-    f"\n{_MODEL}At step {ILL_STEP} this demo makes head {SICK_HEAD} of {SICK_SITE} ill: it sets the"
-    " head's W_Q and W_K so that\nall queries see the same few positions, with large, tied logits."
-    " A real run needs thousands\nof steps to get there. Everything after that is measured.\n"
+    f"{_MODEL}At step {ILL_STEP} this demo makes head {SICK_HEAD} of {SICK_SITE} ill: it sets the"
+    " head's W_Q and W_K so that all queries see the same few positions, with large, tied logits."
+    " A real run needs thousands of steps to get there. Everything after that is measured.\n"
 )
-HEALTHY_INTRODUCTION = f"\n{_MODEL}No head is touched, so no alarm should be raised.\n"
+HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raised.\n"
 
 #: Indicators told at the end, before and after.
 TOLD = (
@@ -266,11 +267,12 @@ def _before_and_after(frame: pd.DataFrame, switch: Event) -> Table:
     table = Table("indicator", *periods, title=f"{switch.site} head {head}, means of the samples")
     for indicator in TOLD:
         means = [p.loc[p["indicator"] == indicator, "value"].mean() for p in periods.values()]
-        table.add_row(indicator, *(f"{mean:.3g}" for mean in means))
+        table.add_row(indicator, *("-" if isnan(mean) else f"{mean:.3g}" for mean in means))
     return table
 
 
 def _quieten() -> None:
-    """Keeps Lightning's advice on servers and data loaders out of the demo's output."""
+    """Keeps Lightning's advice and its use of old names out of the demo's output."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", ".*does not have many workers.*")
+    for message in (".*does not have many workers.*", ".*isinstance.treespec, LeafSpec.*"):
+        warnings.filterwarnings("ignore", message)
