@@ -127,8 +127,7 @@ def replay(
 
     with _refusing(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
-        frame = _read_samples(path)
-    result = replay_frame(frame, rules)
+        result = replay_frame(_read_samples(path), rules)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}

@@ -245,3 +245,12 @@ def test_version_is_the_packages() -> None:
     version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"guardbit {version}\n")
+
+
+@pytest.mark.parametrize("head", [-3, 2_000_000_000])
+def test_replay_of_heads_that_cannot_be_is_one_sentence(tmp_path: Path, head: int) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text(f"step,site,layer,head,indicator,value\n1,h.0.attn,0,{head},max_logit,2.0\n")
+    result = CliRunner().invoke(app, ["replay", str(path), "--json"])
+    assert result.exit_code == 2
+    assert "the heads of a site count from 0" in result.stderr

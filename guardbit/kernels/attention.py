@@ -214,6 +214,8 @@ def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[
     Raises:
         ValueError: If a name is unknown or there are not as many as heads.
     """
+    if not isinstance(stabilizer, str | Sequence):
+        raise ValueError(f"stabilizer is {stabilizer!r}; expected a name or one name a head")
     names = (stabilizer,) * num_heads if isinstance(stabilizer, str) else tuple(stabilizer)
     for name in names:
         if name not in STABILIZERS:

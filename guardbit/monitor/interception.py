@@ -30,7 +30,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 from torch.distributed.tensor import DTensor
 
-from guardbit.kernels import stock
+from guardbit.kernels import stock, switchboard
 from guardbit.kernels.attention import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
@@ -39,6 +39,7 @@ from guardbit.kernels.attention import (
     site_stack,
     switchable_attention,
 )
+from guardbit.monitor.layouts import LayoutUnavailable
 
 _SITE_ATTRIBUTE = "_guardbit_site"
 
@@ -100,14 +101,13 @@ _traced_refusals: dict[int | type, str] = {}
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-class _Probed(BaseException):
-    """Carries q and k out of a module that is re-run only to see how they come about."""
-
-    def __init__(self, q: Tensor, k: Tensor) -> None:
-        self.q, self.k = q, k
+class _CalledAgain(BaseException):
+    """Ends the re-run of a module that calls attention more than once at one site."""
 
 
 _probed_site: int | None = None
+# q and k of the calls that a re-run module made at the probed site.
+_probed_calls: list[tuple[Tensor, Tensor]] = []
 
 
 def scaled_dot_product_attention(
@@ -127,9 +127,9 @@ def scaled_dot_product_attention(
         if torch.compiler.is_compiling():
             comptime(_note_traced_call)
         else:
-            number = int(site)
-            _end_probe(number, query, key)
-            _note_call(number, _heads_of(query, key), refusal)
+            _note_call(int(site), _heads_of(query, key), refusal)
+            if _note_probed_call(int(site), query, key):
+                refusal = "it is probed"  # a re-run must not look like a call of the model
         if refusal is None:
             return switchable_attention(query, key, value, site, is_causal=is_causal, scale=scale)
     return stock.scaled_dot_product_attention(
@@ -178,29 +178,39 @@ def _heads_of(query: Tensor, key: Tensor) -> _Heads:
     return query.size(1), key.size(1), query.size(3)
 
 
+def _note_probed_call(number: int, query: Tensor, key: Tensor) -> bool:
+    """Collects the calls of the probed site; returns whether anything is being probed."""
+    if number == _probed_site:
+        _probed_calls.append((query, key))
+        if len(_probed_calls) > 1:
+            raise _CalledAgain
+    return _probed_site is not None
+
+
 def _note_call(number: int, heads: _Heads, refusal: str | None) -> None:
     """Remembers what kind of calls the running module makes."""
+    if _probed_site is not None:
+        return
     record = _records.get(number)
     if record is None:
         innermost_first = reversed(_frames)
         modules = [(f.module, _describe_inputs(f.args, f.kwargs)) for f in innermost_first]
         _records[number] = SiteRecord(number, modules, *heads, refusal)
     elif record.refusal is None:
-        if refusal is None and record.num_heads != heads[0]:
-            refusal = f"it is called with {record.num_heads} and with {heads[0]} heads"
+        known = (record.num_heads, record.head_dim)
+        if refusal is None and known != (heads[0], heads[2]):
+            refusal = (
+                f"it is called with {known[0]} heads of {known[1]} and with {heads[0]} heads of"
+                f" {heads[2]}"
+            )
         record.num_heads, record.num_key_heads, record.head_dim = heads
         record.refusal = refusal
-
-
-def _end_probe(number: int, query: Tensor, key: Tensor) -> None:
-    if number == _probed_site:
-        raise _Probed(query, key)
 
 
 def _note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
     number = int(site_stack[-1])
-    _end_probe(number, q, k)
+    _note_probed_call(number, q, k)
     _note_call(number, _heads_of(q, k), None)
 
 
@@ -382,7 +392,7 @@ def rerun(
     parameters: dict[str, Tensor],
     generator_seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs a module on made-up inputs, with other parameters, up to its attention call.
+    """Runs a module on made-up inputs, with other parameters, to see its attention call.
 
     Everything is FP32, the batch is cut to one, the global random state and the module's buffers
     are left as they are, and no gradient reaches the model.
@@ -399,6 +409,7 @@ def rerun(
 
     Raises:
         RuntimeError: If the module does not reach the attention call.
+        LayoutUnavailable: If it reaches it twice: then q may have more than one origin.
     """
     global _probed_site
     device = next(iter(parameters.values())).device
@@ -412,7 +423,10 @@ def rerun(
         for name, x in module.named_buffers()
     }
     depth, num_frames = len(site_stack), len(_frames)
+    state = switchboard.site_state(number)
+    launches, requested = state.launches.copy(), state.requested
     _probed_site = number
+    _probed_calls.clear()
     site_stack.append(torch.tensor(number))
     _frames.append(_Frame(module, (), {}))
     try:
@@ -424,13 +438,23 @@ def rerun(
             torch.enable_grad(),
         ):
             module.forward(*args, **kwargs)
-    except _Probed as probed:
-        return probed.q, probed.k
+    except _CalledAgain:
+        raise LayoutUnavailable(
+            f"{type(module).__name__} calls attention more than once at this site, so its queries"
+            " may come from several weights"
+        ) from None
+    except Exception:
+        if not _probed_calls:
+            raise
+        # What follows the attention call does not matter, and may not bear made-up inputs.
     finally:
         _probed_site = None
+        state.launches, state.requested = launches, requested
         del site_stack[depth:]
         del _frames[num_frames:]
-    raise RuntimeError("the module did not call attention when it was run again")
+    if not _probed_calls:
+        raise RuntimeError("the module did not call attention when it was run again")
+    return _probed_calls.pop()
 
 
 def _batch_size(inputs: ModuleInputs) -> int | None:

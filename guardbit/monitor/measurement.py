@@ -89,7 +89,8 @@ class Measurement:
             return  # called otherwise than when the sites were counted; counted anew after the step
         self._metrics.update(site.layer, call)
         directions = self._directions.get(site.name)
-        if directions is not None and self._wanted & _AUDITED:
+        expected = (call.q.size(1), call.q.size(3))
+        if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
             heads = self._audited_heads(site)
             if heads:
                 self._metrics.audit(site.layer, call, heads, directions[heads].to(call.q.device))
@@ -139,7 +140,7 @@ class Measurement:
         sites = self._instrumentation.sites
         if not sites:
             raise RuntimeError(
-                "no attention was called in the first step: GuardBit watches calls of"
+                "the model ran and called no attention that GuardBit sees: it watches calls of"
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )

@@ -63,13 +63,13 @@ class Policy:
     ) -> None:
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
-            raise ValueError(f"stabilizer of Policy must be one of {allowed}, got {stabilizer!r}")
+            raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
         if agreeing_rules < 1:
-            raise ValueError(f"agreeing_rules of Policy must be >= 1, got {agreeing_rules}")
+            raise ValueError(f"agreeing_rules must be >= 1, got {agreeing_rules}")
         if agreement_steps < 0:
-            raise ValueError(f"agreement_steps of Policy must be >= 0, got {agreement_steps}")
+            raise ValueError(f"agreement_steps must be >= 0, got {agreement_steps}")
         if calm_steps is not None and calm_steps < 1:
-            raise ValueError(f"calm_steps of Policy must be >= 1 or None, got {calm_steps}")
+            raise ValueError(f"calm_steps must be >= 1 or None, got {calm_steps}")
         self.stabilizer = stabilizer
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps

@@ -15,6 +15,9 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.policy import judge
 from guardbit.records import Alarm, Sample
 
+#: More heads than any attention has; beyond it a number is no head.
+MAX_HEADS = 65_536
+
 COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
 
 
@@ -70,17 +73,17 @@ def samples(frame: pd.DataFrame) -> Iterator[Sample]:
         frame: As for `replay`, with "" as the site of the whole run.
 
     Raises:
-        ValueError: If a site has a negative head.
+        ValueError: If a site has a negative head, or one beyond `MAX_HEADS`.
     """
     ordered = frame.sort_values(["step", "site", "layer", "indicator"], kind="stable")
     rows = zip(*(ordered[column].tolist() for column in COLUMNS), strict=True)
     for (step, site, layer, indicator), group in groupby(rows, key=itemgetter(0, 1, 2, 4)):
         values: dict[int, float] = {}
         for _, _, _, head, _, value in group:
-            if site and head < 0:
+            if site and not 0 <= head < MAX_HEADS:
                 raise ValueError(
                     f"head {head} of site {site!r} at step {step} in the telemetry; "
-                    f"the heads of a site count from 0"
+                    f"the heads of a site count from 0 to {MAX_HEADS - 1} at most"
                 )
             values[int(head) if site else 0] = float(value)
         heads = tuple(values.get(head, math.nan) for head in range(max(values) + 1))

@@ -433,6 +433,14 @@ def check_settings(
     Raises:
         ValueError: Naming the value and what is allowed.
     """
+    whole = {
+        "every_n_train_steps": every_n_train_steps,
+        "num_audited_heads": num_audited_heads,
+        **({} if num_rows is None else {"num_rows": num_rows}),
+    }
+    for setting, value in whole.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{setting} is {value!r}; it must be a whole number")
     if every_n_train_steps < 1:
         raise ValueError(f"every_n_train_steps is {every_n_train_steps}; it must be at least 1")
     for setting, names in (("sites", sites), ("indicators", indicators)):

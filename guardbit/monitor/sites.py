@@ -10,6 +10,7 @@ inst.remove()
 from __future__ import annotations
 
 import fnmatch
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -213,7 +214,7 @@ class Instrumentation:
         for target in matching.values():
             if target.refusal is not None:
                 continue
-            chosen = list(range(target.num_heads)) if heads is None else list(heads)
+            chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
             for head in chosen:
                 if not 0 <= head < target.num_heads:
                     raise IndexError(
@@ -306,10 +307,17 @@ def _select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[
         matches = fnmatch.filter(named, pattern) if _is_pattern(pattern) else [pattern]
         matches = [name for name in matches if name in named]
         if not matches:
-            known = ", ".join(list(named)[:8]) or "none yet: run a training step first"
+            known = ", ".join(list(named)[:8]) or "none: no call of attention has been seen so far"
             raise ValueError(f"no {kind} is called '{pattern}'; there are {known}")
         selected.update({name: named[name] for name in matches})
     return selected
+
+
+def _listed(heads: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(head) for head in heads]
+    except TypeError:
+        raise ValueError(f"heads is {heads!r}; expected a list of whole numbers") from None
 
 
 def _is_pattern(name: str) -> bool:

@@ -414,12 +414,12 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
             AttentionMonitor(2, dirpath=tmp_path / "run"), model=trains.TinyGPT(NoAttention())
         )
     messages = [r.getMessage() for r in caplog.records if "stage" in r.getMessage()]
-    assert len(messages) == 1 and "no attention was called" in messages[0]
+    assert len(messages) == 1 and "called no attention" in messages[0]
     frame = read_run(tmp_path / "run")
     assert set(frame.indicator) == {"loss", "grad_norm"} and len(values(frame, "loss")) == 8
     errors = read_events(tmp_path / "run")
     assert errors.kind.tolist() == ["monitor_error"]
-    with pytest.raises(RuntimeError, match="no attention was called"):
+    with pytest.raises(RuntimeError, match="called no attention"):
         trains.fit(
             AttentionMonitor(2, dirpath=tmp_path / "strict", strict=True),
             model=trains.TinyGPT(NoAttention()),
@@ -483,6 +483,8 @@ def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
     "settings, message",
     [
         ({"every_n_train_steps": 0}, "every_n_train_steps is 0; it must be at least 1"),
+        ({"every_n_train_steps": 1.5}, "every_n_train_steps is 1.5; it must be a whole number"),
+        ({"every_n_train_steps": "50"}, "every_n_train_steps is '50'; it must be a whole number"),
         ({"indicators": ["loss", "delta"]}, "indicator 'delta' is unknown; allowed are w_q"),
         ({"indicators": "loss"}, "indicators is 'loss'; it must be a list"),
         ({"sites": "*.attn"}, r"sites is '\*.attn'; it must be a list"),

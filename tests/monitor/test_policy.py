@@ -147,9 +147,9 @@ def test_the_policy_judges_what_it_was_told():
     [
         ({"stabilizer": "none"}, "must be one of compensated, stochastic, row_max, got 'none'"),
         ({"stabilizer": "magic"}, "got 'magic'"),
-        ({"agreeing_rules": 0}, "agreeing_rules of Policy must be >= 1, got 0"),
-        ({"agreement_steps": -1}, "agreement_steps of Policy must be >= 0, got -1"),
-        ({"calm_steps": 0}, "calm_steps of Policy must be >= 1 or None, got 0"),
+        ({"agreeing_rules": 0}, "agreeing_rules must be >= 1, got 0"),
+        ({"agreement_steps": -1}, "agreement_steps must be >= 0, got -1"),
+        ({"calm_steps": 0}, "calm_steps must be >= 1 or None, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -48,7 +48,7 @@ def test_nothing_is_known_before_the_first_call(model):
     try:
         assert inst.sites == {}
         assert inst.stabilizers() == {}
-        with pytest.raises(ValueError, match=r"'\*'; there are none yet: run a training step"):
+        with pytest.raises(ValueError, match=r"'\*'; there are none: no call of attention"):
             inst.switch("*", "compensated")
     finally:
         inst.remove()
@@ -191,12 +191,55 @@ def test_rows_that_cannot_be_known(tiny):
     model = nn.Sequential(nn.Linear(64, 64), Fixed())
     inst = guardbit.instrument(model, sites=["1"])
     try:
-        with pytest.raises(ValueError, match="none yet"):
+        with pytest.raises(ValueError, match="no call of attention has been seen"):
             inst.switch("1", "none")
         tiny.step(model, torch.randn(2, 5, 64))
         with pytest.raises(guardbit.LayoutUnavailable, match="W_Q of site '1' is unavailable: "):
             inst.sites["1"].query_weight(0)
         assert "'1'" in inst.sites["1"].settle_layout()
+    finally:
+        inst.remove()
+
+
+class TwoProjections(nn.Module):
+    """Calls attention twice: no one matrix is W_Q."""
+
+    def __init__(self, second_heads=4):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.heads = (4, second_heads)
+
+    def forward(self, x):
+        for projection, heads in zip((self.a, self.b), self.heads, strict=True):
+            q = projection(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            x = x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+        return x
+
+
+def test_a_module_with_two_projections_has_no_w_q(tiny):
+    model = nn.Sequential(TwoProjections())
+    inst = guardbit.instrument(model)
+    try:
+        before = tiny.step(model, torch.randn(2, 5, 64))
+        assert before is not None
+        launches = inst.sites["0"].launches
+        with pytest.raises(guardbit.LayoutUnavailable, match="more than once"):
+            inst.sites["0"].query_weight(0)
+        assert inst.sites["0"].refusal is None
+        assert inst.sites["0"].launches == launches, "probing is no call of the model"
+    finally:
+        inst.remove()
+
+
+def test_calls_of_different_shapes_are_refused_and_say_so(tiny):
+    model = nn.Sequential(TwoProjections(second_heads=2))
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, torch.randn(2, 5, 64))
+        with pytest.raises(ValueError, match="with 4 heads of 16 and with 2 heads of 32"):
+            inst.switch("0", "compensated")
+        with pytest.raises(guardbit.LayoutUnavailable, match="more than once"):
+            inst.sites["0"].query_weight(0)
     finally:
         inst.remove()
 
@@ -227,6 +270,9 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
         (("h.2.attn", "none"), ValueError, "no attention site is called 'h.2.attn'; there are h.0"),
         (("x*", "none"), ValueError, r"no attention site is called 'x\*'; there are h.0.attn, h.1"),
         (("h.0", "none"), ValueError, "no attention site is called 'h.0'"),
+        (("h.0.attn", "none", 3), ValueError, "heads is 3; expected a list of whole numbers"),
+        (("h.0.attn", "none", [1.5]), ValueError, "expected a list of whole numbers"),
+        (("h.0.attn", None), ValueError, "stabilizer is None; expected a name or one name a head"),
         (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, comp"),
         (
             ("*", "none", [4]),
