@@ -1,0 +1,517 @@
+"""Backward in Triton: delta with its bias, dQ, dK and dV; no atomics, so the same bits every run.
+
+Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; lse FP32
+`(B, H, N)`.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels import launch, tiles
+from guardbit.kernels.primitives import (
+    LOG2_E,
+    allowed,
+    load_tile,
+    product,
+    round_nearest,
+    store_tile,
+    visible_keys,
+)
+from guardbit.kernels.reference import Causal, Gradients
+from guardbit.records import STABILIZERS
+
+_COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
+
+
+@triton.jit(do_not_specialize=["heads", "rows", "padded_rows"])
+def row_statistics_kernel(
+    out_pointer,
+    d_out_pointer,
+    residual_pointer,
+    lse_pointer,
+    codes_pointer,
+    delta_pointer,
+    log_sum_pointer,
+    bias_pointer,
+    out_batch,
+    out_head,
+    out_row,
+    d_out_batch,
+    d_out_head,
+    d_out_row,
+    residual_batch,
+    residual_head,
+    residual_row,
+    heads,
+    rows,
+    padded_rows,
+    ANY_COMPENSATED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: ROWS queries of one head. delta; L; a head's share of the bias.
+
+    Rows past the end and rows with no allowed key get L = inf, which makes their P 0.
+    """
+    row_tiles = padded_rows // ROWS
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = program % row_tiles * ROWS
+    batch = (place // heads).to(tl.int64)
+    head = (place % heads).to(tl.int64)
+    positions = first + tl.arange(0, ROWS)
+
+    out_base = out_pointer + batch * out_batch + head * out_head
+    out = load_tile(out_base, first, out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
+    d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = d_out.to(tl.float32)
+    delta = tl.sum(d_out * out.to(tl.float32), 1)
+    if ANY_COMPENSATED:
+        correction = tl.zeros((ROWS,), tl.float32)
+        if tl.load(codes_pointer + head) == _COMPENSATED:
+            residual_base = residual_pointer + batch * residual_batch + head * residual_head
+            residual = load_tile(
+                residual_base, first, residual_row, rows, ROWS, HEAD_DIM, WIDTH, True
+            )
+            correction = tl.sum(d_out * residual.to(tl.float32), 1)
+        delta += correction
+        tl.store(bias_pointer + program, -tl.sum(correction, 0))
+
+    lse = tl.load(
+        lse_pointer + place.to(tl.int64) * rows + positions,
+        mask=positions < rows,
+        other=float("-inf"),
+    )
+    log_sum = tl.where(lse == float("-inf"), float("inf"), lse)
+    padded_place = place.to(tl.int64) * padded_rows + positions
+    tl.store(delta_pointer + padded_place, delta)
+    tl.store(log_sum_pointer + padded_place, log_sum)
+
+
+@triton.jit
+def _query_gradient(
+    dq,
+    q,
+    d_out,
+    log_sum,
+    delta,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    rows,
+    start,
+    end,
+    keys,
+    shift,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Adds the share of the keys from `start` to `end` to dQ / scale of a tile of rows."""
+    dtype: tl.constexpr = q.dtype
+    zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
+    for first in tl.range(start, end, KEYS):
+        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), zeros)
+        # Multiplied by log2(e) only now: of large scores and L their difference is kept exactly.
+        probabilities = tl.exp2((scores * scale - log_sum[:, None]) * LOG2_E)
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
+            probabilities = tl.where(visible, probabilities, 0.0)
+        d_probabilities = product(d_out, tl.trans(v), zeros)
+        d_scores = probabilities * (d_probabilities - delta[:, None])
+        dq = product(round_nearest(d_scores, dtype), k, dq)
+    return dq
+
+
+@triton.jit(do_not_specialize=["heads", "group", "rows", "padded_rows", "keys", "shift"])
+def query_gradients_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    d_out_pointer,
+    delta_pointer,
+    log_sum_pointer,
+    dq_pointer,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    d_out_batch,
+    d_out_head,
+    d_out_row,
+    dq_batch,
+    dq_head,
+    dq_row,
+    heads,
+    group,
+    rows,
+    padded_rows,
+    keys,
+    shift,
+    scale,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: dQ of ROWS queries of one head; heavy causal tiles come first."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    batch = (place // heads).to(tl.int64)
+    head = (place % heads).to(tl.int64)
+    key_head = (place % heads // group).to(tl.int64)
+
+    q_base = q_pointer + batch * q_batch + head * q_head
+    k_base = k_pointer + batch * k_batch + key_head * k_head
+    v_base = v_pointer + batch * v_batch + key_head * v_head
+    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
+    dq_base = dq_pointer + batch * dq_batch + head * dq_head
+    positions = first + tl.arange(0, ROWS)
+    q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    padded_place = place.to(tl.int64) * padded_rows + positions
+    log_sum = tl.load(log_sum_pointer + padded_place)
+    delta = tl.load(delta_pointer + padded_place)
+
+    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+    dq = tl.zeros((ROWS, WIDTH), tl.float32)
+    dq = _query_gradient(
+        dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, 0, whole_end,
+        keys, shift, scale, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    dq = _query_gradient(
+        dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, whole_end, end,
+        keys, shift, scale, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
+    store_tile(dq_base, first, dq_row, rows, rounded, ROWS, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _key_gradients(
+    dk,
+    dv,
+    k,
+    v,
+    q_base,
+    d_out_base,
+    log_sum_base,
+    delta_base,
+    q_stride,
+    d_out_stride,
+    columns,
+    start,
+    end,
+    rows,
+    shift,
+    scale,
+    BOUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Adds the share of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
+
+    S, P and their gradients are transposed, (KEYS, ROWS), so that P and dS are the left operands.
+    """
+    dtype: tl.constexpr = k.dtype
+    zeros = tl.zeros((k.shape[0], ROWS), tl.float32)
+    for first in tl.range(start, end, ROWS):
+        positions = first + tl.arange(0, ROWS)
+        q = load_tile(q_base, first, q_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
+        log_sum = tl.load(log_sum_base + positions)
+        d_out = load_tile(d_out_base, first, d_out_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
+        scores = product(k, tl.trans(q), zeros)
+        probabilities = tl.exp2((scores * scale - log_sum[None, :]) * LOG2_E)
+        if CAUSAL:
+            visible = columns[:, None] <= positions[None, :] + shift
+            probabilities = tl.where(visible, probabilities, 0.0)
+        dv = product(round_nearest(probabilities, dtype), d_out, dv)
+        delta = tl.load(delta_base + positions)
+        d_probabilities = product(v, tl.trans(d_out), zeros)
+        d_scores = probabilities * (d_probabilities - delta[None, :])
+        dk = product(round_nearest(d_scores, dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "padded_rows", "keys", "shift"])
+def key_gradients_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    d_out_pointer,
+    delta_pointer,
+    log_sum_pointer,
+    dk_pointer,
+    dv_pointer,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    d_out_batch,
+    d_out_head,
+    d_out_row,
+    dk_batch,
+    dk_head,
+    dk_row,
+    dv_batch,
+    dv_head,
+    dv_row,
+    kv_heads,
+    group,
+    rows,
+    padded_rows,
+    keys,
+    shift,
+    scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: dK and dV of KEYS keys of one key head, over all query heads of its group.
+
+    The first keys, which causal masking makes the heaviest, come first. BOUNDED says that ROWS does
+    not divide the number of rows.
+    """
+    key_tiles = tl.cdiv(keys, KEYS)
+    program = tl.program_id(0)
+    place = program // key_tiles
+    first = program % key_tiles * KEYS
+    batch = (place // kv_heads).to(tl.int64)
+    key_head = place % kv_heads
+
+    k_base = k_pointer + batch * k_batch + key_head.to(tl.int64) * k_head
+    v_base = v_pointer + batch * v_batch + key_head.to(tl.int64) * v_head
+    k = load_tile(k_base, first, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+    v = load_tile(v_base, first, v_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+    columns = first + tl.arange(0, KEYS)
+
+    if CAUSAL:
+        # The first row that sees the first key, and the first that sees all keys of the tile.
+        start = tl.minimum(tl.maximum(first - shift, 0), rows) // ROWS * ROWS
+        whole = tl.maximum(first + KEYS - 1 - shift, 0)
+        whole = tl.minimum(tl.cdiv(whole, ROWS) * ROWS, tl.cdiv(rows, ROWS) * ROWS)
+    dk = tl.zeros((KEYS, WIDTH), tl.float32)
+    dv = tl.zeros((KEYS, WIDTH), tl.float32)
+    for member in tl.range(0, group, 1, num_stages=1):
+        head = (key_head * group + member).to(tl.int64)
+        q_base = q_pointer + batch * q_batch + head * q_head
+        d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
+        statistics = (batch * kv_heads * group + head) * padded_rows
+        log_sum_base = log_sum_pointer + statistics
+        delta_base = delta_pointer + statistics
+        if CAUSAL:
+            dk, dv = _key_gradients(
+                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                columns, start, whole, rows, shift, scale,
+                BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
+            )  # fmt: skip
+            dk, dv = _key_gradients(
+                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                columns, whole, rows, rows, shift, scale,
+                BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
+            )  # fmt: skip
+        else:
+            dk, dv = _key_gradients(
+                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                columns, 0, rows, rows, shift, scale,
+                BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
+            )  # fmt: skip
+    dtype: tl.constexpr = k_pointer.dtype.element_ty
+    dk_base = dk_pointer + batch * dk_batch + key_head.to(tl.int64) * dk_head
+    dv_base = dv_pointer + batch * dv_batch + key_head.to(tl.int64) * dv_head
+    rounded = round_nearest(dk * scale, dtype)
+    store_tile(dk_base, first, dk_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
+    rounded = round_nearest(dv, dtype)
+    store_tile(dv_base, first, dv_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+) -> Gradients:
+    """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
+
+    Three launches: row statistics, dQ over tiles of queries, dK and dV over tiles of keys. The last
+    two both compute S and dP, seven products instead of five, which spares the atomics.
+
+    Args:
+        d_out: (B, H, N, D), gradient of `out`; any strides.
+        q: (B, H, N, D), BF16 or FP16.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        out: (B, H, N, D), from the forward.
+        lse: FP32 (B, H, N), from the forward.
+        residual: From the forward; None if no head is compensated.
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        stabilizers: The forward's, one name a head.
+
+    Returns:
+        See `Gradients`; dq, dk and dv lie in memory as q, k and v do. Rows with no allowed key have
+        gradient 0.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If a head is compensated and no residual came, `stabilizers` has not one known
+            name a head, or `causal` is unknown.
+    """
+    launch.check_tensors(d_out=d_out, q=q, k=k, v=v, out=out)
+    d_out, q, k, v, out = (launch.rows_adjacent(x) for x in (d_out, q, k, v, out))
+    batch, heads, rows, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    launch.check_count(stabilizers, heads)
+    shift = launch.causal_shift(causal, rows, keys)
+    codes = launch.device_codes(tuple(stabilizers), q.device)
+    compensated = "compensated" in stabilizers
+    if compensated and residual is None:
+        raise ValueError("Compensated heads need the forward's residual, but it is None.")
+    residual = out if residual is None else launch.rows_adjacent(residual)
+    dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
+
+    row_tiles = triton.cdiv(rows, tiles.ROW_PADDING)
+    padded_rows = row_tiles * tiles.ROW_PADDING
+    statistics = torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)
+    log_sum, delta = statistics
+    bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
+    width = launch.padded_width(head_dim)
+    capability = launch.capability_of(q)
+    with launch.device_of(q):
+        if q.numel():
+            row_statistics_kernel[(bias.numel(),)](
+                out,
+                d_out,
+                residual,
+                lse.contiguous(),
+                codes,
+                delta,
+                log_sum,
+                bias,
+                *out.stride()[:3],
+                *d_out.stride()[:3],
+                *residual.stride()[:3],
+                heads,
+                rows,
+                padded_rows,
+                ANY_COMPENSATED=compensated,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                ROWS=tiles.ROW_PADDING,
+                num_warps=4 if width <= 64 else 8,
+                **launch.COMPILER_OPTIONS,
+            )
+            size = tiles.tile(capability, width, "query_gradients")
+            query_gradients_kernel[(triton.cdiv(rows, size.rows) * batch * heads,)](
+                q,
+                k,
+                v,
+                d_out,
+                delta,
+                log_sum,
+                dq,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                *v.stride()[:3],
+                *d_out.stride()[:3],
+                *dq.stride()[:3],
+                heads,
+                heads // kv_heads,
+                rows,
+                padded_rows,
+                keys,
+                shift,
+                scale,
+                CAUSAL=causal is not False,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                ROWS=size.rows,
+                KEYS=size.keys,
+                num_warps=size.warps,
+                num_stages=size.stages,
+                **launch.COMPILER_OPTIONS,
+            )
+        if k.numel():
+            size = tiles.tile(capability, width, "key_gradients")
+            key_gradients_kernel[(triton.cdiv(keys, size.keys) * batch * kv_heads,)](
+                q,
+                k,
+                v,
+                d_out,
+                delta,
+                log_sum,
+                dk,
+                dv,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                *v.stride()[:3],
+                *d_out.stride()[:3],
+                *dk.stride()[:3],
+                *dv.stride()[:3],
+                kv_heads,
+                heads // kv_heads,
+                rows,
+                padded_rows,
+                keys,
+                shift,
+                scale,
+                CAUSAL=causal is not False,
+                BOUNDED=rows % size.rows != 0,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                ROWS=size.rows,
+                KEYS=size.keys,
+                num_warps=size.warps,
+                num_stages=size.stages,
+                **launch.COMPILER_OPTIONS,
+            )
+    delta_bias = torch.full((heads,), torch.nan, device=q.device)
+    if compensated:
+        is_compensated = codes == STABILIZERS.index("compensated")
+        delta_bias = torch.where(is_compensated, bias.sum((0, 2)), delta_bias)
+    return Gradients(dq, dk, dv, delta_bias)

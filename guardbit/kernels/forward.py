@@ -1,0 +1,351 @@
+"""Forward in Triton: O, L and the residual, with each head's own stabilizer in one launch.
+
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv. Scores are kept as plain
+products q k; s stands for them, and "log2 units" for s scale log2(e), the exponent of exp2.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels import launch, tiles
+from guardbit.kernels.primitives import (
+    LN_2,
+    allowed,
+    load_tile,
+    product,
+    random_words,
+    round_nearest,
+    round_stochastic,
+    store_tile,
+    visible_keys,
+)
+from guardbit.kernels.reference import Causal, Forward
+from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
+from guardbit.records import STABILIZERS
+
+# A head's code in the device array: its place in STABILIZERS.
+_COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
+_STOCHASTIC = tl.constexpr(STABILIZERS.index("stochastic"))
+_ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
+
+# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
+_SMALLEST_SCALE = 2.0**-126
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    row_max,
+    extra,
+    row_sum,
+    rounded_sum,
+    tied,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    rows,
+    start,
+    end,
+    keys,
+    shift,
+    scale_log2,
+    beta,
+    eps_log2,
+    shift_min_log2,
+    shift_range_log2,
+    code,
+    ANY_COMPENSATED: tl.constexpr,
+    ANY_ROW_MAX: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
+
+    Carries, a row: row_max, largest s so far; extra, what row_max heads subtract besides, in log2
+    units; row_sum of P-bar; rounded_sum, of P-bar as rounded, if any head is compensated; tied,
+    whether a second score lies within eps of row_max, in row_max heads.
+    """
+    dtype: tl.constexpr = v_base.dtype.element_ty
+    for first in tl.range(start, end, KEYS):
+        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
+            scores = tl.where(visible, scores, float("-inf"))
+        tile_max = tl.max(scores, 1)
+        new_max = tl.maximum(row_max, tile_max)
+        new_extra = extra
+        if ANY_ROW_MAX and code == _ROW_MAX:
+            # Exact across tiles without the scores of earlier ones: when the maximum rises by no
+            # more than eps, the old one is the second score within eps of the new.
+            near = tl.where(scores >= (tile_max - eps_log2 / scale_log2)[:, None], 1.0, 0.0)
+            tied_here = (tl.sum(near, 1) > 1.0) & (tile_max > float("-inf"))
+            tied = tl.where(tile_max > row_max, tied_here, tied)
+            tied = tied | (tl.abs(tile_max - row_max) * scale_log2 <= eps_log2)
+            excess = (beta - 1.0) * tl.abs(new_max * scale_log2)
+            excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
+            new_extra = tl.where(tied, shift_min_log2 + excess, 0.0)
+        # 0 instead of the -inf of a row that has seen no key.
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # Subtracted before they are scaled, scores near the maximum lose nothing: in log2 units a
+        # maximum of 1e5 is rounded by 0.004, and P-bar of the maximum would not be 1.
+        exponents = (scores - reference[:, None]) * scale_log2
+        rise = (row_max - reference) * scale_log2
+        if ANY_ROW_MAX:
+            exponents -= new_extra[:, None]
+            rise += extra - new_extra
+        probabilities = tl.exp2(exponents)
+        rescale = tl.exp2(rise)
+        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+        rounded = round_nearest(probabilities, dtype)
+        if ANY_COMPENSATED:
+            # In all heads: a branch in the loop costs more than this sum.
+            rounded_sum = rounded_sum * rescale + tl.sum(rounded.to(tl.float32), 1)
+        v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        accumulator = product(rounded, v, accumulator * rescale[:, None])
+        row_max = new_max
+        extra = new_extra
+    return accumulator, row_max, extra, row_sum, rounded_sum, tied
+
+
+@triton.jit(
+    do_not_specialize=["rows", "keys", "shift", "seed", "offset", "all_heads", "heads", "group"]
+)
+def forward_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    out_pointer,
+    lse_pointer,
+    residual_pointer,
+    codes_pointer,
+    numbers_pointer,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    out_batch,
+    out_head,
+    out_row,
+    all_heads,
+    heads,
+    group,
+    rows,
+    keys,
+    shift,
+    scale,
+    scale_log2,
+    beta,
+    eps_log2,
+    shift_min_log2,
+    shift_range_log2,
+    seed: tl.int64,
+    offset: tl.int64,
+    CAUSAL: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    ANY_COMPENSATED: tl.constexpr,
+    ANY_STOCHASTIC: tl.constexpr,
+    ANY_ROW_MAX: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: one tile of ROWS queries of one head; heavy causal tiles come first."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    batch = (place // heads).to(tl.int64)
+    head = place % heads
+    code = tl.load(codes_pointer + head)
+    number = tl.load(numbers_pointer + head)
+    key_head = (number // group).to(tl.int64)
+    dtype: tl.constexpr = q_pointer.dtype.element_ty
+
+    q_base = q_pointer + batch * q_batch + number.to(tl.int64) * q_head
+    k_base = k_pointer + batch * k_batch + key_head * k_head
+    v_base = v_pointer + batch * v_batch + key_head * v_head
+    positions = first + tl.arange(0, ROWS)
+    q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    if NEGATIVE_SCALE:
+        q = (-q.to(tl.float32)).to(dtype)
+    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+
+    accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
+    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+    extra = tl.zeros((ROWS,), tl.float32)
+    row_sum = tl.zeros((ROWS,), tl.float32)
+    rounded_sum = tl.zeros((ROWS,), tl.float32)
+    tied = tl.zeros((ROWS,), tl.int1)
+    # Whole tiles without a mask, then those on the diagonal or the edge with one.
+    accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
+        accumulator, row_max, extra, row_sum, rounded_sum, tied,
+        q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
+        scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+        ANY_COMPENSATED, ANY_ROW_MAX, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
+        accumulator, row_max, extra, row_sum, rounded_sum, tied,
+        q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
+        scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+        ANY_COMPENSATED, ANY_ROW_MAX, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+
+    # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    # Which of the two products is fused is spelled out, so that all variants give the same bits.
+    lse = tl.fma(row_max, scale, (extra + tl.log2(row_sum)) * LN_2)
+    tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
+
+    exact = accumulator * (1.0 / row_sum)[:, None]
+    out = round_nearest(exact, dtype)
+    if ANY_STOCHASTIC and code == _STOCHASTIC:
+        counter = offset + ((batch * all_heads + number) * rows + first) * HEAD_DIM
+        places = tl.arange(0, ROWS)[:, None] * HEAD_DIM + tl.arange(0, WIDTH)[None, :]
+        out = round_stochastic(exact, random_words(seed, counter, places), dtype)
+    out_place = batch * out_batch + head.to(tl.int64) * out_head
+    store_tile(out_pointer + out_place, first, out_row, rows, out, ROWS, HEAD_DIM, WIDTH)
+
+    if ANY_COMPENSATED:
+        residual = tl.zeros((ROWS, WIDTH), tl.float32)
+        if code == _COMPENSATED:
+            rounded_sum = tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
+            written = out.to(tl.float32)
+            residual = accumulator * (1.0 / rounded_sum)[:, None] - written
+            # Where O is not finite neither is delta, and there is nothing to keep.
+            residual = tl.where(tl.abs(written) < float("inf"), residual, 0.0)
+        store_tile(
+            residual_pointer + out_place, first, out_row, rows,
+            round_nearest(residual, dtype), ROWS, HEAD_DIM, WIDTH,
+        )  # fmt: skip
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    beta: float = 2.0,
+    eps: float = 1e-3,
+    seed: int = 0,
+    offset: int = 0,
+    heads: Sequence[int] | None = None,
+) -> Forward:
+    """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
+
+    What each stabilizer does, bit for bit up to the order of FP32 sums, is said in
+    `guardbit.kernels.reference.forward`. A masked score is -inf whatever its inputs, and tiles that
+    no row of a tile sees are skipped: NaN in a forbidden key need not reach the output.
+
+    Args:
+        q: (B, H, N, D), BF16 or FP16; any strides.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        stabilizers: One name a computed head, of `guardbit.STABILIZERS`.
+        beta: Factor of the row maximum for row_max; above 1.
+        eps: How near the row maximum a score counts as another maximum, in units of the scores.
+        seed: Key of the random words, modulo 2^64.
+        offset: First counter of the random words.
+        heads: The query heads to compute, C of them; None for all.
+
+    Returns:
+        See `Forward`, with C for H; out and residual lie in memory as q does.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
+    """
+    launch.check_tensors(q=q, k=k, v=v)
+    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
+    batch, all_heads, rows, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    numbers = tuple(range(all_heads)) if heads is None else tuple(heads)
+    if len(stabilizers) != len(numbers):
+        raise ValueError(
+            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for "
+            f"{len(numbers)} heads."
+        )
+    shift = launch.causal_shift(causal, rows, keys)
+    codes = launch.device_codes(tuple(stabilizers), q.device)
+    out = launch.empty_like_rows(q if heads is None else q[:, : len(numbers)])
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
+    compensated = "compensated" in stabilizers
+    residual = torch.empty_like(out) if compensated else None
+    if not out.numel():
+        return Forward(out, lse, residual)
+
+    width = launch.padded_width(head_dim)
+    size = tiles.tile(launch.capability_of(q), width, "forward")
+    shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
+    size_of_scale = max(abs(scale), _SMALLEST_SCALE)
+    with launch.device_of(q):
+        forward_kernel[(triton.cdiv(rows, size.rows) * batch * len(numbers),)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            out if residual is None else residual,
+            codes,
+            launch.device_numbers(numbers, q.device),
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *out.stride()[:3],
+            all_heads,
+            len(numbers),
+            all_heads // kv_heads,
+            rows,
+            keys,
+            shift,
+            size_of_scale,
+            size_of_scale * math.log2(math.e),
+            beta,
+            eps * math.log2(math.e),
+            SHIFT_MIN * math.log2(math.e),
+            (shift_max - SHIFT_MIN) * math.log2(math.e),
+            seed=launch.signed(seed),
+            offset=offset,
+            CAUSAL=causal is not False,
+            NEGATIVE_SCALE=scale < 0,
+            ANY_COMPENSATED=compensated,
+            ANY_STOCHASTIC="stochastic" in stabilizers,
+            ANY_ROW_MAX="row_max" in stabilizers,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            ROWS=size.rows,
+            KEYS=size.keys,
+            num_warps=size.warps,
+            num_stages=size.stages,
+            **launch.COMPILER_OPTIONS,
+        )
+    return Forward(out, lse, residual)

@@ -1,0 +1,110 @@
+"""What the launchers of the Triton kernels share: checks, memory layout, small device arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+
+import torch
+import triton
+from torch import Tensor
+
+from guardbit.kernels.primitives import INTERPRET
+from guardbit.kernels.reference import Causal
+from guardbit.records import STABILIZERS
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+#: s scale - L is one fused multiply-add, whatever Triton's default is.
+COMPILER_OPTIONS = {"enable_fp_fusion": True}
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Refuses what the kernels cannot take.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16, or two differ.
+        ValueError: If a tensor is not on a CUDA device, unless kernels are interpreted.
+    """
+    dtypes = {name: x.dtype for name, x in tensors.items()}
+    if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
+        came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"The Triton kernels take BF16 or FP16, one for all; got {came}.")
+    for name, x in tensors.items():
+        if not x.is_cuda and not INTERPRET.value:
+            raise ValueError(f"The Triton kernels need CUDA tensors, but {name} is on {x.device}.")
+
+
+def check_count(stabilizers: Sequence[str], heads: int) -> None:
+    """Refuses anything but one name a head.
+
+    Raises:
+        ValueError: Saying how many came.
+    """
+    if len(stabilizers) != heads:
+        raise ValueError(
+            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
+        )
+
+
+def causal_shift(causal: Causal, rows: int, keys: int) -> int:
+    """By how much the last key a query sees lies past the query's own number.
+
+    Raises:
+        ValueError: If `causal` is none of the three.
+    """
+    if causal not in (False, True, "top-left"):
+        raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')
+    return keys - rows if causal is True else 0
+
+
+@lru_cache(maxsize=1024)
+def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
+    """One INT8 a head, its place in STABILIZERS, copied to the device once: later calls are free.
+
+    Raises:
+        ValueError: If a name is unknown.
+    """
+    unknown = sorted(set(stabilizers) - set(STABILIZERS))
+    if unknown:
+        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
+    codes = [STABILIZERS.index(name) for name in stabilizers]
+    return torch.tensor(codes, dtype=torch.int8, device=device)
+
+
+@lru_cache(maxsize=1024)
+def device_numbers(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """The numbers of some heads, INT32 `(C,)`, copied to the device once."""
+    return torch.tensor(heads, dtype=torch.int32, device=device)
+
+
+def signed(seed: int) -> int:
+    """The seed modulo 2^64 as a signed 64-bit number."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def padded_width(head_dim: int) -> int:
+    """The power of two, at least 16, that a head's dimension is padded to inside a kernel."""
+    return max(16, triton.next_power_of_2(head_dim))
+
+
+def rows_adjacent(x: Tensor) -> Tensor:
+    """x, or a copy of it, with neighbouring elements of a row adjacent in memory."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def empty_like_rows(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape and memory order, neighbouring elements of a row adjacent."""
+    empty = torch.empty_like(x)
+    return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
+
+
+def device_of(x: Tensor) -> AbstractContextManager:
+    """Context in which launches go to x's device."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def capability_of(x: Tensor) -> tuple[int, int] | None:
+    """Compute capability of x's device; None on the CPU."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None

@@ -1,0 +1,145 @@
+"""The Triton backward on small shapes: in the interpreter, or compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+
+from guardbit.kernels import backward, forward, reference
+from guardbit.records import STABILIZERS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+# -inf - -inf in rows that see no key, whose NaN is then not taken.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(shape, dtype=torch.bfloat16, seed=0):
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(DEVICE, dtype)
+
+    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
+    return q, normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width), d_out
+
+
+def exact(q, k, v, d_out, causal, scale):
+    """Gradients in FP64 by autograd through whole matrices."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    hidden = torch.zeros(rows, keys, dtype=torch.bool, device=q.device)
+    if causal is not False:
+        shift = keys - rows if causal is True else 0
+        hidden = torch.ones_like(hidden).triu(shift + 1)
+    dead = hidden.all(-1)[:, None]
+    scores = (q @ wide_k.mT * scale).masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)
+    out = torch.softmax(scores, -1).masked_fill(dead, 0.0) @ wide_v
+    return torch.autograd.grad(out, (q, k, v), d_out.double())
+
+
+# B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; keys no row sees.
+SHAPES = [
+    (1, 4, 4, 1, 1, 16),
+    (2, 4, 2, 37, 37, 32),
+    (1, 4, 1, 70, 33, 16),
+    (1, 4, 2, 20, 90, 64),
+    (1, 4, 4, 33, 33, 80),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
+)
+def test_gradients_of_every_stabilizer(dtype, shape, causal):
+    q, k, v, d_out = inputs(shape, dtype)
+    options = {"causal": causal, "scale": shape[-1] ** -0.5, "stabilizers": STABILIZERS}
+    result = reference.forward(q, k, v, **options)
+    ours = backward.backward(d_out, q, k, v, *result, **options)
+    oracle = reference.backward(d_out, q, k, v, *result, **options)
+    truth = exact(q, k, v, d_out, causal, options["scale"])
+    for name, mine, other, right in zip(("dQ", "dK", "dV"), ours, oracle, truth, strict=False):
+        assert mine.dtype == dtype
+        # Sums of FP32 in another order move a few elements across a rounding boundary of dS or of
+        # the gradient itself.
+        difference = (mine.double() - other.double()).abs().max().item()
+        largest = right.abs().max().item()
+        # One key has no gradient but that of FP32's error in P, 1e-6 or less.
+        assert difference <= 2 * SPACING[dtype] * largest + 1e-6, name
+        error = (mine.double() - right).norm().item()
+        allowed = 1.02 * (other.double() - right).norm().item() + 1e-6
+        assert error <= allowed, f"{name}: {error:.3g} above {allowed:.3g}"
+    head = STABILIZERS.index("compensated")
+    correction = (d_out[:, head].double() * result.residual[:, head].double()).sum().item()
+    # FP32 sums of a few thousand numbers of size 1.
+    assert ours.delta_bias[head].item() == pytest.approx(-correction, abs=1e-4)
+    assert ours.delta_bias.isnan().sum() == 3
+
+
+def test_rows_without_a_key_have_no_gradient():
+    q, k, v, d_out = inputs((1, 4, 2, 40, 9, 16))
+    options = {"causal": True, "scale": 1.0, "stabilizers": STABILIZERS}
+    result = forward.forward(q, k, v, **options)
+    ours = backward.backward(d_out, q, k, v, *result, **options)
+    assert not ours.dq[:, :, :31].any()
+    assert all(x.isfinite().all() for x in ours[:3])
+
+
+def test_keys_that_no_row_sees_have_no_gradient():
+    q, k, v, d_out = inputs((1, 4, 2, 9, 150, 16))
+    options = {"causal": "top-left", "scale": 1.0, "stabilizers": STABILIZERS}
+    result = forward.forward(q, k, v, **options)
+    ours = backward.backward(d_out, q, k, v, *result, **options)
+    assert not ours.dk[:, :, 9:].any()
+    assert not ours.dv[:, :, 9:].any()
+    assert ours.dv[:, :, :9].all()
+
+
+def test_no_keys_no_rows_no_batch():
+    for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
+        q, k, v, d_out = inputs(shape)
+        options = {"causal": False, "scale": 1.0, "stabilizers": ["none"] * 2}
+        result = forward.forward(q, k, v, **options)
+        ours = backward.backward(d_out, q, k, v, *result, **options)
+        for gradient, x in zip(ours, (q, k, v), strict=False):
+            assert gradient.shape == x.shape
+            assert not gradient.any()
+
+
+def test_layouts_and_determinism():
+    q, k, v, d_out = inputs((1, 4, 2, 17, 17, 16))
+    options = {"causal": True, "scale": 0.25, "stabilizers": STABILIZERS}
+    result = forward.forward(q, k, v, **options)
+    expected = backward.backward(d_out, q, k, v, *result, **options)
+    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (d_out, q, k, v)]
+    ours = backward.backward(*by_rows, *result, **options)
+    assert all(torch.equal(x, y) for x, y in zip(ours[:3], expected, strict=False))
+    assert ours.dk.stride() == by_rows[2].stride()
+    constant = torch.ones((), dtype=q.dtype, device=q.device).expand_as(q)
+    expanded = backward.backward(constant, q, k, v, *result, **options)
+    whole = backward.backward(constant.contiguous(), q, k, v, *result, **options)
+    assert torch.equal(expanded.dq, whole.dq)
+
+
+def test_refusals():
+    q, k, v, d_out = inputs((1, 2, 2, 4, 4, 16))
+    options = {"causal": False, "scale": 1.0, "stabilizers": ["none", "compensated"]}
+    result = forward.forward(q, k, v, **options)
+    with pytest.raises(ValueError, match="residual, but it is None"):
+        backward.backward(d_out, q, k, v, result.out, result.lse, None, **options)
+    with pytest.raises(TypeError, match=r"d_out torch\.float32"):
+        backward.backward(d_out.float(), q, k, v, *result, **options)

@@ -1,0 +1,141 @@
+"""Compiles every entry of the tile tables for its own architecture, on a machine without a GPU.
+
+In a process of its own an architecture, because this one may interpret the kernels.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+#: Shared memory a block may have, bytes (CUDA C++ Programming Guide, technical specifications per
+#: compute capability).
+SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+
+#: Bytes of local memory that entries may use. Those of sm_90 are faster with it than any that needs
+#: none (benchmarks/tune_tiles.py on an H200); the others are untuned. All that are not listed: 0.
+SPILLS = {
+    (80, "key_gradients", 64): 8,
+    (89, "key_gradients", 64): 24,
+    (90, "forward", 128): 48,
+    (90, "forward", 256): 4448,
+    (90, "query_gradients", 128): 72,
+    (90, "key_gradients", 64): 56,
+    (90, "key_gradients", 128): 184,
+    (90, "key_gradients", 256): 400,
+    (100, "forward", 256): 80,
+    (100, "query_gradients", 256): 8,
+    (100, "key_gradients", 32): 32,
+    (100, "key_gradients", 128): 24,
+}
+
+FLOATS = {"scale", "scale_log2", "beta", "eps_log2", "shift_min_log2", "shift_range_log2"}
+POINTERS = {"lse": "fp32", "delta": "fp32", "log_sum": "fp32", "codes": "i8", "numbers": "i32"}
+
+
+def compile_kernel(kernel, constants, architecture, tile):
+    """Registers, stack and shared memory of one variant, 16-byte aligned BF16 inputs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from guardbit.kernels import launch
+
+    signature, aligned = {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        stem, _, kind = name.rpartition("_")
+        if name in constants:
+            signature[name] = "constexpr"
+        elif kind == "pointer":
+            signature[name] = "*" + POINTERS.get(stem, "bf16")
+        elif name in ("seed", "offset"):
+            signature[name] = "i64"
+        else:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+        if kind in ("pointer", "batch", "head", "row") and stem:
+            aligned[number,] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+            **launch.COMPILER_OPTIONS,
+        },
+    )
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(compiled.asm["cubin"])
+        cubin.flush()
+        report = subprocess.run(
+            [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    assert found, report
+    return {"spilled": int(found[1]) + int(found[2]), "shared": compiled.metadata.shared}
+
+
+def compile_all(architecture):
+    """Prints one line of JSON an entry: the largest variant, all stabilizers and bounds in it."""
+    from guardbit.kernels import backward, forward, tiles
+
+    kernels = {
+        "forward": (
+            forward.forward_kernel,
+            {
+                "NEGATIVE_SCALE": False,
+                "ANY_COMPENSATED": True,
+                "ANY_STOCHASTIC": True,
+                "ANY_ROW_MAX": True,
+            },
+        ),
+        "query_gradients": (backward.query_gradients_kernel, {}),
+        "key_gradients": (backward.key_gradients_kernel, {"BOUNDED": True}),
+    }
+    for name, (kernel, flags) in kernels.items():
+        for width in (16, 32, 64, 128, 256):
+            tile = tiles.tile(divmod(architecture, 10), width, name)
+            constants = {
+                "CAUSAL": True,
+                "HEAD_DIM": width,
+                "WIDTH": width,
+                "ROWS": tile.rows,
+                "KEYS": tile.keys,
+                **flags,
+            }
+            result = compile_kernel(kernel, constants, architecture, tile)
+            print(json.dumps({"kernel": name, "width": width, **result}), flush=True)
+
+
+@pytest.mark.parametrize("architecture", SHARED_LIMIT)
+def test_entries_fit_and_spill_no_more_than_listed(architecture):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, __file__, str(architecture)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    entries = [json.loads(line) for line in finished.stdout.splitlines()]
+    assert len(entries) == 15
+    for entry in entries:
+        assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
+        limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
+        assert entry["spilled"] <= limit, entry
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))

@@ -1,0 +1,233 @@
+"""The Triton forward on small shapes: in the interpreter, or compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.kernels import forward, launch, reference, tiles
+from guardbit.numerics import coherent_error, round_stochastic
+from guardbit.records import STABILIZERS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+# -inf - -inf in rows that see no key, whose NaN is then not taken.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(shape, dtype=torch.bfloat16, seed=0):
+    """q, k, v; every third key repeats the first, so that rows have several maxima."""
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(batch, heads, rows, width, generator=generator)
+    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
+    k[:, :, 1::3] = k[:, :, :1]
+    return [x.to(DEVICE, dtype) for x in (q, k, v)]
+
+
+def key_tile(q):
+    return tiles.tile(launch.capability_of(q), launch.padded_width(q.shape[-1]), "forward").keys
+
+
+def exact(q, k, v, causal, scale):
+    """FP64 output and lse, from whole matrices."""
+    rows, keys = q.shape[2], k.shape[2]
+    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q.double() @ k.mT * scale
+    if causal is not False:
+        shift = keys - rows if causal is True else 0
+        hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(shift + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return weights @ v, lse
+
+
+# B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; more keys than a tile.
+SHAPES = [
+    (1, 4, 4, 1, 1, 16),
+    (2, 4, 2, 37, 37, 32),
+    (1, 4, 1, 70, 33, 16),
+    (1, 4, 2, 20, 150, 64),
+    (1, 4, 4, 33, 33, 80),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[3], torch.float16)]
+)
+def test_every_stabilizer_in_one_launch(dtype, shape, causal):
+    q, k, v = inputs(shape, dtype)
+    scale = shape[-1] ** -0.5
+    options = {"causal": causal, "scale": scale, "stabilizers": STABILIZERS, "seed": 5}
+    ours = forward.forward(q, k, v, **options)
+    # P-bar is rounded relative to the maximum so far, which depends on the tile.
+    oracle = reference.forward(q, k, v, **options, key_tile=key_tile(q))
+    truth, lse = exact(q, k, v, causal, scale)
+    assert ours.out.dtype == dtype
+    # P-bar is rounded by half a step at most, O by half a step, or a whole one if stochastically.
+    bar = 1.5 * SPACING[dtype] * v.abs().max().double()
+    assert (ours.out - truth).abs().max() <= bar
+    assert torch.equal(ours.lse == -math.inf, lse == -math.inf)
+    alive = lse > -math.inf
+    assert torch.allclose(ours.lse.double()[alive], lse[alive], rtol=0, atol=1e-5)
+    # The oracle sums in another order, in FP32: the few elements that this moves across a rounding
+    # boundary differ by a step.
+    difference = (ours.out.double() - oracle.out.double()).abs()
+    assert difference.max() <= 2 * SPACING[dtype] * truth.abs().max()
+    assert (difference > 0).double().mean() <= (0.01 if dtype == torch.bfloat16 else 0.05)
+    head = STABILIZERS.index("compensated")
+    pair = ours.out[:, head].double() + ours.residual[:, head].double()
+    oracle_pair = oracle.out[:, head].double() + oracle.residual[:, head].double()
+    # The residual is rounded to half a step of at most half a step of O; an element of P-bar that
+    # crosses a boundary moves the pair by a step of its own.
+    moved = (pair - oracle_pair).abs()
+    assert moved.max() <= SPACING[dtype] * v.abs().max()
+    finest = SPACING[dtype] ** 2 * truth.abs().max() + 1e-6
+    assert (moved > finest).double().mean() <= (0.01 if dtype == torch.bfloat16 else 0.05)
+    others = [number for number in range(4) if number != head]
+    assert not ours.residual[:, others].any()
+
+
+def test_rows_without_a_key_give_zero():
+    q, k, v = inputs((1, 4, 2, 40, 9, 16))
+    ours = forward.forward(q, k, v, causal=True, scale=1.0, stabilizers=STABILIZERS)
+    assert not ours.out[:, :, :31].any()
+    assert not ours.residual[:, :, :31].any()
+    assert (ours.lse[:, :, :31] == -math.inf).all()
+    assert ours.lse[:, :, 31:].isfinite().all()
+
+
+def test_no_keys_no_rows_no_batch():
+    for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
+        q, k, v = inputs(shape)
+        ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["none"] * 2)
+        assert ours.out.shape == q.shape
+        assert not ours.out.any()
+        assert (ours.lse == -math.inf).all()
+
+
+def test_a_head_does_not_depend_on_the_others():
+    q, k, v = inputs((2, 4, 2, 40, 40, 16))
+    options = {"causal": True, "scale": 0.25, "seed": 3, "offset": 11}
+    mix = forward.forward(q, k, v, stabilizers=STABILIZERS, **options)
+    for head, name in enumerate(STABILIZERS):
+        alone = forward.forward(q, k, v, stabilizers=[name] * 4, **options)
+        assert torch.equal(alone.out[:, head], mix.out[:, head])
+        assert torch.equal(alone.lse[:, head], mix.lse[:, head])
+        chosen = forward.forward(q, k, v, stabilizers=[name], heads=[head], **options)
+        assert torch.equal(chosen.out[:, 0], mix.out[:, head])
+        if name == "compensated":
+            assert torch.equal(chosen.residual[:, 0], mix.residual[:, head])
+
+
+@given(
+    seed=st.integers(-(2**63), 2**64 - 1),
+    offset=st.sampled_from([0, 2**32 - 700, 2**40 + 5]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+@settings(max_examples=15, deadline=None)
+def test_stochastic_takes_the_words_of_the_oracle(seed, offset, dtype):
+    q, k, v = inputs((1, 2, 1, 17, 20, 16), dtype)
+    options = {"causal": False, "scale": 0.25, "stabilizers": ["stochastic"] * 2}
+    ours = forward.forward(q, k, v, seed=seed, offset=offset, **options)
+    oracle = reference.forward(q, k, v, seed=seed, offset=offset, **options)
+    # Words decide: with other words half of the elements would differ.
+    assert (ours.out != oracle.out).double().mean() <= 0.02
+
+
+def test_stochastic_rounding_is_that_of_the_oracle_for_single_keys():
+    # One key: O = V exactly, which no rounding changes; a sum of two keys leaves a remainder.
+    q, k, v = inputs((1, 1, 1, 64, 2, 16), torch.float16)
+    k.zero_()
+    v[..., 0, :] = 2.0**-17
+    v[..., 1, :] = 2.0**-23
+    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["stochastic"], seed=1)
+    # The exact mean 2^-18 + 2^-24 is a subnormal FP16 number: it stays.
+    assert (ours.out == 2.0**-18 + 2.0**-24).all()
+    v[..., 1, :] = 2.0**-24
+    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["stochastic"], seed=1)
+    numbers = torch.arange(64 * 16, device=q.device).reshape(1, 1, 64, 16)
+    words = reference.forward_pass.philox(1, numbers)
+    halfway = torch.full((1, 1, 64, 16), 2.0**-18 + 2.0**-25, device=q.device)
+    assert torch.equal(ours.out, round_stochastic(halfway, torch.float16, words))
+
+
+def test_layouts_and_strides():
+    q, k, v = inputs((2, 4, 2, 33, 33, 16))
+    options = {"causal": True, "scale": 0.25, "stabilizers": STABILIZERS}
+    expected = forward.forward(q, k, v, **options).out
+    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    transposed = [x.mT.contiguous().mT for x in (q, k, v)]
+    for tensors in (by_rows, transposed):
+        assert torch.equal(forward.forward(*tensors, **options).out, expected)
+    assert forward.forward(*by_rows, **options).out.stride() == by_rows[0].stride()
+    shared = k[:, :1].expand(-1, 2, -1, -1)
+    assert torch.equal(
+        forward.forward(q, shared, v, **options).out,
+        forward.forward(q, shared.contiguous(), v, **options).out,
+    )
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
+def test_any_scale(scale):
+    q, k, v = inputs((1, 4, 4, 20, 50, 16))
+    ours = forward.forward(q, k, v, causal=True, scale=scale, stabilizers=STABILIZERS)
+    truth, _ = exact(q, k, v, True, scale)
+    assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
+
+
+def test_large_scores_and_infinite_inputs():
+    q, k, v = inputs((1, 4, 4, 20, 50, 16))
+    ours = forward.forward(q * 100, k * 100, v, causal=False, scale=2.0, stabilizers=STABILIZERS)
+    truth, _ = exact(q * 100, k * 100, v, False, 2.0)
+    assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
+    q[:, :, 3, 0], q[:, :, 5, 0] = math.nan, math.inf
+    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=STABILIZERS)
+    spoilt = ours.out.isnan().all(-1)
+    assert spoilt[:, :, [3, 5]].all()
+    assert spoilt.sum() == 2 * 4
+
+
+def test_compensation_takes_the_coherent_error_with_either_sign():
+    # Four equal keys; the mean of the values lies a quarter of a step above a BF16 number in even
+    # features, which all rows round down, and a quarter below one in odd features.
+    q = torch.ones(1, 2, 256, 16, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=DEVICE)
+    v = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=DEVICE)
+    v[..., :1, 0::2] += 2.0**-7
+    v[..., 1:, 1::2] += 2.0**-7
+    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["none", "compensated"])
+    truth = v.double().mean(2, keepdim=True).expand_as(q)
+    error = coherent_error(ours.out, truth, -2)
+    assert (error[..., 0::2] == -256 * 2.0**-9).all()
+    assert (error[..., 1::2] == 256 * 2.0**-9).all()
+    assert (ours.residual[:, 1, :, 0::2] == 2.0**-9).all()
+    assert (ours.residual[:, 1, :, 1::2] == -(2.0**-9)).all()
+
+
+def test_refusals():
+    q, k, v = inputs((1, 2, 2, 4, 4, 16))
+    options = {"causal": False, "scale": 1.0}
+    with pytest.raises(ValueError, match="1 came for 2 heads"):
+        forward.forward(q, k, v, stabilizers=["none"], **options)
+    with pytest.raises(ValueError, match=r"takes none, .* but holds \['row_max_published'\]"):
+        forward.forward(q, k, v, stabilizers=["row_max_published"] * 2, **options)
+    with pytest.raises(ValueError, match="'bottom'"):
+        forward.forward(q, k, v, causal="bottom", scale=1.0, stabilizers=["none"] * 2)
+    with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
+        forward.forward(q.float(), k, v, stabilizers=["none"] * 2, **options)
