@@ -1,12 +1,7 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which is chosen at their import."""
-
-import os
+"""What the tests of the kernels share."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture
