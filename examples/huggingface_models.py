@@ -12,8 +12,7 @@ import guardbit
 def models() -> list[PreTrainedModel]:
     gpt2 = GPT2Config(
         vocab_size=128, n_positions=64, n_embd=64, n_layer=2, n_head=4,
-        # Attention with dropout keeps PyTorch's kernel and is watched by its weights alone.
-        attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+        bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     llama = LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

@@ -1,8 +1,8 @@
 """Rounding to BF16 and FP16, sums of low-precision parts, and the error that adds up.
 
 Rounding is to nearest even or stochastic. The stochastic kind takes its bits from Philox 4x32-10
-(Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), word for word the stream of
-Triton's `tl.randint`, so that a kernel and its oracle round the same element the same way.
+(Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), the generator of Triton's
+`tl.philox`, so that a kernel and its oracle round the same element the same way.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 #: Low bits of an FP32 significand that the narrower format has no room for.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
+#: Exponent of the least last place that residuals are counted in: that of FP16's subnormal
+#: numbers; of BF16 one whose 240-fold inverse FP32 can still hold.
+_SMALLEST_PLACE = {torch.bfloat16: -100, torch.float16: -24}
+#: Counts to a unit in the last place, see `encode_residual`.
+RESIDUAL_STEPS = 240
 _FP16_SMALLEST_NORMAL = 2.0**-14
 _FP16_SUBNORMALS_PER_UNIT = 2.0**24
 
@@ -53,33 +58,29 @@ def _round_to_odd(x: Tensor) -> Tensor:
     return torch.where(inexact, towards_zero | 1, bits).view(torch.float32)
 
 
-def philox(seed: int, counter: Tensor) -> Tensor:
-    """Random 32-bit words, one a counter: Philox 4x32-10.
-
-    The stream is that of Triton's `tl.randint(seed, offset)` with 64-bit offsets: the counter's low
-    word is the first of the four Philox counter words and its high word the second, the other two
-    are 0, the key is (low, high) of the seed, and the first of the four output words is kept.
+def random_halves(seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+    """Eight random 16-bit numbers a counter: the halves of Philox's four words, low halves first.
 
     Args:
-        seed: Key; taken modulo 2^64.
-        counter: INT64 tensor of any shape.
+        seed: Key, taken modulo 2^64; a number or an INT64 tensor `()`.
+        counter: Four INT64 tensors that broadcast, with values in [0, 2^32).
 
     Returns:
-        INT64 tensor of the same shape with values in [0, 2^32).
+        INT64 `(*shape, 8)`, values in [0, 2^16).
     """
-    zero = torch.zeros_like(counter)
-    words = (counter & _WORD, (counter >> 32) & _WORD, zero, zero)
-    return philox_4x32(words, (seed & _WORD, (seed >> 32) & _WORD))[0]
+    words = philox_4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(torch.broadcast_tensors(*halves), -1)
 
 
 def philox_4x32(
-    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int | Tensor, int | Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The Philox 4x32-10 bijection.
 
     Args:
-        counter: Four INT64 tensors of one shape with values in [0, 2^32).
-        key: Two integers in [0, 2^32).
+        counter: Four INT64 tensors that broadcast, with values in [0, 2^32).
+        key: Two integers in [0, 2^32), or INT64 tensors `()` of such.
 
     Returns:
         Four INT64 tensors with values in [0, 2^32).
@@ -105,12 +106,13 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
 
     The magnitude is rounded up when its dropped bits plus as many of the highest random bits carry:
     on hardware, one integer addition and a mask. Values of the target format stay as they are.
-    Where the FP32 value lies in the subnormal range of FP16 up to 32 bits are compared.
+    In the subnormal range of FP16 all 16 bits are compared, and what lies below them is ignored:
+    there the mean is up to 2^-16 of a step too small.
 
     Args:
         x: FP32 tensor of any shape.
         dtype: BF16 or FP16.
-        random_bits: INT64 tensor of x's shape with values in [0, 2^32).
+        random_bits: INT64 tensor of x's shape with values in [0, 2^16).
 
     Returns:
         Tensor of x's shape in `dtype`. Infinities and NaN pass. Beyond the largest finite value
@@ -127,12 +129,12 @@ def round_stochastic(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tens
         raise TypeError(f"Stochastic rounding starts from FP32, but x is {x.dtype}.")
     dropped = _DROPPED_BITS[dtype]
     magnitude = x.abs().view(torch.int32).to(torch.int64)
-    carried = (magnitude + (random_bits >> (32 - dropped))) >> dropped << dropped
+    carried = (magnitude + (random_bits >> (16 - dropped))) >> dropped << dropped
     # An infinity or a NaN may overflow INT32 here; it is put back below.
     rounded = carried.to(torch.int32).view(torch.float32)
     if dtype == torch.float16:
         # Below the smallest normal number the step no longer shrinks with the exponent.
-        steps = x.abs().double() * _FP16_SUBNORMALS_PER_UNIT + random_bits.double() * 2.0**-32
+        steps = x.abs().double() * _FP16_SUBNORMALS_PER_UNIT + random_bits.double() * 2.0**-16
         subnormal = (steps.floor() / _FP16_SUBNORMALS_PER_UNIT).float()
         rounded = torch.where(x.abs() < _FP16_SMALLEST_NORMAL, subnormal, rounded)
     return torch.where(x.isfinite(), rounded.copysign(x), x).to(dtype)
@@ -160,6 +162,42 @@ def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
         rest = rest - pieces[-1].where(high.isfinite(), 0).to(x.dtype)
         pieces.append(round_nearest(rest, dtype))
     return tuple(pieces)
+
+
+def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
+    """What rounding to nearest took, in one byte: a count of 1 / 240 of the last place of `rounded`.
+
+    240 because rounding takes half a place at most, so that 120 is enough, and because halves,
+    thirds, quarters, fifths, sixths, eighths and so on of a place are whole counts: means of two to
+    six equal weights leave just these, in every row alike, and an error in them would add up.
+
+    Args:
+        exact: FP32 tensor of any shape.
+        rounded: `exact` rounded to nearest, BF16 or FP16; FP32 has nothing to keep.
+
+    Returns:
+        INT8 tensor of the same shape, within -120..120; 0 where `rounded` is not finite.
+    """
+    if rounded.dtype not in _DROPPED_BITS:
+        return torch.zeros_like(rounded, dtype=torch.int8)
+    counts = (exact - rounded.float()) * (RESIDUAL_STEPS / _last_place(rounded))
+    return counts.where(rounded.isfinite(), 0).round().to(torch.int8)
+
+
+def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
+    """The residual that `encode_residual` wrote, FP32."""
+    if rounded.dtype not in _DROPPED_BITS:
+        return torch.zeros_like(rounded)
+    residual = counts.float() * (1 / RESIDUAL_STEPS) * _last_place(rounded)
+    return residual.where(rounded.isfinite(), 0)
+
+
+def _last_place(x: Tensor) -> Tensor:
+    """Distance of x from the next larger number of its format, FP32; never below 2^-100 in BF16."""
+    exponent = x.float().view(torch.int32) & 0x7F800000
+    place = exponent - ((23 - _DROPPED_BITS[x.dtype]) << 23)
+    # An exponent of 127 + e in the upper bits is 2^e.
+    return place.clamp_min((127 + _SMALLEST_PLACE[x.dtype]) << 23).view(torch.float32)
 
 
 def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:

@@ -33,7 +33,7 @@ PARAMETERS = {
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " strict=False",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
-    " eps=0.001, seed=0, backend='auto', return_lse=False",
+    " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
     "read_events": "path",
     "read_metadata": "path",

@@ -22,83 +22,19 @@ from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LOG2_E,
     allowed,
+    kept_entries,
     load_tile,
     product,
+    residual_product,
     round_nearest,
     store_tile,
     visible_keys,
+    widen,
 )
-from guardbit.kernels.reference import Causal, Gradients
+from guardbit.kernels.reference import Causal, Dropout, Gradients
 from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
-
-
-@triton.jit(do_not_specialize=["heads", "rows", "padded_rows"])
-def row_statistics_kernel(
-    out_pointer,
-    d_out_pointer,
-    residual_pointer,
-    lse_pointer,
-    codes_pointer,
-    delta_pointer,
-    log_sum_pointer,
-    bias_pointer,
-    out_batch,
-    out_head,
-    out_row,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
-    residual_batch,
-    residual_head,
-    residual_row,
-    heads,
-    rows,
-    padded_rows,
-    ANY_COMPENSATED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: ROWS queries of one head. delta; L; a head's share of the bias.
-
-    Rows past the end and rows with no allowed key get L = inf, which makes their P 0.
-    """
-    row_tiles = padded_rows // ROWS
-    program = tl.program_id(0)
-    place = program // row_tiles
-    first = program % row_tiles * ROWS
-    batch = (place // heads).to(tl.int64)
-    head = (place % heads).to(tl.int64)
-    positions = first + tl.arange(0, ROWS)
-
-    out_base = out_pointer + batch * out_batch + head * out_head
-    out = load_tile(out_base, first, out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
-    d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = d_out.to(tl.float32)
-    delta = tl.sum(d_out * out.to(tl.float32), 1)
-    if ANY_COMPENSATED:
-        correction = tl.zeros((ROWS,), tl.float32)
-        if tl.load(codes_pointer + head) == _COMPENSATED:
-            residual_base = residual_pointer + batch * residual_batch + head * residual_head
-            residual = load_tile(
-                residual_base, first, residual_row, rows, ROWS, HEAD_DIM, WIDTH, True
-            )
-            correction = tl.sum(d_out * residual.to(tl.float32), 1)
-        delta += correction
-        tl.store(bias_pointer + program, -tl.sum(correction, 0))
-
-    lse = tl.load(
-        lse_pointer + place.to(tl.int64) * rows + positions,
-        mask=positions < rows,
-        other=float("-inf"),
-    )
-    log_sum = tl.where(lse == float("-inf"), float("inf"), lse)
-    padded_place = place.to(tl.int64) * padded_rows + positions
-    tl.store(delta_pointer + padded_place, delta)
-    tl.store(log_sum_pointer + padded_place, log_sum)
 
 
 @triton.jit
@@ -118,6 +54,11 @@ def _query_gradient(
     keys,
     shift,
     scale,
+    word,
+    place,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,20 +79,30 @@ def _query_gradient(
             visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
             probabilities = tl.where(visible, probabilities, 0.0)
         d_probabilities = product(d_out, tl.trans(v), zeros)
+        if DROPOUT:
+            kept = kept_entries(word, rows, place, first, threshold, KEYS)
+            d_probabilities = tl.where(kept, d_probabilities * factor, 0.0)
         d_scores = probabilities * (d_probabilities - delta[:, None])
         dq = product(round_nearest(d_scores, dtype), k, dq)
     return dq
 
 
-@triton.jit(do_not_specialize=["heads", "group", "rows", "padded_rows", "keys", "shift"])
+@triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift", "all_heads", "threshold"])
 def query_gradients_kernel(
     q_pointer,
     k_pointer,
     v_pointer,
+    out_pointer,
+    residual_pointer,
     d_out_pointer,
+    lse_pointer,
+    codes_pointer,
+    dq_pointer,
     delta_pointer,
     log_sum_pointer,
-    dq_pointer,
+    bias_pointer,
+    numbers_pointer,
+    word_pointer,
     q_batch,
     q_head,
     q_row,
@@ -161,6 +112,12 @@ def query_gradients_kernel(
     v_batch,
     v_head,
     v_row,
+    out_batch,
+    out_head,
+    out_row,
+    residual_batch,
+    residual_head,
+    residual_row,
     d_out_batch,
     d_out_head,
     d_out_row,
@@ -170,17 +127,23 @@ def query_gradients_kernel(
     heads,
     group,
     rows,
-    padded_rows,
     keys,
     shift,
     scale,
+    all_heads,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One program: dQ of ROWS queries of one head; heavy causal tiles come first."""
+    """One program: delta, a head's share of its bias, and dQ of ROWS queries of one head.
+
+    Heavy causal tiles come first.
+    """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
     place = program // row_tiles
@@ -197,20 +160,45 @@ def query_gradients_kernel(
     positions = first + tl.arange(0, ROWS)
     q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
     d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    padded_place = place.to(tl.int64) * padded_rows + positions
-    log_sum = tl.load(log_sum_pointer + padded_place)
-    delta = tl.load(delta_pointer + padded_place)
+    out_base = out_pointer + batch * out_batch + head * out_head
+    out = load_tile(out_base, first, out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    delta = tl.sum(widen(d_out) * widen(out), 1)
+    # A variant of its own for launches without such heads would sum delta in another order.
+    correction = tl.zeros((ROWS,), tl.float32)
+    if tl.load(codes_pointer + head) == _COMPENSATED:
+        residual_base = residual_pointer + batch * residual_batch + head * residual_head
+        counts = load_tile(residual_base, first, residual_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+        correction = residual_product(out, counts, widen(d_out))
+    delta += correction
+    tl.store(bias_pointer + program, -tl.sum(correction, 0))
+    inside = positions < rows
+    row_place = place.to(tl.int64) * rows + positions
+    log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
+    # A row with no allowed key gets L = inf, which makes its P 0.
+    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum)
+    tl.store(delta_pointer + row_place, delta, mask=inside)
+    tl.store(log_sum_pointer + row_place, log_sum, mask=inside)
 
+    word = tl.full((), 0, tl.int64)
+    random_place = word
+    if DROPOUT:
+        word = tl.load(word_pointer)
+        random_place = batch * all_heads + tl.load(numbers_pointer + head)
     whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
-    dq = _query_gradient(
-        dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, 0, whole_end,
-        keys, shift, scale, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
-    dq = _query_gradient(
-        dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, whole_end, end,
-        keys, shift, scale, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
+    # Loops never run zero times, for the reason given in the forward.
+    if whole_end > 0:
+        dq = _query_gradient(
+            dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, 0, whole_end,
+            keys, shift, scale, word, random_place, threshold, factor,
+            DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        )  # fmt: skip
+    if end > whole_end:
+        dq = _query_gradient(
+            dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, whole_end, end,
+            keys, shift, scale, word, random_place, threshold, factor,
+            DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        )  # fmt: skip
     rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
     store_tile(dq_base, first, dq_row, rows, rounded, ROWS, HEAD_DIM, WIDTH)
 
@@ -233,6 +221,12 @@ def _key_gradients(
     rows,
     shift,
     scale,
+    word,
+    place,
+    first_key,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
     BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -248,22 +242,38 @@ def _key_gradients(
     for first in tl.range(start, end, ROWS):
         positions = first + tl.arange(0, ROWS)
         q = load_tile(q_base, first, q_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
-        log_sum = tl.load(log_sum_base + positions)
+        inside = positions < rows
+        if BOUNDED:
+            log_sum = tl.load(log_sum_base + positions, mask=inside, other=float("inf"))
+        else:
+            log_sum = tl.load(log_sum_base + positions)
         d_out = load_tile(d_out_base, first, d_out_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
         scores = product(k, tl.trans(q), zeros)
         probabilities = tl.exp2((scores * scale - log_sum[None, :]) * LOG2_E)
         if CAUSAL:
             visible = columns[:, None] <= positions[None, :] + shift
             probabilities = tl.where(visible, probabilities, 0.0)
-        dv = product(round_nearest(probabilities, dtype), d_out, dv)
-        delta = tl.load(delta_base + positions)
+        weights = round_nearest(probabilities, dtype)
+        if DROPOUT:
+            KEYS: tl.constexpr = k.shape[0]
+            kept = tl.trans(kept_entries(word, positions, place, first_key, threshold, KEYS))
+            weights = tl.where(kept, weights, 0.0)
+        dv = product(weights, d_out, dv)
+        if BOUNDED:
+            delta = tl.load(delta_base + positions, mask=inside, other=0.0)
+        else:
+            delta = tl.load(delta_base + positions)
         d_probabilities = product(v, tl.trans(d_out), zeros)
+        if DROPOUT:
+            d_probabilities = tl.where(kept, d_probabilities * factor, 0.0)
         d_scores = probabilities * (d_probabilities - delta[None, :])
         dk = product(round_nearest(d_scores, dtype), q, dk)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["kv_heads", "group", "rows", "padded_rows", "keys", "shift"])
+@triton.jit(
+    do_not_specialize=["kv_heads", "group", "rows", "keys", "shift", "all_heads", "threshold"]
+)
 def key_gradients_kernel(
     q_pointer,
     k_pointer,
@@ -273,6 +283,8 @@ def key_gradients_kernel(
     log_sum_pointer,
     dk_pointer,
     dv_pointer,
+    numbers_pointer,
+    word_pointer,
     q_batch,
     q_head,
     q_row,
@@ -294,10 +306,13 @@ def key_gradients_kernel(
     kv_heads,
     group,
     rows,
-    padded_rows,
     keys,
     shift,
     scale,
+    all_heads,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -328,37 +343,47 @@ def key_gradients_kernel(
         start = tl.minimum(tl.maximum(first - shift, 0), rows) // ROWS * ROWS
         whole = tl.maximum(first + KEYS - 1 - shift, 0)
         whole = tl.minimum(tl.cdiv(whole, ROWS) * ROWS, tl.cdiv(rows, ROWS) * ROWS)
+    word = tl.full((), 0, tl.int64)
+    random_place = word
+    if DROPOUT:
+        word = tl.load(word_pointer)
     dk = tl.zeros((KEYS, WIDTH), tl.float32)
     dv = tl.zeros((KEYS, WIDTH), tl.float32)
     for member in tl.range(0, group, 1, num_stages=1):
         head = (key_head * group + member).to(tl.int64)
         q_base = q_pointer + batch * q_batch + head * q_head
         d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
-        statistics = (batch * kv_heads * group + head) * padded_rows
+        statistics = (batch * kv_heads * group + head) * rows
         log_sum_base = log_sum_pointer + statistics
         delta_base = delta_pointer + statistics
+        if DROPOUT:
+            random_place = batch * all_heads + tl.load(numbers_pointer + head)
         if CAUSAL:
+            if whole > start:
+                dk, dv = _key_gradients(
+                    dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                    columns, start, whole, rows, shift, scale, word, random_place, first, threshold,
+                    factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
+                )  # fmt: skip
+            if rows > whole:
+                dk, dv = _key_gradients(
+                    dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                    columns, whole, rows, rows, shift, scale, word, random_place, first, threshold,
+                    factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
+                )  # fmt: skip
+        elif rows > 0:
             dk, dv = _key_gradients(
                 dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                columns, start, whole, rows, shift, scale,
-                BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
-            )  # fmt: skip
-            dk, dv = _key_gradients(
-                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                columns, whole, rows, rows, shift, scale,
-                BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
-            )  # fmt: skip
-        else:
-            dk, dv = _key_gradients(
-                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                columns, 0, rows, rows, shift, scale,
-                BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
+                columns, 0, rows, rows, shift, scale, word, random_place, first, threshold,
+                factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
             )  # fmt: skip
     dtype: tl.constexpr = k_pointer.dtype.element_ty
     dk_base = dk_pointer + batch * dk_batch + key_head.to(tl.int64) * dk_head
     dv_base = dv_pointer + batch * dv_batch + key_head.to(tl.int64) * dv_head
     rounded = round_nearest(dk * scale, dtype)
     store_tile(dk_base, first, dk_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
+    if DROPOUT:
+        dv *= factor
     rounded = round_nearest(dv, dtype)
     store_tile(dv_base, first, dv_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
 
@@ -375,11 +400,12 @@ def backward(
     causal: Causal,
     scale: float,
     stabilizers: Sequence[str],
+    dropout: Dropout | None = None,
 ) -> Gradients:
     """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
 
-    Three launches: row statistics, dQ over tiles of queries, dK and dV over tiles of keys. The last
-    two both compute S and dP, seven products instead of five, which spares the atomics.
+    Two launches: delta and dQ over tiles of queries, dK and dV over tiles of keys. Both compute S
+    and dP, seven products instead of five, which spares the atomics.
 
     Args:
         d_out: (B, H, N, D), gradient of `out`; any strides.
@@ -392,6 +418,7 @@ def backward(
         causal: See `Causal`.
         scale: Factor of Q K^T.
         stabilizers: The forward's, one name a head.
+        dropout: The forward's.
 
     Returns:
         See `Gradients`; dq, dk and dv lie in memory as q, k and v do. Rows with no allowed key have
@@ -412,73 +439,65 @@ def backward(
     compensated = "compensated" in stabilizers
     if compensated and residual is None:
         raise ValueError("Compensated heads need the forward's residual, but it is None.")
-    residual = out if residual is None else launch.rows_adjacent(residual)
+    # Never read if no head is compensated; any pointer to bytes will do.
+    residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
     dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
 
-    row_tiles = triton.cdiv(rows, tiles.ROW_PADDING)
-    padded_rows = row_tiles * tiles.ROW_PADDING
-    statistics = torch.empty((2, batch * heads, padded_rows), dtype=torch.float32, device=q.device)
-    log_sum, delta = statistics
-    bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
     width = launch.padded_width(head_dim)
     capability = launch.capability_of(q)
+    size = tiles.tile(capability, width, "query_gradients")
+    key_size = tiles.tile(capability, width, "key_gradients")
+    if dropout is not None:
+        size, key_size = size.for_dropout, key_size.for_dropout
+    row_tiles = triton.cdiv(rows, size.rows)
+    lse = lse.contiguous()
+    delta, log_sum = torch.empty_like(lse), torch.empty_like(lse)
+    bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
+    random, dropped = (codes, lse), (heads, 0, 1.0)
+    if dropout is not None:
+        random = (launch.device_numbers(dropout.heads, q.device), dropout.word)
+        dropped = (dropout.all_heads, dropout.threshold, dropout.factor)
     with launch.device_of(q):
         if q.numel():
-            row_statistics_kernel[(bias.numel(),)](
-                out,
-                d_out,
-                residual,
-                lse.contiguous(),
-                codes,
-                delta,
-                log_sum,
-                bias,
-                *out.stride()[:3],
-                *d_out.stride()[:3],
-                *residual.stride()[:3],
-                heads,
-                rows,
-                padded_rows,
-                ANY_COMPENSATED=compensated,
-                HEAD_DIM=head_dim,
-                WIDTH=width,
-                ROWS=tiles.ROW_PADDING,
-                num_warps=4 if width <= 64 else 8,
-                **launch.COMPILER_OPTIONS,
-            )
-            size = tiles.tile(capability, width, "query_gradients")
-            query_gradients_kernel[(triton.cdiv(rows, size.rows) * batch * heads,)](
+            query_gradients_kernel[(bias.numel(),)](
                 q,
                 k,
                 v,
+                out,
+                residual,
                 d_out,
+                lse,
+                codes,
+                dq,
                 delta,
                 log_sum,
-                dq,
+                bias,
+                *random,
                 *q.stride()[:3],
                 *k.stride()[:3],
                 *v.stride()[:3],
+                *out.stride()[:3],
+                *residual.stride()[:3],
                 *d_out.stride()[:3],
                 *dq.stride()[:3],
                 heads,
                 heads // kv_heads,
                 rows,
-                padded_rows,
                 keys,
                 shift,
                 scale,
+                *dropped,
+                DROPOUT=dropout is not None,
                 CAUSAL=causal is not False,
                 HEAD_DIM=head_dim,
                 WIDTH=width,
                 ROWS=size.rows,
                 KEYS=size.keys,
-                num_warps=size.warps,
-                num_stages=size.stages,
+                **size.options,
                 **launch.COMPILER_OPTIONS,
             )
         if k.numel():
-            size = tiles.tile(capability, width, "key_gradients")
-            key_gradients_kernel[(triton.cdiv(keys, size.keys) * batch * kv_heads,)](
+            key_gradients_kernel[(triton.cdiv(keys, key_size.keys) * batch * kv_heads,)](
                 q,
                 k,
                 v,
@@ -487,6 +506,7 @@ def backward(
                 log_sum,
                 dk,
                 dv,
+                *random,
                 *q.stride()[:3],
                 *k.stride()[:3],
                 *v.stride()[:3],
@@ -496,18 +516,18 @@ def backward(
                 kv_heads,
                 heads // kv_heads,
                 rows,
-                padded_rows,
                 keys,
                 shift,
                 scale,
+                *dropped,
+                DROPOUT=dropout is not None,
                 CAUSAL=causal is not False,
-                BOUNDED=rows % size.rows != 0,
+                BOUNDED=rows % key_size.rows != 0,
                 HEAD_DIM=head_dim,
                 WIDTH=width,
-                ROWS=size.rows,
-                KEYS=size.keys,
-                num_warps=size.warps,
-                num_stages=size.stages,
+                ROWS=key_size.rows,
+                KEYS=key_size.keys,
+                **key_size.options,
                 **launch.COMPILER_OPTIONS,
             )
     delta_bias = torch.full((heads,), torch.nan, device=q.device)

@@ -23,15 +23,18 @@ from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LN_2,
     allowed,
+    count_above,
+    encode_residual,
+    kept_entries,
     load_tile,
     product,
-    random_words,
+    random_halves,
     round_nearest,
     round_stochastic,
     store_tile,
     visible_keys,
 )
-from guardbit.kernels.reference import Causal, Forward
+from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
@@ -39,6 +42,12 @@ from guardbit.records import STABILIZERS
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
 _STOCHASTIC = tl.constexpr(STABILIZERS.index("stochastic"))
 _ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
+
+# How many heads of a launch have a stabilizer. With all or none there is nothing to choose.
+_NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# The narrowest right operand of a product.
+_LEAST_WIDTH = tl.constexpr(16)
 
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
 _SMALLEST_SCALE = 2.0**-126
@@ -68,8 +77,12 @@ def _attend(
     shift_min_log2,
     shift_range_log2,
     code,
-    ANY_COMPENSATED: tl.constexpr,
-    ANY_ROW_MAX: tl.constexpr,
+    word,
+    place,
+    threshold,
+    COMPENSATED: tl.constexpr,
+    ROW_MAX: tl.constexpr,
+    DROPOUT: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -79,8 +92,8 @@ def _attend(
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
     Carries, a row: row_max, largest s so far; extra, what row_max heads subtract besides, in log2
-    units; row_sum of P-bar; rounded_sum, of P-bar as rounded, if any head is compensated; tied,
-    whether a second score lies within eps of row_max, in row_max heads.
+    units; row_sum of P-bar, if any head is not compensated; rounded_sum, of P-bar as rounded, 16
+    times, if any is; tied, whether a second score lies within eps of row_max, in row_max heads.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -92,43 +105,50 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         tile_max = tl.max(scores, 1)
         new_max = tl.maximum(row_max, tile_max)
-        new_extra = extra
-        if ANY_ROW_MAX and code == _ROW_MAX:
+        # 0 instead of the -inf of a row that has seen no key.
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # Subtracted before they are scaled, scores near the maximum lose nothing: in log2 units a
+        # maximum of 1e5 is rounded by 0.004, and P-bar of the maximum would not be 1.
+        exponents = (scores - finite[:, None]) * scale_log2
+        rise = (row_max - finite) * scale_log2
+        if ROW_MAX != _NO_HEAD:
             # Exact across tiles without the scores of earlier ones: when the maximum rises by no
             # more than eps, the old one is the second score within eps of the new.
-            near = tl.where(scores >= (tile_max - eps_log2 / scale_log2)[:, None], 1.0, 0.0)
-            tied_here = (tl.sum(near, 1) > 1.0) & (tile_max > float("-inf"))
+            tied_here = count_above(exponents, -eps_log2) > 1.0
             tied = tl.where(tile_max > row_max, tied_here, tied)
             tied = tied | (tl.abs(tile_max - row_max) * scale_log2 <= eps_log2)
+            if ROW_MAX == _SOME_HEADS:
+                tied = tied & (code == _ROW_MAX)
             excess = (beta - 1.0) * tl.abs(new_max * scale_log2)
             excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
             new_extra = tl.where(tied, shift_min_log2 + excess, 0.0)
-        # 0 instead of the -inf of a row that has seen no key.
-        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # Subtracted before they are scaled, scores near the maximum lose nothing: in log2 units a
-        # maximum of 1e5 is rounded by 0.004, and P-bar of the maximum would not be 1.
-        exponents = (scores - reference[:, None]) * scale_log2
-        rise = (row_max - reference) * scale_log2
-        if ANY_ROW_MAX:
             exponents -= new_extra[:, None]
             rise += extra - new_extra
+            extra = new_extra
         probabilities = tl.exp2(exponents)
         rescale = tl.exp2(rise)
-        row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         rounded = round_nearest(probabilities, dtype)
-        if ANY_COMPENSATED:
-            # In all heads: a branch in the loop costs more than this sum.
-            rounded_sum = rounded_sum * rescale + tl.sum(rounded.to(tl.float32), 1)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        accumulator = product(rounded, v, accumulator * rescale[:, None])
+        weights = rounded
+        if DROPOUT:
+            kept = kept_entries(word, rows, place, first, threshold, KEYS)
+            weights = tl.where(kept, rounded, 0.0)
+        accumulator = product(weights, v, accumulator * rescale[:, None])
+        if COMPENSATED != _NO_HEAD:
+            # By a tensor core: widening and adding the rounded numbers costs more.
+            ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
+            rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
+        if COMPENSATED != _ALL_HEADS:
+            row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         row_max = new_max
-        extra = new_extra
     return accumulator, row_max, extra, row_sum, rounded_sum, tied
 
 
 @triton.jit(
-    do_not_specialize=["rows", "keys", "shift", "seed", "offset", "all_heads", "heads", "group"]
-)
+    do_not_specialize=[
+        "rows", "keys", "shift", "seed", "offset", "all_heads", "heads", "group", "threshold"
+    ]
+)  # fmt: skip
 def forward_kernel(
     q_pointer,
     k_pointer,
@@ -138,6 +158,7 @@ def forward_kernel(
     residual_pointer,
     codes_pointer,
     numbers_pointer,
+    word_pointer,
     q_batch,
     q_head,
     q_row,
@@ -163,18 +184,25 @@ def forward_kernel(
     shift_min_log2,
     shift_range_log2,
     seed: tl.int64,
-    offset: tl.int64,
+    offset,
+    threshold,
+    factor,
     CAUSAL: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
-    ANY_COMPENSATED: tl.constexpr,
-    ANY_STOCHASTIC: tl.constexpr,
-    ANY_ROW_MAX: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROW_MAX: tl.constexpr,
+    DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One program: one tile of ROWS queries of one head; heavy causal tiles come first."""
+    """One program: one tile of ROWS queries of one head; heavy causal tiles come first.
+
+    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
+    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
+    """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
     place = program // row_tiles
@@ -185,6 +213,11 @@ def forward_kernel(
     number = tl.load(numbers_pointer + head)
     key_head = (number // group).to(tl.int64)
     dtype: tl.constexpr = q_pointer.dtype.element_ty
+
+    random_place = batch * all_heads + number
+    word = tl.full((), 0, tl.int64)
+    if DROPOUT:
+        word = tl.load(word_pointer)
 
     q_base = q_pointer + batch * q_batch + number.to(tl.int64) * q_head
     k_base = k_pointer + batch * k_batch + key_head * k_head
@@ -199,49 +232,57 @@ def forward_kernel(
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     extra = tl.zeros((ROWS,), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    rounded_sum = tl.zeros((ROWS,), tl.float32)
+    rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
     tied = tl.zeros((ROWS,), tl.int1)
-    # Whole tiles without a mask, then those on the diagonal or the edge with one.
-    accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
-        accumulator, row_max, extra, row_sum, rounded_sum, tied,
-        q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
-        scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
-        ANY_COMPENSATED, ANY_ROW_MAX, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
-    accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
-        accumulator, row_max, extra, row_sum, rounded_sum, tied,
-        q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
-        scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
-        ANY_COMPENSATED, ANY_ROW_MAX, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
+    # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
+    # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
+    if whole_end > 0:
+        accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
+            accumulator, row_max, extra, row_sum, rounded_sum, tied,
+            q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
+            scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+            word, random_place, threshold,
+            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        )  # fmt: skip
+    if end > whole_end:
+        accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
+            accumulator, row_max, extra, row_sum, rounded_sum, tied,
+            q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
+            scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+            word, random_place, threshold,
+            COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        )  # fmt: skip
 
+    if COMPENSATED == _ALL_HEADS:
+        row_sum = tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH)
+    elif COMPENSATED == _SOME_HEADS:
+        row_sum = tl.where(
+            code == _COMPENSATED, tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH), row_sum
+        )
     # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     # Which of the two products is fused is spelled out, so that all variants give the same bits.
     lse = tl.fma(row_max, scale, (extra + tl.log2(row_sum)) * LN_2)
     tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
 
+    if DROPOUT:
+        accumulator *= factor
     exact = accumulator * (1.0 / row_sum)[:, None]
     out = round_nearest(exact, dtype)
-    if ANY_STOCHASTIC and code == _STOCHASTIC:
-        counter = offset + ((batch * all_heads + number) * rows + first) * HEAD_DIM
-        places = tl.arange(0, ROWS)[:, None] * HEAD_DIM + tl.arange(0, WIDTH)[None, :]
-        out = round_stochastic(exact, random_words(seed, counter, places), dtype)
+    if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
+        groups = tl.arange(0, WIDTH // 8)[None, :]
+        halves = random_halves(seed, groups, positions[:, None], random_place, offset)
+        out = round_stochastic(exact, halves, dtype)
     out_place = batch * out_batch + head.to(tl.int64) * out_head
     store_tile(out_pointer + out_place, first, out_row, rows, out, ROWS, HEAD_DIM, WIDTH)
 
-    if ANY_COMPENSATED:
-        residual = tl.zeros((ROWS, WIDTH), tl.float32)
+    if COMPENSATED != _NO_HEAD:
+        residual = tl.zeros((ROWS, WIDTH), tl.int8)
         if code == _COMPENSATED:
-            rounded_sum = tl.where(rounded_sum == 0.0, 1.0, rounded_sum)
-            written = out.to(tl.float32)
-            residual = accumulator * (1.0 / rounded_sum)[:, None] - written
-            # Where O is not finite neither is delta, and there is nothing to keep.
-            residual = tl.where(tl.abs(written) < float("inf"), residual, 0.0)
+            residual = encode_residual(exact, out)
         store_tile(
-            residual_pointer + out_place, first, out_row, rows,
-            round_nearest(residual, dtype), ROWS, HEAD_DIM, WIDTH,
-        )  # fmt: skip
+            residual_pointer + out_place, first, out_row, rows, residual, ROWS, HEAD_DIM, WIDTH
+        )
 
 
 def forward(
@@ -257,6 +298,7 @@ def forward(
     seed: int = 0,
     offset: int = 0,
     heads: Sequence[int] | None = None,
+    dropout: Dropout | None = None,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
 
@@ -273,9 +315,10 @@ def forward(
         stabilizers: One name a computed head, of `guardbit.STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        seed: Key of the random words, modulo 2^64.
-        offset: First counter of the random words.
+        seed: Key of the random numbers, modulo 2^64.
+        offset: Last word of the random numbers' counter, modulo 2^32.
         heads: The query heads to compute, C of them; None for all.
+        dropout: What to drop from P-bar; None for nothing.
 
     Returns:
         See `Forward`, with C for H; out and residual lie in memory as q does.
@@ -299,12 +342,15 @@ def forward(
     out = launch.empty_like_rows(q if heads is None else q[:, : len(numbers)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers
-    residual = torch.empty_like(out) if compensated else None
+    residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
     if not out.numel():
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
-    size = tiles.tile(launch.capability_of(q), width, "forward")
+    kernel = "compensated_forward" if compensated else "forward"
+    size = tiles.tile(launch.capability_of(q), width, kernel)
+    if dropout is not None:
+        size = size.for_dropout
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = max(abs(scale), _SMALLEST_SCALE)
     with launch.device_of(q):
@@ -317,6 +363,7 @@ def forward(
             out if residual is None else residual,
             codes,
             launch.device_numbers(numbers, q.device),
+            lse if dropout is None else dropout.word,
             *q.stride()[:3],
             *k.stride()[:3],
             *v.stride()[:3],
@@ -334,18 +381,26 @@ def forward(
             SHIFT_MIN * math.log2(math.e),
             (shift_max - SHIFT_MIN) * math.log2(math.e),
             seed=launch.signed(seed),
-            offset=offset,
+            offset=launch.signed_half(offset),
+            threshold=0 if dropout is None else dropout.threshold,
+            factor=1.0 if dropout is None else dropout.factor,
             CAUSAL=causal is not False,
             NEGATIVE_SCALE=scale < 0,
-            ANY_COMPENSATED=compensated,
-            ANY_STOCHASTIC="stochastic" in stabilizers,
-            ANY_ROW_MAX="row_max" in stabilizers,
+            COMPENSATED=_share(stabilizers, "compensated"),
+            STOCHASTIC=_share(stabilizers, "stochastic"),
+            ROW_MAX=_share(stabilizers, "row_max"),
+            DROPOUT=dropout is not None,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,
             KEYS=size.keys,
-            num_warps=size.warps,
-            num_stages=size.stages,
+            **size.options,
             **launch.COMPILER_OPTIONS,
         )
     return Forward(out, lse, residual)
+
+
+def _share(stabilizers: Sequence[str], name: str) -> int:
+    """Whether none, some or all of the heads have this stabilizer."""
+    count = list(stabilizers).count(name)
+    return 0 if count == 0 else 2 if count == len(stabilizers) else 1

@@ -84,6 +84,11 @@ def signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def signed_half(offset: int) -> int:
+    """The offset modulo 2^32 as a signed 32-bit number."""
+    return (offset + 2**31) % 2**32 - 2**31
+
+
 def padded_width(head_dim: int) -> int:
     """The power of two, at least 16, that a head's dimension is padded to inside a kernel."""
     return max(16, triton.next_power_of_2(head_dim))

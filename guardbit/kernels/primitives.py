@@ -16,10 +16,13 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from guardbit import numerics
+
 INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
+RESIDUAL_STEPS = tl.constexpr(float(numerics.RESIDUAL_STEPS))
 
 
 @triton.jit
@@ -49,6 +52,15 @@ def load_tile(
     else:
         tile = tl.load(pointers, mask=(columns < HEAD_DIM)[None, :], other=0.0)
     return tile
+
+
+@triton.jit
+def load_rows(base, positions, stride, limit, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Loads (R, WIDTH), the rows at `positions` (R,); 0 outside 0..limit - 1 and HEAD_DIM."""
+    columns = tl.arange(0, WIDTH)
+    pointers = base + positions.to(tl.int64)[:, None] * stride + columns[None, :]
+    inside = ((positions >= 0) & (positions < limit))[:, None] & (columns < HEAD_DIM)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -82,60 +94,221 @@ def product(a, b, accumulator):
 
 
 @triton.jit
+def product_exact(a, b):
+    """The product of FP32 a and BF16 or FP16 b, as accurate as FP32.
+
+    Three BF16 parts hold all bits of a. FP16 b goes in as two: parts of a in FP16 would leave its
+    range.
+    """
+    result = tl.zeros((a.shape[0], b.shape[1]), tl.float32)
+    high = round_nearest(a, tl.bfloat16)
+    rest = a - widen(high)
+    middle = round_nearest(rest, tl.bfloat16)
+    low = round_nearest(rest - widen(middle), tl.bfloat16)
+    if b.dtype == tl.float16:
+        wide = widen(b)
+        b = round_nearest(wide, tl.bfloat16)
+        b_rest = round_nearest(wide - widen(b), tl.bfloat16)
+        # What low would add lies below FP32's last bit.
+        result = product(middle, b_rest, result)
+        result = product(high, b_rest, result)
+    result = product(low, b, result)
+    result = product(middle, b, result)
+    return product(high, b, result)
+
+
+@triton.jit
 def round_nearest(x, dtype: tl.constexpr):
-    """FP32 to BF16 or FP16, to nearest even."""
-    if INTERPRET and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        # A NaN is kept from carrying into infinity.
-        carried = bits + 0x7FFF + ((bits >> 16) & 1)
-        kept = tl.where(x == x, carried, bits | 0x400000) & 0xFFFF0000
-        rounded = kept.to(tl.float32, bitcast=True).to(dtype)
+    """FP32 to BF16 or FP16, to nearest even; a block of two or more elements a thread.
+
+    Spelled out for pairs: where the result is widened again LLVM converts one number at a time, at
+    a sixteenth of the rate, or in integers, and the forward takes a quarter longer.
+    """
+    if INTERPRET:
+        if dtype == tl.bfloat16:
+            bits = x.to(tl.uint32, bitcast=True)
+            # A NaN is kept from carrying into infinity.
+            carried = bits + 0x7FFF + ((bits >> 16) & 1)
+            kept = tl.where(x == x, carried, bits | 0x400000) & 0xFFFF0000
+            rounded = kept.to(tl.float32, bitcast=True).to(dtype)
+        else:
+            rounded = x.to(dtype)
+    elif dtype == tl.bfloat16:
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
     else:
-        rounded = x.to(dtype)
+        rounded = tl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2
+        )
     return rounded
 
 
 @triton.jit
-def random_words(seed, counter, places):
-    """`tl.randint(seed, counter + places)` for a 64-bit scalar and a block of small numbers.
-
-    Adding them in 32-bit halves spares the registers of a block of 64-bit counters.
-    """
-    counter_low = counter.to(tl.uint32)
-    low = counter_low + places.to(tl.uint32)
-    high = (counter >> 32).to(tl.uint32) + (low < counter_low).to(tl.uint32)
-    zero = low * 0
-    words, _, _, _ = tl.philox(seed, low, high, zero, zero)
-    return words
+def widen(x):
+    """BF16 or FP16 to FP32; of BF16 two or more elements a thread, for the same reason."""
+    if INTERPRET or x.dtype == tl.float16:
+        wide = x.to(tl.float32)
+    else:
+        wide = tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    return wide
 
 
 @triton.jit
-def round_stochastic(x, words, dtype: tl.constexpr):
+def random_halves(seed, group, row, place, last):
+    """`guardbit.numerics.random_halves` of a block of counters, eight a counter side by side.
+
+    Args:
+        seed: Key, 64 bits.
+        group: (1, G), first words of the counters.
+        row: (R, 1), second words.
+        place: Third word.
+        last: Fourth word.
+
+    Returns:
+        (R, 8 G), UINT32 below 2^16.
+    """
+    zero = (group + row).to(tl.uint32) * 0
+    first, second, third, fourth = tl.philox(
+        seed,
+        zero + group.to(tl.uint32),
+        zero + row.to(tl.uint32),
+        zero + place.to(tl.uint32),
+        zero + last.to(tl.uint32),
+    )
+    words = tl.join(tl.join(first, third), tl.join(second, fourth))
+    halves = tl.join(words & 0xFFFF, words >> 16)
+    return tl.reshape(halves, (zero.shape[0], zero.shape[1] * 8))
+
+
+@triton.jit
+def round_stochastic(x, halves, dtype: tl.constexpr):
     """FP32 to BF16 or FP16 as `guardbit.numerics.round_stochastic` does, bit for bit.
 
     Args:
         x: FP32 block.
-        words: 32 random bits for each element.
+        halves: 16 random bits for each element, UINT32.
         dtype: BF16 or FP16.
     """
     DROPPED: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
-    words = words.to(tl.uint32, bitcast=True)
     magnitude = tl.abs(x)
-    bits = magnitude.to(tl.uint32, bitcast=True) + (words >> (32 - DROPPED))
+    bits = magnitude.to(tl.uint32, bitcast=True) + (halves >> (16 - DROPPED))
     rounded = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
     if dtype == tl.float16:
-        # Below the smallest normal number, 2^-14, steps are 2^-24 wide. The fraction that is
-        # compared with the random word is exact in FP32.
+        # Below the smallest normal number, 2^-14, steps are 2^-24 wide. Their fraction is exact.
         steps = magnitude * 16777216.0
         whole = tl.floor(steps)
-        fraction = ((steps - whole) * 4294967296.0).to(tl.uint64)
-        carry = ((fraction + words.to(tl.uint64)) >> 32).to(tl.float32)
+        carry = tl.floor((steps - whole) + halves.to(tl.float32) * (1.0 / 65536.0))
         subnormal = (whole + carry) * (1.0 / 16777216.0)
         rounded = tl.where(magnitude < 6.103515625e-05, subnormal, rounded)
     rounded = tl.where(x < 0, -rounded, rounded)
     # Infinity and NaN pass.
     finite = magnitude < float("inf")
     return tl.where(finite, rounded, x).to(dtype)
+
+
+@triton.jit
+def leading_place(rounded):
+    """2^e of numbers from 2^e up to 2^(e + 1), as bits of FP32.
+
+    The last place of `guardbit.numerics` is this times 2^-7 in BF16, 2^-10 in FP16.
+    """
+    SMALLEST: tl.constexpr = -100 + 7 if rounded.dtype == tl.bfloat16 else -24 + 10
+    exponent = widen(rounded).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.maximum(exponent, (127 + SMALLEST) << 23)
+
+
+@triton.jit
+def encode_residual(exact, rounded):
+    """`guardbit.numerics.encode_residual`: FP32 and what it was rounded to, to INT8.
+
+    Where `rounded` is not finite the result is any number.
+    """
+    PLACES: tl.constexpr = RESIDUAL_STEPS * (128.0 if rounded.dtype == tl.bfloat16 else 1024.0)
+    # 1 / 2^e: the biased exponents of the two add up to 254.
+    inverse = ((254 << 23) - leading_place(rounded)).to(tl.float32, bitcast=True)
+    counts = (exact - widen(rounded)) * (inverse * PLACES)
+    # Beside 1.5 2^23 there is no room for a fraction: it is rounded away, to nearest even, and the
+    # lowest byte of the sum is the number.
+    return (counts + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def residual_product(rounded, counts, weights):
+    """Row sums of `guardbit.numerics.decode_residual` times FP32 weights.
+
+    Four or more elements a thread.
+    """
+    PLACES: tl.constexpr = RESIDUAL_STEPS * (128.0 if rounded.dtype == tl.bfloat16 else 1024.0)
+    if INTERPRET:
+        numbers = counts.to(tl.float32)
+    else:
+        # A conversion runs at an eighth of the rate: each byte is put beside 2^23 and 128 instead.
+        numbers = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080;"
+            " prmt.b32 $0, t, 0x4B000000, 0x7540; prmt.b32 $1, t, 0x4B000000, 0x7541;"
+            " prmt.b32 $2, t, 0x4B000000, 0x7542; prmt.b32 $3, t, 0x4B000000, 0x7543; }",
+            "=f,=f,=f,=f,r",
+            [counts],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=4,
+        )
+        numbers -= 8388736.0
+    place = leading_place(rounded).to(tl.float32, bitcast=True)
+    return tl.sum(weights * (numbers * place), 1) * (1.0 / PLACES)
+
+
+@triton.jit
+def count_above(x, threshold):
+    """How many of each row's elements are at least the threshold, FP32.
+
+    Args:
+        x: FP32 (R, C).
+        threshold: FP32 scalar.
+    """
+    if INTERPRET:
+        above = tl.where(x >= threshold, 1.0, 0.0)
+    else:
+        # A saturating multiply-add costs one instruction where comparing and selecting cost two.
+        # Times 2^100 any difference saturates; the threshold itself is lowered by half a step.
+        huge = 2.0**100
+        above = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [x, huge, (tl.abs(threshold) * 2.0**-24 - threshold) * huge],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.sum(above, 1)
+
+
+@triton.jit
+def kept_entries(word, rows, place, first_key, threshold, KEYS: tl.constexpr):
+    """Which entries of P dropout keeps, as `guardbit.kernels.reference.Dropout` has it.
+
+    Args:
+        word: Key of the random numbers, 64 bits.
+        rows: (R,), positions of the queries.
+        place: Number of the query head among those of all batches.
+        first_key: First of KEYS keys, a multiple of 8.
+        threshold: What is below is dropped.
+        KEYS: A multiple of 8.
+
+    Returns:
+        (R, KEYS) boolean.
+    """
+    groups = first_key // 8 + tl.arange(0, KEYS // 8)[None, :]
+    last = tl.full((), 0, tl.uint32)
+    return random_halves(word, groups, rows[:, None], place, last) >= threshold.to(tl.uint32)
 
 
 @triton.jit
@@ -164,3 +337,42 @@ def allowed(rows, columns, keys, shift, CAUSAL: tl.constexpr):
     if CAUSAL:
         inside = inside & (columns <= rows + shift)
     return inside
+
+
+@triton.jit
+def mark_above(x, threshold):
+    """1 where x is at least `threshold`, give or take 2^-22 of it, else 0; FP32, 0 for NaN.
+
+    Args:
+        x: FP32 block.
+        threshold: Block that broadcasts against x.
+    """
+    threshold = threshold - tl.abs(threshold) * 2.0**-22
+    if INTERPRET:
+        marks = tl.where(x >= threshold, 1.0, 0.0)
+    else:
+        # As in `count_above`; the 1 lets a threshold of 0 count itself.
+        marks = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, $2, $3;",
+            "=f,f,f,f",
+            [x, 2.0**100, 1.0 - threshold * 2.0**100],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return marks
+
+
+@triton.jit
+def partial_sums(x):
+    """Sums each row's columns eight apart, (R, C) to (R, 8): no thread of a product's needs others.
+
+    The eight sums, added up after the loop over the keys, spare an exchange among threads a tile.
+    """
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)
+
+
+@triton.jit
+def partial_maxima(x):
+    """As `partial_sums`, the maximum of each row's columns eight apart."""
+    return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from guardbit.kernels.reference import Causal
+from guardbit.kernels.reference import Causal, Dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class AttentionCall:
         causal: False, True (bottom-right aligned) or "top-left".
         scale: Factor of the scores.
         stabilizers: One name a head.
+        dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
+            PyTorch's, the mask cannot be known.
     """
 
     site: int
@@ -52,6 +54,16 @@ class AttentionCall:
     causal: Causal
     scale: float
     stabilizers: tuple[str, ...]
+    dropout: Dropout | None = None
+
+    @property
+    def known_heads(self) -> tuple[int, ...]:
+        """The heads whose output can be recomputed: all, or with dropout those that are ours."""
+        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.heads
+
+    def dropout_of(self, heads: Sequence[int]) -> Dropout | None:
+        """What was dropped in some of the known heads, for a recomputation of just these."""
+        return None if self.dropout is None else self.dropout._replace(heads=tuple(heads))
 
 
 @dataclass(slots=True)
@@ -63,13 +75,17 @@ class SiteState:
         observer: Called once in every backward of the site, or None. It must not raise.
         launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
             Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
+            "triton" counts besides how often ours ran in Triton; else they ran in plain torch.
         requested: One name a head, as the last call asked for; empty before the first.
+        stock_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
+            0 where nothing drops, or all heads are always ours.
     """
 
     stabilizers: tuple[str, ...] | None = None
     observer: Callable[[AttentionCall], None] | None = None
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
+    stock_dropout_p: float = 0.0
 
     @property
     def in_force(self) -> tuple[str, ...]:

@@ -7,30 +7,51 @@ Ampere (CUDA C++ Programming Guide, table of technical specifications per comput
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Pass = Literal["forward", "query_gradients", "key_gradients"]
-PASSES: tuple[Pass, ...] = ("forward", "query_gradients", "key_gradients")
+Pass = Literal[
+    "forward",
+    "compensated_forward",
+    "query_gradients",
+    "key_gradients",
+    "shadow",
+    "audit_query",
+    "audit_key",
+]
+PASSES: tuple[Pass, ...] = get_args(Pass)
 
 
 class Tile(NamedTuple):
     """How one program of a kernel works.
 
     Attributes:
-        rows: Queries a tile; divides ROW_PADDING.
+        rows: Queries a tile.
         keys: Keys a tile.
         warps: Warps of 32 threads.
         stages: Tiles in flight: the depth of the software pipeline.
+        registers: Most registers a thread may use; None for as many as the compiler likes.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int | None]:
+        """What the compiler is told."""
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "maxnreg": self.registers,
+        }
 
-#: Row statistics are padded to a multiple of this, so that kernels read them without bounds.
-ROW_PADDING = 128
+    @property
+    def for_dropout(self) -> Tile:
+        """With one tile less in flight: the mask passes through shared memory too."""
+        return self._replace(stages=max(1, self.stages - 1))
+
 
 #: By compute capability, then pass, then padded head dimension.
 TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
@@ -56,20 +77,49 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(32, 64, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
+        "shadow": {
+            16: Tile(64, 64, 4, 3),
+            32: Tile(64, 64, 4, 3),
+            64: Tile(64, 64, 4, 3),
+            128: Tile(128, 32, 8, 2),
+            256: Tile(32, 32, 8, 1),
+        },
+        "audit_query": {
+            16: Tile(64, 32, 4, 2),
+            32: Tile(64, 32, 4, 2),
+            64: Tile(32, 32, 4, 2),
+            128: Tile(32, 32, 4, 1),
+            256: Tile(16, 32, 8, 1),
+        },
+        "audit_key": {
+            16: Tile(32, 64, 4, 2),
+            32: Tile(32, 64, 4, 2),
+            64: Tile(32, 32, 4, 1),
+            128: Tile(32, 32, 8, 1),
+            256: Tile(16, 32, 8, 1),
+        },
     },
     (9, 0): {
         "forward": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(128, 128, 8, 3),
+            128: Tile(64, 64, 4, 3),
+            256: Tile(128, 64, 8, 2),
+        },
+        # As many keys a tile as above, so that a head's bits do not depend on the others'.
+        "compensated_forward": {
+            16: Tile(128, 64, 8, 3),
+            32: Tile(128, 64, 8, 3),
+            64: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 3),
             256: Tile(128, 64, 8, 2),
         },
         "query_gradients": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(128, 128, 8, 2),
+            128: Tile(128, 64, 8, 3),
             256: Tile(128, 32, 8, 3),
         },
         "key_gradients": {
@@ -78,6 +128,27 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             64: Tile(64, 64, 4, 3),
             128: Tile(32, 64, 4, 3),
             256: Tile(32, 64, 8, 3),
+        },
+        "shadow": {
+            16: Tile(64, 64, 4, 3, 128),
+            32: Tile(64, 64, 4, 3, 128),
+            64: Tile(64, 64, 4, 3, 168),
+            128: Tile(128, 64, 8, 3),
+            256: Tile(128, 64, 8, 2),
+        },
+        "audit_query": {
+            16: Tile(64, 32, 4, 2),
+            32: Tile(64, 32, 4, 2),
+            64: Tile(64, 32, 4, 2),
+            128: Tile(32, 32, 4, 1),
+            256: Tile(16, 32, 8, 1),
+        },
+        "audit_key": {
+            16: Tile(32, 64, 4, 2),
+            32: Tile(32, 64, 4, 2),
+            64: Tile(32, 32, 4, 1),
+            128: Tile(32, 32, 8, 1),
+            256: Tile(16, 32, 8, 1),
         },
     },
 }
@@ -104,6 +175,27 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         128: Tile(32, 32, 4, 2),
         256: Tile(32, 32, 8, 1),
     },
+    "shadow": {
+        16: Tile(64, 64, 4, 2),
+        32: Tile(64, 64, 4, 2),
+        64: Tile(64, 32, 4, 2),
+        128: Tile(128, 32, 8, 2),
+        256: Tile(32, 32, 8, 1),
+    },
+    "audit_query": {
+        16: Tile(64, 32, 4, 2),
+        32: Tile(64, 32, 4, 2),
+        64: Tile(64, 32, 4, 2),
+        128: Tile(32, 32, 4, 1),
+        256: Tile(16, 32, 8, 1),
+    },
+    "audit_key": {
+        16: Tile(32, 64, 4, 2),
+        32: Tile(32, 64, 4, 2),
+        64: Tile(32, 32, 4, 1),
+        128: Tile(32, 32, 8, 1),
+        256: Tile(16, 32, 8, 1),
+    },
 }
 
 
@@ -116,6 +208,10 @@ def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
         kernel: One of `PASSES`.
 
     Returns:
-        The device's entry, or that of `FALLBACK`.
+        The device's entry, or that of `FALLBACK`. "compensated_forward", for launches in which a
+        head is compensated, has entries of its own only where they are faster than "forward".
     """
-    return TILES.get(capability or (0, 0), FALLBACK)[kernel][width]
+    table = TILES.get(capability or (0, 0), FALLBACK)
+    if kernel == "compensated_forward":
+        return table.get(kernel, table["forward"])[width]
+    return table[kernel][width]

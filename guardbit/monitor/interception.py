@@ -131,7 +131,9 @@ def scaled_dot_product_attention(
             if _note_probed_call(int(site), query, key):
                 refusal = "it is probed"  # a re-run must not look like a call of the model
         if refusal is None:
-            return switchable_attention(query, key, value, site, is_causal=is_causal, scale=scale)
+            return switchable_attention(
+                query, key, value, site, is_causal=is_causal, scale=scale, dropout_p=dropout_p
+            )
     return stock.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
@@ -148,7 +150,7 @@ def _refusal(
     """Why this call must stay with PyTorch's function, or None."""
     if attn_mask is not None:
         return "it is called with an explicit attention mask"
-    if dropout_p > 0.0:
+    if dropout_p != 0.0 and not 0.0 < dropout_p < 1.0:
         return f"it is called with dropout {dropout_p}"
     if isinstance(query, DTensor) or isinstance(key, DTensor):
         return "its heads are sharded by tensor parallelism"

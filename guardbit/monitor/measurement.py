@@ -91,7 +91,7 @@ class Measurement:
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
-            heads = self._audited_heads(site)
+            heads = [head for head in self._audited_heads(site) if head in call.known_heads]
             if heads:
                 self._metrics.audit(site.layer, call, heads, directions[heads].to(call.q.device))
 
@@ -222,10 +222,14 @@ class Measurement:
         return norms
 
     def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
-        """Adds to the running sums; what is not finite would stay in them for ever."""
-        total = self._cumulative.setdefault(site, [0.0] * len(values))
+        """Adds to the running sums; what is not finite would stay in them for ever.
+
+        NaN, no data, as long as there was nothing to add.
+        """
+        total = self._cumulative.setdefault(site, [math.nan] * len(values))
         for head, value in enumerate(values):
-            total[head] += value if math.isfinite(value) else 0.0
+            if math.isfinite(value):
+                total[head] = value if math.isnan(total[head]) else total[head] + value
         return tuple(total)
 
 

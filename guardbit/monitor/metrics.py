@@ -9,6 +9,7 @@ from torchmetrics import Metric
 from guardbit.kernels import reference
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators
+from guardbit.numerics import decode_residual
 
 #: What `AttentionMetrics` adds up, in the order of its state.
 _SUMS = (
@@ -57,25 +58,38 @@ class AttentionMetrics(Metric):
     def update(self, site: int, call: AttentionCall) -> None:
         """Adds one call's rows: FP32 shadow recomputation, row statistics, delta bias.
 
+        Where PyTorch's kernel drops entries of P, nobody else knows which: there the delta bias is
+        NaN. The row statistics are of P before that.
+
         Args:
             site: Index of the site, from 0.
             call: The call.
         """
         rows = self._rows(call.q)
+        heads = call.q.size(1)
         shadow = reference.shadow(
-            call.q, call.k, call.v, causal=call.causal, scale=call.scale, eps=self.eps, rows=rows
+            call.q,
+            call.k,
+            call.v,
+            causal=call.causal,
+            scale=call.scale,
+            eps=self.eps,
+            rows=rows,
+            dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
         out, d_out = call.out.float(), call.d_out
         if call.residual is not None:
-            out = out + call.residual  # what the backward's delta really used
+            out = out + decode_residual(call.out, call.residual)  # as in the backward's delta
         if rows is not None:
             out, d_out = out[:, :, rows], d_out[:, :, rows]
         shared, counted = indicators.shared_maxima(shadow.maxima, shadow.row_max)
         shared_bf16, _ = indicators.shared_maxima(shadow.maxima_bf16, shadow.row_max)
         bias, bias_abs = indicators.delta_bias(d_out, out, shadow.out)
+        unknown = [head for head in range(heads) if head not in call.known_heads]
+        if unknown:
+            bias[unknown] = bias_abs[unknown] = torch.nan
         entropy = shadow.entropy.double().sum(dim=(0, 2))
         self._add(site, _SUMS[:6], (counted, shared, shared_bf16, entropy, bias, bias_abs))
-        heads = shadow.row_max.size(1)
         largest = shadow.row_max.amax(dim=(0, 2)).to(self.maxima.device)
         self.maxima[site, :heads] = torch.maximum(self.maxima[site, :heads], largest)
 
@@ -85,11 +99,18 @@ class AttentionMetrics(Metric):
         Args:
             site: Index of the site, from 0.
             call: The call.
-            heads: Heads to audit; the others stay unmeasured.
+            heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(len(heads), D)`, along which the coherent error is taken.
         """
         exact, _, _ = reference.exact_backward(
-            call.d_out, call.q, call.k, call.v, causal=call.causal, scale=call.scale, heads=heads
+            call.d_out,
+            call.q,
+            call.k,
+            call.v,
+            causal=call.causal,
+            scale=call.scale,
+            heads=heads,
+            dropout=call.dropout_of(heads),
         )
         errors = indicators.gradient_error(call.dq[:, heads], exact, directions)
         self._add(site, _SUMS[6:], errors, heads)

@@ -163,7 +163,7 @@ class MonitorSession:
             self._micro_batch += 1
         # The same in a recomputed forward, another one for every micro-batch.
         offset = step * _MICRO_BATCHES + self._micro_batch
-        switchboard.set_random_offset((offset % 2**31) << 32)
+        switchboard.set_random_offset(offset)
 
     @property
     def is_sampled(self) -> bool:
@@ -367,12 +367,13 @@ class MonitorSession:
                 "kernels": sorted({kernel for _, kernel in site.launches}),
                 "not_switchable": site.refusal,
                 "weights_unavailable": site.settle_layout(),
+                "errors_unavailable": site.errors_unavailable,
             }
             for name, site in known.items()
         }
         self._described = list(known)
         for name, facts in sites.items():
-            for what in ("not_switchable", "weights_unavailable"):
+            for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
                 if facts[what]:
                     log.info("%s: %s: %s", name, what.replace("_", " "), facts[what])
         writer = self._writer

@@ -75,6 +75,17 @@ class Site:
         return record.refusal if record else "it has not been called yet"
 
     @property
+    def errors_unavailable(self) -> str | None:
+        """Why the rounding errors of heads that are not switched cannot be measured, or None."""
+        dropout_p = switchboard.site_state(self.number).stock_dropout_p
+        if dropout_p == 0 or "none" not in self.stabilizers:
+            return None
+        return (
+            f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not tell which, so"
+            " its output cannot be recomputed; in switched heads it can"
+        )
+
+    @property
     def launches(self) -> dict[tuple[str, str], int]:
         """How often each kernel ran here, by (direction, kernel)."""
         return dict(switchboard.site_state(self.number).launches)

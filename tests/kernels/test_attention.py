@@ -1,6 +1,11 @@
-"""The public function and the op behind it: wiring, switching, compilation and messages."""
+"""The public function and the op behind it: dispatch, switching, compilation and messages."""
 
 import math
+import os
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +13,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import switchboard
+from guardbit.kernels import op, switchboard
 from guardbit.kernels.attention import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -196,14 +201,14 @@ def test_shared_key_heads_get_the_sum_of_both_shares(site):
 
 def test_random_bits_do_not_depend_on_which_heads_are_switched(site):
     q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, torch.bfloat16)
-    switchboard.set_random_offset(5 << 32)
+    switchboard.set_random_offset(5)
     try:
         whole = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
         for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
             switch(site, ["stochastic" if h in heads else "none" for h in range(6)])
             out, *_ = gradients(switched(site), (q, k, v), d_out)
             assert torch.equal(out[:, heads], whole[:, heads])
-        switchboard.set_random_offset(6 << 32)
+        switchboard.set_random_offset(6)
         again = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
         assert not torch.equal(again, whole)
     finally:
@@ -297,33 +302,198 @@ def test_numbers_of_sites_do_not_repeat():
     assert switchboard.site_state(numbers[0]) is switchboard.site_state(switchboard.NO_SITE)
 
 
+# ---- dispatch ----
+
+# -inf - -inf in rows that see no key, whose NaN is then not taken.
+interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+def op_with(backend, site, dropout_p=0.0):
+    """A site taken over from PyTorch's function, with a backend other than "auto"."""
+    code = op.BACKENDS.index(backend)
+
+    def attention(q, k, v):
+        codes = [0] * q.size(1)
+        return op.attention(
+            q, k, v, site, codes, 2, None, 2.0, 1e-3, 0, dropout_p, code, True, True, False
+        )[0]
+
+    return attention
+
+
+def assert_close_as_bf16(found, expected):
+    """P and dS are rounded relative to other maxima in other tiles: a few steps of BF16."""
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine.float() - other.float()).abs().max() <= 2.0**-6 * other.abs().max()
+
+
+@interpreted
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_triton_computes_what_torch_computes(dtype, causal, dropout_p):
+    q, k, v, d_out = inputs(2, 4, 2, 21, 34, 16, dtype)
+    found, expected = [], []
+    for backend, results in (("triton", found), ("torch", expected)):
+        torch.manual_seed(1)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = flash_attention(
+            *leaves, causal=causal, stabilizer=MIX, backend=backend, dropout_p=dropout_p,
+            return_lse=True,
+        )  # fmt: skip
+        results += [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+        results.append(lse.masked_fill(lse == -math.inf, 0.0))
+    assert_close_as_bf16(found, expected)
+
+
+@interpreted
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_triton_takes_single_heads_of_a_site(dropout_p, site):
+    q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, torch.bfloat16)
+    switch(site, ["none", "compensated", "none", "none", "stochastic", "row_max"])
+    results = []
+    for backend in ("triton", "torch"):
+        torch.manual_seed(1)
+        results.append(gradients(op_with(backend, site, dropout_p), (q, k, v), d_out))
+    assert_close_as_bf16(*results)
+    for mine, other in zip(results[0][:2], results[1][:2], strict=True):
+        assert torch.equal(mine[:, [0, 2, 3]], other[:, [0, 2, 3]])
+    launches = switchboard.site_state(int(site)).launches
+    assert launches["forward", "triton"] == launches["backward", "triton"] == 1
+    assert launches["forward", "compensated"] == launches["backward", "row_max"] == 2
+
+
+def test_auto_is_torch_without_a_gpu_and_counts_no_triton(site):
+    q, k, v, d_out = inputs(1, 2, 2, 9, 9, 16, torch.bfloat16)
+    switch(site, ["compensated"] * 2)
+    ours = gradients(switched(site), (q, k, v), d_out)
+    forced = gradients(op_with("torch", site), (q, k, v), d_out)
+    assert all(torch.equal(a, b) for a, b in zip(ours, forced, strict=True))
+    assert switchboard.site_state(int(site)).launches == {
+        ("forward", "compensated"): 2, ("backward", "compensated"): 2,
+    }  # fmt: skip
+
+
+def test_nothing_is_copied_when_every_head_is_ours(site, monkeypatch):
+    q, k, v, d_out = inputs(1, 2, 2, 9, 9, 16, torch.bfloat16)
+    switch(site, ["compensated", "row_max"])
+    seen = {}
+    launcher = op._launcher
+
+    def recording(direction, *rest):
+        def run(*tensors, **options):
+            result = launcher(direction, *rest)(*tensors, **options)
+            seen[direction] = (tensors, result)
+            return result
+
+        return run
+
+    monkeypatch.setattr(op, "_launcher", recording)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = switched(site)(*leaves)
+    found = torch.autograd.grad(out, leaves, d_out)
+    (inputs_, forward), (saved, backward) = seen["forward"], seen["backward"]
+
+    def same(tensors, others):
+        pairs = zip(tensors, others, strict=True)
+        return all(x.data_ptr() == y.data_ptr() for x, y in pairs)
+
+    assert same(inputs_, leaves)
+    assert out.data_ptr() == forward.out.data_ptr()
+    assert same(saved, (d_out, *leaves, forward.out, forward.lse, forward.residual))
+    assert same(found, backward[:3])
+
+
+def run_python(code, **environment):
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], env=kept | environment, check=True
+    )
+
+
+def test_triton_is_imported_only_when_it_is_used():
+    run_python("""
+        import sys, torch, guardbit
+        q = torch.randn(1, 1, 5, 16).bfloat16().requires_grad_()
+        guardbit.flash_attention(q, q, q, stabilizer="compensated").sum().backward()
+        assert "triton" not in sys.modules
+        try:
+            guardbit.flash_attention(q, q, q, backend="triton")
+        except ValueError as error:
+            message = "backend 'triton' needs CUDA tensors, but q is on cpu; use 'auto' or 'torch'"
+            assert str(error) == message, error
+        else:
+            raise AssertionError
+    """)
+
+
+def test_without_triton_everything_else_works():
+    run_python("""
+        import sys
+        sys.modules["triton"] = None
+        import torch, guardbit
+        q = torch.randn(1, 1, 5, 16).bfloat16().requires_grad_()
+        guardbit.flash_attention(q, q, q, stabilizer="compensated").sum().backward()
+        try:
+            guardbit.flash_attention(q, q, q, backend="triton")
+        except ValueError as error:
+            assert "needs the package triton, which is not installed" in str(error), error
+        else:
+            raise AssertionError
+    """)
+
+
+def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
+    message = "backend 'triton' takes bfloat16 and float16, but q is torch.float32; use 'auto' or"
+    with pytest.raises(ValueError, match=message):
+        flash_attention(Q, K, K, backend="triton")
+    device = torch.device("cuda", 0)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=device)
+    monkeypatch.setattr(op, "_capability", lambda _: (7, 5))
+    message = "needs compute capability 8.0 or newer, but cuda:0 has 7.5; use 'auto' or 'torch'"
+    with pytest.raises(ValueError, match=message):
+        op._on_triton("triton", on_gpu)
+    assert not op._on_triton("auto", on_gpu)
+    monkeypatch.setattr(op, "_capability", lambda _: (8, 0))
+    assert op._on_triton("auto", on_gpu)
+    assert not op._on_triton("torch", on_gpu)
+    assert not op._on_triton(
+        "auto", SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
+    )
+
+
 # ---- the op and the compiler ----
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("names", [("none",) * 4, MIX], ids=str)
 @pytest.mark.parametrize("stock", [False, True])
-def test_the_ops_pass_opcheck(stock, names, traced, site):
+def test_the_ops_pass_opcheck(stock, names, traced, dropout_p, site):
     q, k, v, d_out = inputs(2, 4, 2, 9, 9, 16, torch.bfloat16)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     codes = [STABILIZERS.index(name) for name in names]
     # Where nothing is traced nothing depends on the fake kernel, and once a head is compensated the
     # residual is not empty as it says; where it is traced and no head is, it holds anything.
     checks = ["test_schema", "test_autograd_registration"]
-    if traced or "compensated" not in names:
+    math_kernel = stock and dropout_p > 0  # has a layout of its own, and its backward runs autograd
+    if traced or not ("compensated" in names or math_kernel):
         checks.append("test_faketensor")
-    if traced == ("compensated" in names):
+    if traced == ("compensated" in names) and not dropout_p:  # which never repeats itself
         checks.append("test_aot_dispatch_dynamic")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    arguments = (site, codes, 2, None, 2.0, 1e-3, 0, stock, True, traced)
-    torch.library.opcheck(torch.ops.guardbit.attention, (*leaves, *arguments), test_utils=checks)
+    arguments = (site, codes, 2, None, 2.0, 1e-3, 0, dropout_p, 0, stock, True, traced)
+    op = torch.ops.guardbit.attention_with_dropout if dropout_p else torch.ops.guardbit.attention
+    torch.library.opcheck(op, (*leaves, *arguments), test_utils=checks)
 
     with torch.no_grad():
-        saved = torch.ops.guardbit.attention(*leaves, *arguments)
-    checks = ["test_schema", "test_autograd_registration"] + ["test_faketensor"] * traced
+        saved = op(*leaves, *arguments)
+    checks = ["test_autograd_registration"]
+    if not math_kernel:
+        checks += ["test_schema"] + ["test_faketensor"] * traced
     torch.library.opcheck(
         torch.ops.guardbit.attention_backward,
-        (d_out, *(x.detach() for x in leaves), *saved, site, 2, None, stock, traced),
+        (d_out, *(x.detach() for x in leaves), *saved, site, 2, None, dropout_p, stock, traced),
         test_utils=checks,
     )
 
@@ -374,6 +544,9 @@ K = torch.zeros(2, 2, 7, 16)
         ({"beta": math.nan}, ValueError, "beta is nan"),
         ({"eps": 0.0}, ValueError, "eps is 0.0; it must be greater than 0"),
         ({"eps": math.nan}, ValueError, "eps is nan"),
+        ({"dropout_p": 1.0}, ValueError, "dropout_p is 1.0; it must be at least 0 and below 1"),
+        ({"dropout_p": -0.1}, ValueError, "dropout_p is -0.1; it must be at least 0"),
+        ({"dropout_p": math.nan}, ValueError, "dropout_p is nan; it must be at least 0"),
         ({"seed": 2**63}, ValueError, "seed is 9223372036854775808; it must fit 64 bits"),
         ({"backend": "cuda"}, ValueError, "backend is 'cuda'; allowed are auto, torch, triton"),
         ({"stabilizer": "rowmax"}, ValueError, "stabilizer 'rowmax' is unknown; allowed are none"),

@@ -34,12 +34,31 @@ SPILLS = {
     (100, "key_gradients", 128): 24,
 }
 
-FLOATS = {"scale", "scale_log2", "beta", "eps_log2", "shift_min_log2", "shift_range_log2"}
-POINTERS = {"lse": "fp32", "delta": "fp32", "log_sum": "fp32", "codes": "i8", "numbers": "i32"}
+FLOATS = {"scale", "scale_log2", "beta", "eps", "eps_log2", "shift_min_log2", "shift_range_log2"}
+
+#: What pointers point to, by kernel; all others to the inputs' dtype.
+POINTERS = {
+    "forward": {"lse": "fp32", "residual": "i8", "codes": "i8", "numbers": "i32"},
+    "query_gradients": {
+        **dict.fromkeys(("lse", "delta", "log_sum", "bias"), "fp32"),
+        **dict.fromkeys(("residual", "codes"), "i8"),
+    },
+    "key_gradients": {"delta": "fp32", "log_sum": "fp32"},
+    "shadow": {
+        **dict.fromkeys(("out", "row_max", "entropy"), "fp32"),
+        **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
+    },
+    "audit_query": {
+        **dict.fromkeys(("dq", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
+    },
+    "audit_key": {
+        **dict.fromkeys(("dk", "dv", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
+    },
+}  # fmt: skip
 
 
-def compile_kernel(kernel, constants, architecture, tile):
-    """Registers, stack and shared memory of one variant, 16-byte aligned BF16 inputs."""
+def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
+    """Stack, local and shared memory of one variant, for 16-byte aligned inputs of a dtype."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -52,8 +71,8 @@ def compile_kernel(kernel, constants, architecture, tile):
         if name in constants:
             signature[name] = "constexpr"
         elif kind == "pointer":
-            signature[name] = "*" + POINTERS.get(stem, "bf16")
-        elif name in ("seed", "offset"):
+            signature[name] = "*" + pointers.get(stem, dtype)
+        elif name == "seed":
             signature[name] = "i64"
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
@@ -68,11 +87,7 @@ def compile_kernel(kernel, constants, architecture, tile):
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", architecture, 32),
-        options={
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
-            **launch.COMPILER_OPTIONS,
-        },
+        options={**tile.options, **launch.COMPILER_OPTIONS},
     )
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -88,22 +103,28 @@ def compile_kernel(kernel, constants, architecture, tile):
 
 def compile_all(architecture):
     """Prints one line of JSON an entry: the largest variant, all stabilizers and bounds in it."""
-    from guardbit.kernels import backward, forward, tiles
+    from guardbit.kernels import audit, backward, forward, shadow, tiles
 
+    some_heads = 1
     kernels = {
         "forward": (
             forward.forward_kernel,
+            "bf16",
             {
                 "NEGATIVE_SCALE": False,
-                "ANY_COMPENSATED": True,
-                "ANY_STOCHASTIC": True,
-                "ANY_ROW_MAX": True,
+                "COMPENSATED": some_heads,
+                "STOCHASTIC": some_heads,
+                "ROW_MAX": some_heads,
             },
         ),
-        "query_gradients": (backward.query_gradients_kernel, {}),
-        "key_gradients": (backward.key_gradients_kernel, {"BOUNDED": True}),
+        "query_gradients": (backward.query_gradients_kernel, "bf16", {}),
+        "key_gradients": (backward.key_gradients_kernel, "bf16", {"BOUNDED": True}),
+        "shadow": (shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True}),
+        # FP16 takes more products than BF16.
+        "audit_query": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True}),
+        "audit_key": (audit.key_kernel, "fp16", {"NEGATIVE_SCALE": True}),
     }
-    for name, (kernel, flags) in kernels.items():
+    for name, (kernel, dtype, flags) in kernels.items():
         for width in (16, 32, 64, 128, 256):
             tile = tiles.tile(divmod(architecture, 10), width, name)
             constants = {
@@ -114,7 +135,7 @@ def compile_all(architecture):
                 "KEYS": tile.keys,
                 **flags,
             }
-            result = compile_kernel(kernel, constants, architecture, tile)
+            result = compile_kernel(kernel, constants, architecture, tile, dtype, POINTERS[name])
             print(json.dumps({"kernel": name, "width": width, **result}), flush=True)
 
 
@@ -130,7 +151,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     )
     assert finished.returncode == 0, finished.stderr
     entries = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(entries) == 15
+    assert len(entries) == 30
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)

@@ -1,12 +1,16 @@
-"""The Triton kernels on a GPU, over the whole grid of shapes, against FP64 and PyTorch's flash."""
+"""The Triton kernels on a GPU, over the whole grid of shapes, against FP64 and PyTorch's flash.
+
+Most of the time goes into compiling them: `pytest -m gpu -n 12` compiles side by side.
+"""
 
 import math
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels import backward, forward
-from guardbit.numerics import coherent_error, split
+from guardbit.kernels import backward, forward, launch
+from guardbit.numerics import coherent_error, decode_residual, split
 from guardbit.records import STABILIZERS
 
 pytestmark = [
@@ -19,6 +23,7 @@ pytestmark = [
 
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 LENGTHS = (1, 17, 127, 128, 129, 1000, 1024, 4096)
+WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0):
@@ -37,17 +42,25 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
 
 
 def exact(q, k, v, d_out, causal, scale):
-    """Output and gradients in FP64, from whole matrices; rows without a key give 0."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    rows, keys = q.shape[2], k.shape[2]
-    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    """Output, gradients and P K in FP64; rows without a key give 0."""
+    rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     hidden = torch.zeros(rows, keys, dtype=torch.bool, device="cuda")
     if causal is not False:
         hidden = torch.ones_like(hidden).triu(1 + (keys - rows if causal is True else 0))
     dead = hidden.all(-1)[:, None]
-    scores = (q @ wide_k.mT * scale).masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)
-    out = torch.softmax(scores, -1).masked_fill(dead, 0.0) @ wide_v
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
+    parts = []
+    # Head by head, so that a dozen test processes share the GPU's memory.
+    for queries, key, value, d_outs in zip(
+        q.split(group, 1), k.split(1, 1), v.split(1, 1), d_out.split(group, 1), strict=True
+    ):
+        leaves = [x.detach().double().requires_grad_() for x in (queries, key, value)]
+        scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(hidden, -math.inf)
+        scores = scores.masked_fill(dead, 0.0)
+        probabilities = torch.softmax(scores, -1).masked_fill(dead, 0.0)
+        out = probabilities @ leaves[2]
+        gradients = torch.autograd.grad(out, leaves, d_outs.double())
+        parts.append((out.detach(), *gradients, (probabilities @ leaves[1]).detach()))
+    return [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
 
 
 def flash(q, k, v, d_out, causal, scale):
@@ -73,71 +86,169 @@ def run(q, k, v, d_out, names, **options):
     return result, backward.backward(d_out, q, k, v, *result, **common)
 
 
+def test_new_memory_is_poisoned():
+    like = torch.zeros(3, 4, device="cuda", dtype=torch.bfloat16)
+    made = (launch.empty_like_rows(like), like.new_empty(5), torch.empty(5, device="cuda"))
+    assert all(x.isnan().all() for x in made)
+    # Integers have no NaN: their largest number stands for it.
+    assert (torch.empty_like(like, dtype=torch.int8) == 127).all()
+
+
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize("width", [16, 32, 64, 80, 96, 128, 192, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_error_is_at_most_twice_that_of_flash(dtype, width, causal):
     scale = width**-0.5
+    # A group of two query heads, and so a key head, for each stabilizer.
+    names = [name for name in STABILIZERS for _ in range(2)]
     for rows in LENGTHS:
-        # More keys than rows; fewer, so that rows see none; grouped.
+        # More keys than rows; fewer, so that rows see none; as many.
         lengths = {rows, rows + 70} if causal == "top-left" else {rows, rows + 70, (rows + 1) // 2}
-        for draw, keys in [(draw, keys) for draw in range(3) for keys in lengths]:
-            if rows == 4096 and (draw or keys != rows):
-                continue
-            q, k, v, d_out = inputs((1, 4, 2, rows, keys, width), dtype, seed=draw)
-            truth = exact(q, k, v, d_out, causal, scale)
+        for draw, keys in [(draw, keys) for draw in range(3) for keys in sorted(lengths)]:
+            q, k, v, d_out = inputs((1, 8, 4, rows, keys, width), dtype, seed=draw)
+            *truth, mean_key = exact(q, k, v, d_out, causal, scale)
             theirs = flash(q, k, v, d_out, causal, scale)
-            # One stabilizer in all four heads, and so in both heads of a group, at a time.
-            for stabilizer in STABILIZERS:
-                result, gradients = run(
-                    q, k, v, d_out, [stabilizer] * 4, causal=causal, scale=scale, seed=draw
-                )
-                ours = (result.out, *gradients[:3])
-                for name, mine, other, right in zip(
-                    ("O", "dQ", "dK", "dV"), ours, theirs, truth, strict=True
-                ):
-                    error = (mine.double() - right).abs().max().item()
-                    # Both change O on purpose, by a whole step or by P-bar against l, and O
-                    # reaches dQ through delta. At some short lengths they exceed the bar of 2,
-                    # by a third at worst seen; stochastic does so in the oracle too.
-                    wider = stabilizer in ("stochastic", "row_max") and name == "dQ"
-                    bar = (4 if wider else 2) * (other.double() - right).abs().max().item()
-                    # Half a step at the largest magnitude, where flash may have been lucky.
-                    steps = 1.0 if (stabilizer, name) == ("stochastic", "O") else 0.5
-                    bar += steps * SPACING[dtype] * right.abs().max().item() + 1e-6
-                    assert error <= bar, (
-                        f"{stabilizer} {name}, {rows} rows, {keys} keys: {error:.3g} > {bar:.3g}"
-                    )
+            result, gradients = run(q, k, v, d_out, names, causal=causal, scale=scale, seed=draw)
+            # `stochastic` and `row_max` change O on purpose, by up to a whole step or by P-bar
+            # against l. An error e of O moves delta by dO e, and dQ by -scale (dO e) P K exactly;
+            # the largest of these few numbers is now and then more than twice flash's (2.7 times
+            # seen). So O has its bar, and dQ must keep the bar of 2 with O as it is.
+            delta_error = (d_out.double() * (result.out.double() - truth[0])).sum(-1, keepdim=True)
+            moved = -scale * delta_error * mean_key
+            for tensor, mine, other, right in zip(
+                ("O", "dQ", "dK", "dV"), (result.out, *gradients[:3]), theirs, truth, strict=True
+            ):
+                members = 2 if tensor in ("O", "dQ") else 1
+                for place, name in enumerate(STABILIZERS):
+                    heads = slice(members * place, members * (place + 1))
+                    where = f"{name} {tensor}, {rows} rows, {keys} keys, draw {draw}"
+                    error = mine[:, heads].double() - right[:, heads]
+                    bar = other[:, heads].double() - right[:, heads]
+                    # In rms there is no slack: of stochastic rounding sqrt(2) is expected. The rms
+                    # of dQ of few rows, with as few errors of delta, is itself a matter of luck.
+                    if rows > 100:
+                        allowed = 2 * bar.square().mean().sqrt() + 1e-6
+                        assert error.square().mean().sqrt() <= allowed, f"rms of {where}"
+                    if tensor == "dQ" and name in ("stochastic", "row_max"):
+                        error -= moved[:, heads]
+                    # The largest error of flash may be a lucky one: to nearest takes half a step at
+                    # most, stochastic rounding a whole one.
+                    steps = 1.0 if (name, tensor) == ("stochastic", "O") else 0.5
+                    slack = steps * SPACING[dtype] * right[:, heads].abs().max() + 1e-6
+                    largest, allowed = error.abs().max().item(), 2 * bar.abs().max() + slack
+                    assert largest <= allowed, f"{where}: {largest:.3g} > {allowed.item():.3g}"
 
 
-@pytest.mark.parametrize("width", [64, 128])
+def assert_same_but_for_order(mine, expected):
+    """Finite, and equal up to the order in which FP32 sums were taken: a step, here and there."""
+    difference = (mine.double() - expected.double()).abs()
+    assert difference.max() <= SPACING[mine.dtype] * expected.double().abs().max()
+    assert (difference > 0).double().mean() <= 0.01
+
+
+def within_nan(x):
+    """x, from a base that is 16-byte aligned in no place, among NaN on all sides of each axis."""
+    batch, heads, rows, width = x.shape
+    around = x.new_full((batch + 2, rows + 3, heads + 2, width + 5), math.nan).transpose(1, 2)
+    view = around[1:-1, 1:-1, 1:-2, 3:-2]
+    view.copy_(x)
+    return view
+
+
+def columns_adjacent(x):
+    return x.mT.contiguous().mT
+
+
+def every_second(x):
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), math.nan)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def heads_apart(x):
+    return x.contiguous()
+
+
+@pytest.mark.parametrize("layout", [within_nan, columns_adjacent, every_second, heads_apart])
+@pytest.mark.parametrize("width", [16, 64, 80, 128])
+def test_any_layout_and_nothing_read_outside(width, layout):
+    for rows, keys in [(1, 1), (17, 17), (129, 100), (200, 257)]:
+        tensors = inputs((2, 8, 4, rows, keys, width))
+        options = {"causal": True, "scale": width**-0.5, "seed": 1}
+        expected, expected_gradients = run(*tensors, STABILIZERS * 2, **options)
+        result, gradients = run(*map(layout, tensors), STABILIZERS * 2, **options)
+        assert torch.allclose(result.lse, expected.lse, atol=1e-5)
+        for mine, right in zip(
+            (result.out, *gradients[:3]), (expected.out, *expected_gradients[:3]), strict=True
+        ):
+            assert_same_but_for_order(mine, right)
+
+
+def test_expanded_inputs():
+    q, k, v, d_out = inputs((2, 4, 1, 129, 129, 64))
+    one_row = d_out[:, :1, :1]
+    options = {"causal": True, "scale": 0.125, "seed": 1}
+    tensors = (k.expand(-1, 4, -1, -1), v.expand(-1, 4, -1, -1), one_row.expand_as(q))
+    expanded, gradients = run(q, *tensors, STABILIZERS, **options)
+    whole, whole_gradients = run(q, *(x.contiguous() for x in tensors), STABILIZERS, **options)
+    for mine, right in zip(
+        (expanded.out, *gradients[:3]), (whole.out, *whole_gradients[:3]), strict=True
+    ):
+        assert_same_but_for_order(mine, right)
+
+
+def test_rows_without_a_key():
+    q, k, v, d_out = inputs((1, 8, 4, 300, 100, 64))
+    result, gradients = run(q, k, v, d_out, STABILIZERS * 2, causal=True, scale=0.125)
+    assert not result.out[:, :, :200].any()
+    assert not result.residual[:, :, :200].any()
+    assert not gradients.dq[:, :, :200].any()
+    assert (result.lse[:, :, :200] == -math.inf).all()
+    # The other rows are as they are without them.
+    kept, kept_gradients = run(
+        *(x[:, :, -100:] if x.shape[2] == 300 else x for x in (q, k, v, d_out)),
+        STABILIZERS * 2, causal=True, scale=0.125,
+    )  # fmt: skip
+    plain = [head for head in range(8) if head % 4 != STABILIZERS.index("stochastic")]
+    assert_same_but_for_order(result.out[:, plain, 200:], kept.out[:, plain])
+    assert all(x.isfinite().all() for x in (result.out, *gradients[:3], *kept_gradients[:3]))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_mixes_equal_separate_launches_and_repeat_bit_for_bit(width):
-    tensors = inputs((2, 8, 4, 1000, 1000, width))
-    options = {"causal": True, "scale": width**-0.5, "seed": 7}
     names = STABILIZERS * 2
-    mix, mix_gradients = run(*tensors, names, **options)
-    again, again_gradients = run(*tensors, names, **options)
-    for first, second in zip((*mix, *mix_gradients), (*again, *again_gradients), strict=True):
-        assert torch.equal(first.nan_to_num(), second.nan_to_num())
-    for name in STABILIZERS:
-        alone, gradients = run(*tensors, [name] * 8, **options)
-        heads = [head for head in range(8) if names[head] == name]
-        assert torch.equal(alone.out[:, heads], mix.out[:, heads])
-        assert torch.equal(alone.lse[:, heads], mix.lse[:, heads])
-        assert torch.equal(gradients.dq[:, heads], mix_gradients.dq[:, heads])
-        chosen = forward.forward(*tensors[:3], stabilizers=[name] * 2, heads=heads, **options)
-        assert torch.equal(chosen.out, mix.out[:, heads])
+    options = {"causal": True, "scale": width**-0.5, "seed": 7}
+    for rows, keys in [(17, 17), (129, 200), (200, 129), (1000, 1000)]:
+        tensors = inputs((2, 8, 4, rows, keys, width))
+        mix, mix_gradients = run(*tensors, names, **options)
+        again, again_gradients = run(*tensors, names, **options)
+        for first, second in zip((*mix, *mix_gradients), (*again, *again_gradients), strict=True):
+            assert torch.equal(first.nan_to_num(), second.nan_to_num())
+        for name in STABILIZERS:
+            alone, gradients = run(*tensors, [name] * 8, **options)
+            heads = [head for head in range(8) if names[head] == name]
+            assert torch.equal(alone.out[:, heads], mix.out[:, heads]), (name, rows)
+            assert torch.equal(alone.lse[:, heads], mix.lse[:, heads]), (name, rows)
+            assert torch.equal(gradients.dq[:, heads], mix_gradients.dq[:, heads]), (name, rows)
+            chosen = forward.forward(*tensors[:3], stabilizers=[name] * 2, heads=heads, **options)
+            assert torch.equal(chosen.out, mix.out[:, heads]), (name, rows)
+            if name == "compensated":
+                assert torch.equal(alone.residual[:, heads], mix.residual[:, heads])
+                assert torch.equal(chosen.residual, mix.residual[:, heads])
 
 
 def test_more_heads_than_a_grid_axis_holds():
-    # 65,535 programs is the limit of the second and third grid axis.
+    # 65,535 programs is the limit of the second and third grid axis. Heads of a part take other
+    # random numbers than heads of the whole, so none is rounded stochastically.
+    names = ("none", "compensated", "row_max", "none") * 17_500
     q, k, v, d_out = inputs((1, 70_000, 70_000, 33, 33, 16))
-    result, gradients = run(q, k, v, d_out, ["none"] * 70_000, causal=True, scale=0.25)
+    result, gradients = run(q, k, v, d_out, names, causal=True, scale=0.25)
     for start in (0, 69_900):
         heads = slice(start, start + 100)
         part = [x[:, heads] for x in (q, k, v, d_out)]
-        few, few_gradients = run(*part, ["none"] * 100, causal=True, scale=0.25)
+        few, few_gradients = run(*part, names[:100], causal=True, scale=0.25)
         assert torch.equal(few.out, result.out[:, heads])
+        assert torch.equal(few.residual, result.residual[:, heads])
         for whole, piece in zip(gradients[:3], few_gradients[:3], strict=True):
             assert torch.equal(whole[:, heads], piece)
 
@@ -146,30 +257,64 @@ def test_tensors_beyond_two_to_the_31_elements():
     # q has 2.2e9 elements; the last head lies past 2^31.
     q = torch.randn(1, 130, 131_072, 128, device="cuda", dtype=torch.bfloat16)
     k = torch.randn(1, 1, 64, 128, device="cuda", dtype=torch.bfloat16)
-    options = {"causal": False, "scale": 0.1, "seed": 3}
-    whole = forward.forward(q, k, k, stabilizers=["stochastic"] * 130, **options)
-    offset = 129 * 131_072 * 128
-    last = forward.forward(q[:, 129:], k, k, stabilizers=["stochastic"], offset=offset, **options)
+    options = {"causal": False, "scale": 0.1}
+    whole = forward.forward(q, k, k, stabilizers=["compensated"] * 130, **options)
+    last = forward.forward(q[:, 129:], k, k, stabilizers=["compensated"], **options)
     assert torch.equal(whole.out[:, 129:], last.out)
+    assert torch.equal(whole.residual[:, 129:], last.residual)
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 @pytest.mark.parametrize("size", [10.0, 100.0])
 def test_large_scores(size, scale):
-    q, k, v, d_out = inputs((1, 4, 4, 1000, 1000, 64))
-    q, k = q * size, k * size
-    result, gradients = run(q, k, v, d_out, STABILIZERS, causal=True, scale=scale)
-    truth = exact(q, k, v, d_out, True, scale)
-    theirs = flash(q, k, v, d_out, True, scale)
-    for mine, other, right in zip((result.out, *gradients), theirs, truth, strict=False):
-        assert mine.isfinite().all()
-        bar = 2 * (other.double() - right).abs().max() + 2.0**-7 * right.abs().max()
-        assert (mine.double() - right).abs().max() <= bar
+    # Of size 100 and scale 1 the scores reach 3e5.
+    for draw in range(3):
+        q, k, v, d_out = inputs((1, 4, 4, 1000, 1000, 64), seed=draw)
+        q, k = q * size, k * size
+        result, gradients = run(q, k, v, d_out, STABILIZERS, causal=True, scale=scale)
+        *truth, _ = exact(q, k, v, d_out, True, scale)
+        theirs = flash(q, k, v, d_out, True, scale)
+        for mine, other, right in zip((result.out, *gradients[:3]), theirs, truth, strict=True):
+            assert mine.isfinite().all()
+            bar = 2 * (other.double() - right).abs().max() + 2.0**-7 * right.abs().max()
+            assert (mine.double() - right).abs().max() <= bar
 
 
-def sink(maxima, rows=4096, width=64):
-    """Rows whose first `maxima` scores equal 6 (1 + 0.2 u), values of one sign; eight seeds."""
-    parts = 2 if maxima > 1 else 1
+def math_backend(q, k, v, d_out, causal):
+    """PyTorch's math backend; its causal mask is aligned to the top left."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *leaves, is_causal=causal is not False, scale=0.125
+        )
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("spoilt", [0, 1, 2, 3], ids=["q", "k", "v", "d_out"])
+def test_nan_and_infinity_spread_as_in_the_math_backend(spoilt, value):
+    tensors = inputs((1, 4, 4, 200, 200, 64))
+    tensors[spoilt][0, :, 70, 5] = value
+    result, gradients = run(*tensors, STABILIZERS, causal=False, scale=0.125)
+    expected = math_backend(*tensors, False)
+    assert torch.equal(result.out.isnan(), expected[0].isnan())
+    # In gradients NaN and infinity may change places: there delta is rowsum(P dP), here dO O.
+    for mine, right in zip((result.out, *gradients[:3]), expected, strict=True):
+        assert torch.equal(mine.isfinite(), right.isfinite())
+    # Rows that see the key, and the row of the query itself, see it under a causal mask too.
+    causal, _ = run(*tensors, STABILIZERS, causal="top-left", scale=0.125)
+    expected, *_ = math_backend(*tensors, "top-left")
+    assert torch.equal(causal.out[:, :, 70:].isnan(), expected[:, :, 70:].isnan())
+    # The others need not, where a NaN in V is multiplied by a P of 0 in the same tile.
+    if spoilt != 2:
+        assert causal.out[:, :, :70].isfinite().all()
+
+
+def sink(maxima, rows, parts, width=64):
+    """Rows whose first `maxima` scores equal rm = 6 (1 + 0.2 u), V of one sign; eight seeds.
+
+    rm is the sum of `parts` BF16 numbers.
+    """
     q, k, v = [], [], []
     for seed in range(100, 108):
         generator = torch.Generator().manual_seed(seed)
@@ -188,14 +333,15 @@ def sink(maxima, rows=4096, width=64):
 
 @pytest.mark.parametrize("maxima", [1, 2, 3, 4])
 def test_coherent_error_of_o(maxima):
-    q, k, v = sink(maxima)
+    # 63 distances and two parts would need 65 dimensions.
+    q, k, v = sink(maxima, rows=4096, parts=2 if maxima > 1 else 1)
     probabilities = torch.softmax(q.double() @ k.double().mT, -1)
     truth = probabilities @ v.double()
     result = forward.forward(
         q.expand(-1, 4, -1, -1), k, v, causal=False, scale=1.0, stabilizers=STABILIZERS, seed=1
     )
     out = result.out.double()
-    out[:, 1] += result.residual[:, 1]
+    out[:, 1] += decode_residual(result.out, result.residual)[:, 1]
     errors = coherent_error(out, truth.expand_as(out), -2)
     none, compensated, stochastic, row_max = errors.unbind(1)
     size = none.abs().mean()
@@ -208,3 +354,28 @@ def test_coherent_error_of_o(maxima):
         assert row_max.abs().mean() <= 0.25 * size
     else:
         assert torch.equal(row_max, none)
+
+
+@pytest.mark.parametrize("maxima", [2, 4])
+def test_coherent_error_of_dq(maxima):
+    q, k, v = sink(maxima, rows=256, parts=1)
+    generator = torch.Generator().manual_seed(5)
+    d_out = (1 + torch.rand(q.shape, generator=generator)).cuda().bfloat16()
+    _, gradients = run(
+        q.expand(-1, 4, -1, -1), k, v, d_out.expand(-1, 4, -1, -1), STABILIZERS,
+        causal=False, scale=1.0, seed=1,
+    )  # fmt: skip
+    out, dq, *_, mean_key = exact(q, k, v, d_out, False, 1.0)
+    errors = coherent_error(gradients.dq, dq.expand_as(gradients.dq), -2)
+    none, compensated, stochastic, row_max = errors.unbind(1)
+    size = none.abs().mean()
+    # Rounding the exact O changes delta, and a delta too large makes dQ too small (paper, equation
+    # 1); the other roundings are independent.
+    delta_error = (d_out.double() * (out.bfloat16().double() - out)).sum(-1, keepdim=True)
+    predicted = (-delta_error * mean_key)[:, 0].sum(-2)
+    assert (none - predicted).abs().mean() <= 0.2 * predicted.abs().mean()
+    assert (none * predicted).sum() >= 0.9 * predicted.square().sum()
+    assert compensated.abs().mean() <= 0.02 * size
+    assert stochastic.abs().mean() <= 0.3 * size
+    # P-bar no longer matches l, by one factor for all features of a row: no remedy for dQ here.
+    assert row_max.abs().mean() > 1.1 * size

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from guardbit.kernels import reference
-from guardbit.numerics import coherent_error, round_nearest, split
+from guardbit.numerics import coherent_error, decode_residual, round_nearest, split
 
 KEYS = WIDTH = 64
 SEEDS = range(100, 108)
@@ -69,7 +69,7 @@ def outputs(sinks):
     """Runs the stabilizers as four heads on the same keys; FP64 (8, rows, 64) each."""
     q = sinks.q.expand(-1, len(STABILIZERS), -1, -1)
     result = reference.forward(q, sinks.k, sinks.v, **OPTIONS, seed=1)
-    pair = result.out.double() + result.residual.double()
+    pair = result.out.double() + decode_residual(result.out, result.residual)
     return {
         name: (pair if name == "compensated" else result.out.double())[:, head]
         for head, name in enumerate(STABILIZERS)

@@ -12,6 +12,7 @@ from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.switchboard import NO_SITE
 
 SITE = torch.tensor(NO_SITE)
+PLAIN = stock.Settings(is_causal=False, scale=None)
 
 # B, H, H_kv, N, M, D: grouped; another head size; more queries than keys; one token; several tiles
 # of PyTorch's kernel; odd everything; nothing at all.
@@ -96,10 +97,10 @@ def test_the_scale_is_passed_on(scale):
 def test_the_choice_is_the_users():
     q = torch.randn(1, 2, 9, 16)
     with sdpa_kernel(SDPBackend.MATH):
-        assert stock.choose(q, q, q, False, None, training=True) == SDPBackend.MATH
-        assert stock.forward(q, q, q, False, None, training=False)[2] == SDPBackend.MATH
+        assert stock.choose(q, q, q, PLAIN, training=True) == SDPBackend.MATH
+        assert stock.forward(q, q, q, PLAIN, training=False)[2] == SDPBackend.MATH
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert stock.forward(q, q, q, False, None, training=True)[2] == SDPBackend.FLASH_ATTENTION
+        assert stock.forward(q, q, q, PLAIN, training=True)[2] == SDPBackend.FLASH_ATTENTION
 
 
 def test_the_backward_is_that_of_the_kernel_that_ran():

@@ -77,3 +77,64 @@ def test_unswitched_calls_keep_every_bit(
             assert torch.equal(actual[index], expected[index]), name
         else:  # the efficient kernel's backward does not repeat itself for padded head sizes
             torch.testing.assert_close(actual[index], expected[index], atol=4 * spread, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("width", [64, 20])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_dropout_keeps_every_bit_and_every_random_number(
+    backend: SDPBackend, width: int, captured: bool
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    q, k, v, d_out = (
+        torch.randn(2, 128, 4, width, generator=generator, device="cuda").bfloat16().transpose(1, 2)
+        for _ in range(4)
+    )
+    number = switchboard.add_site()
+    site = torch.tensor(number)
+    padded = backend == SDPBackend.FLASH_ATTENTION and width % 8 != 0
+    if captured and (padded or backend == SDPBackend.MATH):
+        pytest.skip("re-run in the backward; refused with a sentence")
+
+    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"is_causal": True, "scale": None, "dropout_p": 0.3}
+        return switchable_attention(q, k, v, site, **options)
+
+    def results(attention) -> list[Tensor]:
+        torch.manual_seed(5)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def step() -> list[Tensor]:
+            out = attention(*leaves)
+            torch.rand(5, device="cuda")  # the backward must find the forward's numbers, not these
+            return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+        if not captured:
+            return [*step(), torch.cuda.get_rng_state()]
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = step()
+        torch.manual_seed(5)
+        graph.replay()
+        return [*(x.clone() for x in outputs), torch.cuda.get_rng_state()]
+
+    with sdpa_kernel(backend):
+        try:
+            expected = results(stock)
+        except RuntimeError as error:
+            pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
+        spread = [results(stock) for _ in range(3)]
+        actual = results(ours)
+    switchboard.remove_site(number)
+    for index, name in enumerate(("out", "dq", "dk", "dv", "generator state")):
+        if all(torch.equal(run[index], expected[index]) for run in spread):
+            assert torch.equal(actual[index], expected[index]), name
+        else:
+            assert name != "out"
+            largest = max((run[index] - expected[index]).abs().max() for run in spread)
+            assert (actual[index] - expected[index]).abs().max() <= 4 * largest, name

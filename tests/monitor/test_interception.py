@@ -96,7 +96,7 @@ def of_torch(name):
         ("weights", ["inner"], "need_weights=True"),
         ("layer", ["self_attn"], None),
         ("encoder", ["layers.0.self_attn", "layers.1.self_attn"], None),
-        ("encoder, dropout", ["layers.0.self_attn", "layers.1.self_attn"], "dropout 0.1"),
+        ("encoder, dropout", ["layers.0.self_attn", "layers.1.self_attn"], None),
     ],
 )
 def test_modules_of_torch(name, sites, refusal, tiny, instrument):
@@ -174,7 +174,7 @@ def odd_calls():
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     return {
         "explicit attention mask": ((q(1, 2, 5, 16),) * 3, {"attn_mask": mask}),
-        "dropout 0.5": ((q(1, 2, 5, 16),) * 3, {"dropout_p": 0.5}),
+        "dropout 1.0": ((q(1, 2, 5, 16),) * 3, {"dropout_p": 1.0}),
         "not of shape": ((q(2, 5, 16),) * 3, {}),
         "computes in torch.float64": ((q(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
         "values differ in shape": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 2, 5, 8)), {}),
@@ -305,7 +305,7 @@ def language(padded=False):
     ("name", "padded", "site", "refusal"),
     [
         ("gpt2", False, "transformer.h.{}.attn", None),
-        ("gpt2, dropout", False, "transformer.h.{}.attn", "dropout 0.1"),
+        ("gpt2, dropout", False, "transformer.h.{}.attn", None),
         ("llama", False, "model.layers.{}.self_attn", None),
         ("llama", True, "model.layers.{}.self_attn", "explicit attention mask"),
         ("qwen3", False, "model.layers.{}.self_attn", None),
@@ -335,9 +335,10 @@ def test_hugging_face_models(name, padded, site, refusal, tiny, instrument):
         assert refusal is None or refusal in found.refusal
     if refusal is None:
         inst.switch(site.format(1), "compensated", heads=[2])
-        # Another kernel, another rounding: FP32, so the loss moves in its last bits only.
         after = tiny.step(model, **batch)
-        torch.testing.assert_close(after["loss"], before["loss"], rtol=1e-5, atol=1e-6)
+        if "dropout" not in name:  # else another mask
+            # Another kernel, another rounding: FP32, so the loss moves in its last bits only.
+            torch.testing.assert_close(after["loss"], before["loss"], rtol=1e-5, atol=1e-6)
         launches = inst.sites[site.format(1)].launches
         assert launches["forward", "compensated"] == launches["backward", "compensated"] == 1
 
@@ -473,7 +474,9 @@ def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
     refusals = {name: site.refusal for name, site in inst.sites.items()}
     assert list(refusals) == ["plain.inner", "dropout.inner", "weights.inner"]
     assert refusals["plain.inner"] is None
-    assert "dropout 0.1" in refusals["dropout.inner"]
+    assert refusals["dropout.inner"] is None
+    assert "dropout 0.1" in inst.sites["dropout.inner"].errors_unavailable
+    assert inst.sites["plain.inner"].errors_unavailable is None
     assert "need_weights=True" in refusals["weights.inner"]
     weight = model.plain.inner.in_proj_weight
     assert torch.equal(inst.sites["plain.inner"].query_weight(1), weight[16:32])

@@ -10,6 +10,7 @@ import torch
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import switchable_attention
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.numerics import decode_residual
 
 EPS = 1e-3
 
@@ -25,13 +26,14 @@ def sink_inputs(batch=2, heads=4, kv_heads=2, rows=48, width=16, seed=0, dtype=t
     return tuple(x.to(dtype) for x in (q, k, v, d_out))
 
 
-def call_of(q, k, v, d_out, stabilizers=None, is_causal=True):
+def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
     """One forward and backward through the op; what the observer was handed."""
     number, calls = switchboard.add_site(), []
     state = switchboard.site_state(number)
     state.observer, state.stabilizers = calls.append, stabilizers
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
-    out = switchable_attention(q, k, v, torch.tensor(number), is_causal=is_causal, scale=None)
+    options = {"is_causal": is_causal, "scale": None, "dropout_p": dropout_p}
+    out = switchable_attention(q, k, v, torch.tensor(number), **options)
     out.backward(d_out)
     switchboard.remove_site(number)
     (call,) = calls
@@ -68,7 +70,7 @@ def exact_bias(calls, rows=slice(None)):
     for call in calls:
         out = call.out.double()
         if call.residual is not None:
-            out = out + call.residual.double()
+            out = out + decode_residual(call.out, call.residual).double()
         error = out - exact_attention(call)[3]
         delta = (call.d_out.double() * error).sum(-1)[:, :, rows]
         total = total + torch.stack([delta.sum((0, 2)), delta.abs().sum((0, 2))])
@@ -289,3 +291,42 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
     # FP64 sums in another order.
     torch.testing.assert_close(values[0], alone.compute(), rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+def test_dropout_of_pytorchs_kernel_leaves_only_what_needs_no_mask():
+    tensors = sink_inputs(seed=8)
+    plain, got = (updated([call_of(*tensors, dropout_p=p)]) for p in (0.0, 0.3))
+    for name in ("multiple_maxima", "multiple_maxima_bf16", "max_logit", "attention_entropy"):
+        assert torch.equal(got[name], plain[name]), name
+    for name in ("delta_bias", "delta_bias_abs"):
+        assert got[name].isnan().all(), name
+
+
+def test_dropout_of_our_kernels_is_taken_back():
+    names = ("none", "compensated", "stochastic", "none")
+    call = call_of(*sink_inputs(seed=9), stabilizers=names, dropout_p=0.3)
+    assert call.known_heads == (1, 2)
+    metrics = AttentionMetrics(1, 4, None, EPS)
+    metrics.update(0, call)
+    metrics.audit(0, call, [1, 2], torch.eye(4, 16)[1:3])
+    got = measured(metrics)
+
+    mask = call.dropout.kept(2, torch.arange(48), slice(0, 48)) * call.dropout.factor
+    assert 0.6 < (mask > 0).double().mean() < 0.8
+    q, _, probabilities, _ = exact_attention(call, requires_grad=True)
+    value = call.v.double().repeat_interleave(2, dim=1)[:, [1, 2]]
+    out = (probabilities[:, [1, 2]] * mask.double()) @ value
+    kernels = call.out.double() + decode_residual(call.out, call.residual).double()
+    bias = (call.d_out.double()[:, [1, 2]] * (kernels[:, [1, 2]] - out)).sum(-1)
+    expected, size = bias.sum((0, 2)).detach(), bias.abs().sum((0, 2)).detach()
+    # The shadow's FP32 sums, relative to the absolute sum: 2^-24 times a few, against 2^-9.
+    assert ((got["delta_bias"][0, 1:3] - expected).abs() < 1e-3 * size.max()).all()
+    assert got["delta_bias"][0, [0, 3]].isnan().all()
+    d_out = call.d_out.double()[:, [1, 2]]
+    (dq,) = torch.autograd.grad(out, q, d_out, retain_graph=True)
+    error = (call.dq.double() - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
+    relative = error / dq[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
+    torch.testing.assert_close(got["dq_relative_error"][0, 1:3], relative, rtol=1e-3, atol=0)
+    (other,) = torch.autograd.grad(probabilities[:, [1, 2]] @ value, q, d_out)
+    wrong = (other - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
+    assert (error < 0.3 * wrong).all(), "the mask must matter"

@@ -1,6 +1,5 @@
 """`MonitorSession` in plain loops: the steps it samples, what it costs, and what it survives."""
 
-import itertools
 import json
 import logging
 import subprocess
@@ -171,10 +170,8 @@ def test_random_offsets_depend_on_step_and_micro_batch_only():
                 assert 0 <= offset < 2**63
             loop.session.end_step()
         loop.session.close()
-    assert len(set(seen.values())) == len(seen)
-    # Room for 2^32 elements of one call.
-    ordered = sorted(seen.values())
-    assert min(b - a for a, b in itertools.pairwise(ordered)) >= 2**32
+    # The kernels take the offset modulo 2^32.
+    assert len({offset % 2**32 for offset in seen.values()}) == len(seen)
 
 
 def test_an_error_inside_a_step_goes_its_way_and_the_step_can_begin_again(tmp_path):

@@ -6,12 +6,13 @@ modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 
 from guardbit.kernels.reference.audit import Shadow, exact_backward, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
-from guardbit.kernels.reference.common import Causal
+from guardbit.kernels.reference.common import Causal, Dropout
 from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
 
 __all__ = [
     "STABILIZERS",
     "Causal",
+    "Dropout",
     "Forward",
     "Gradients",
     "Shadow",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from guardbit.kernels.reference.common import (
     Causal,
+    Dropout,
     additive_mask,
     finite_reference,
     float32_products,
@@ -22,6 +23,7 @@ from guardbit.numerics import round_nearest
 class Shadow(NamedTuple):
     """A recomputed forward and what its rows look like; R is the number of rows.
 
+    With dropout, `out` lacks what was dropped; all else is of the scores and probabilities before.
     A row with no allowed key has out 0, row_max -inf, entropy 0 and counts 0.
 
     Attributes:
@@ -53,6 +55,7 @@ def shadow(
     scale: float,
     eps: float = 1e-3,
     rows: Tensor | None = None,
+    dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
@@ -67,6 +70,7 @@ def shadow(
         scale: Factor of Q K^T.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at; None for all N.
+        dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
         chunk: Keys looked at together.
 
     Returns:
@@ -105,6 +109,10 @@ def shadow(
         units += (round_nearest(probabilities, torch.bfloat16) == 1).sum(-1)
         row_sum += probabilities.sum(-1)
         weighted_logs += torch.special.entr(probabilities).sum(-1)
+        if dropout is not None:
+            present = slice(keys.start, keys.start + probabilities.shape[-1])
+            kept = dropout.kept(len(q), rows, present)
+            probabilities = (probabilities * dropout.factor).where(kept, 0)
         products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
 
@@ -129,12 +137,13 @@ def exact_backward(
     causal: Causal,
     scale: float,
     heads: Sequence[int],
+    dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of a few heads in FP32 throughout, from the inputs a kernel got.
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
-    to 0 as nearly as FP32 can. Autocast must be off.
+    to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped. Autocast must be off.
 
     Args:
         d_out: (B, H, N, D), gradient of the output.
@@ -144,6 +153,7 @@ def exact_backward(
         causal: See `Causal`.
         scale: Factor of Q K^T.
         heads: The query heads wanted, C of them.
+        dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.
 
     Returns:
@@ -177,9 +187,14 @@ def exact_backward(
         row_sum = probabilities.sum(-1, keepdim=True)
         probabilities /= row_sum.masked_fill(row_sum == 0, 1.0)
         d_probabilities = d_out_chosen[:, :, rows] @ v_chosen.mT
+        kept_probabilities = probabilities
+        if dropout is not None:
+            kept = dropout.kept(len(q), query_positions[rows], slice(0, shape[1])) * dropout.factor
+            d_probabilities *= kept
+            kept_probabilities = probabilities * kept
         delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
         d_scores = probabilities * (d_probabilities - delta)
-        dv += probabilities.mT @ d_out_chosen[:, :, rows]
+        dv += kept_probabilities.mT @ d_out_chosen[:, :, rows]
         dk += (d_scores.mT @ q_chosen[:, :, rows]) * scale
         dq[:, :, rows] = (d_scores @ k_chosen) * scale
     return dq, dk, dv

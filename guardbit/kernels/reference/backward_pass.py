@@ -10,12 +10,13 @@ from torch import Tensor
 
 from guardbit.kernels.reference.common import (
     Causal,
+    Dropout,
     additive_mask,
     float32_products,
     fold_groups,
     masked_scores,
 )
-from guardbit.numerics import round_nearest
+from guardbit.numerics import decode_residual, round_nearest
 
 
 class Gradients(NamedTuple):
@@ -48,6 +49,7 @@ def backward(
     causal: Causal,
     scale: float,
     stabilizers: Sequence[str],
+    dropout: Dropout | None = None,
     key_tile: int = 128,
 ) -> Gradients:
     """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
@@ -55,7 +57,8 @@ def backward(
     P = exp(S - L) and dS = P (dP - delta) are computed in FP32 and rounded to the input's dtype
     before their products; these accumulate in FP32, over the query heads of a group too, and each
     gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
-    compensated heads. Autocast must be off.
+    compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
+    kept, is rowsum(dO O). Autocast must be off.
 
     Args:
         d_out: (B, H, N, D), gradient of `out`; any strides.
@@ -68,6 +71,7 @@ def backward(
         causal: See `Causal`.
         scale: Factor of Q K^T.
         stabilizers: The forward's, one name a head.
+        dropout: The forward's.
         key_tile: Keys a tile.
 
     Returns:
@@ -85,7 +89,7 @@ def backward(
         if residual is None:
             raise ValueError("Compensated heads need the forward's residual, but it is None.")
         chosen = torch.tensor([name == "compensated" for name in stabilizers], device=q.device)
-        correction = (d_out_wide * residual.float()).sum(-1) * chosen[:, None]
+        correction = (d_out_wide * decode_residual(out, residual)).sum(-1) * chosen[:, None]
         delta = delta + correction
         delta_bias = torch.where(chosen, -correction.sum((0, 2)), delta_bias)
 
@@ -105,10 +109,19 @@ def backward(
         scores = masked_scores(q_rows, k_tile, heads, scale, mask)
         probabilities = (scores - log_sum).exp_()
         d_probabilities = (d_out_rows @ v_tile.mT).reshape(scores.shape)
+        rounded = round_nearest(probabilities, q.dtype).float()
+        if dropout is not None:
+            present = slice(start, start + rounded.shape[-1])
+            kept = dropout.kept(q.shape[0], query_positions, present)
+            rounded = rounded.where(kept, 0)
+            d_probabilities = (d_probabilities * dropout.factor).where(kept, 0)
         d_scores = probabilities * (d_probabilities - delta[..., None])
-        rounded = fold_groups(round_nearest(probabilities, q.dtype).float(), kv_heads)
+        rounded = fold_groups(rounded, kv_heads)
         d_rounded = fold_groups(round_nearest(d_scores, q.dtype).float(), kv_heads)
-        dv[:, :, tile] = round_nearest(rounded.mT @ d_out_rows, v.dtype)
+        dv_tile = rounded.mT @ d_out_rows
+        if dropout is not None:
+            dv_tile *= dropout.factor
+        dv[:, :, tile] = round_nearest(dv_tile, v.dtype)
         dk[:, :, tile] = round_nearest((d_rounded.mT @ q_rows) * scale, k.dtype)
         dq += d_rounded @ k_tile
     return Gradients(round_nearest(dq * scale, q.dtype).reshape(q.shape), dk, dv, delta_bias)

@@ -4,15 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+
+from guardbit.numerics import random_halves
 
 #: False: every query sees every key. True: bottom-right aligned, query n sees keys up to
 #: n + M - N, as FlashAttention has it. "top-left": query n sees keys up to n, as
 #: `F.scaled_dot_product_attention(is_causal=True)` has it.
 Causal = bool | Literal["top-left"]
+
+
+class Dropout(NamedTuple):
+    """Which entries of P a call drops; the same in its forward, its backward and any recomputation.
+
+    Entry (b, h, n, m) is kept if half m mod 8 of the Philox counter (m // 8, n, b H + h, 0), low
+    half of the first word first, is not below `threshold`: it does not depend on what other heads
+    do, nor on the tile. Row statistics, l and L are those of P before anything is dropped.
+
+    Attributes:
+        probability: Probability of being dropped, in [0, 1).
+        word: INT64 `()` on the device of the tensors, the key of the random numbers.
+        heads: Number of each computed head among all H query heads of the call.
+        all_heads: H.
+    """
+
+    probability: float
+    word: Tensor
+    heads: tuple[int, ...]
+    all_heads: int
+
+    @property
+    def threshold(self) -> int:
+        """The probability in units of 2^-16, below 2^16."""
+        return min(round(self.probability * 65536), 65535)
+
+    @property
+    def factor(self) -> float:
+        """What kept entries are multiplied with, so that their mean stays."""
+        return 65536 / (65536 - self.threshold)
+
+    def kept(self, batch: int, rows: Tensor, keys: slice) -> Tensor:
+        """Which entries of a tile of P are kept.
+
+        Args:
+            batch: B.
+            rows: INT64 (R,), positions of the queries.
+            keys: The keys of the tile, K of them.
+
+        Returns:
+            Boolean (B, C, R, K), C the number of computed heads.
+        """
+        device = rows.device
+        first = keys.start // 8
+        groups = torch.arange(first, -(-keys.stop // 8), device=device)
+        heads = torch.tensor(self.heads, dtype=torch.int64, device=device)
+        place = torch.arange(batch, device=device)[:, None] * self.all_heads + heads
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        halves = random_halves(self.word, (groups, rows[:, None], place[..., None, None], zero))
+        tile = slice(keys.start - 8 * first, keys.stop - 8 * first)
+        return halves.flatten(-2)[..., tile] >= self.threshold
 
 
 @contextmanager

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from guardbit.kernels.reference.common import (
     Causal,
+    Dropout,
     additive_mask,
     finite_reference,
     float32_products,
     fold_groups,
     masked_scores,
 )
-from guardbit.numerics import philox, round_nearest, round_stochastic
+from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
 #: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
 #: where it fails; no other part of the package offers it.
@@ -45,8 +46,9 @@ class Forward(NamedTuple):
     Attributes:
         out: (B, H, N, D) in the input's dtype.
         lse: FP32 (B, H, N), L = m + log l; -inf where a row sees no key.
-        residual: (B, H, N, D) in the input's dtype, what rounding took from O: delta is taken of
-            out + residual. 0 in heads that are not compensated; None if no head is.
+        residual: INT8 (B, H, N, D), what rounding took from O, as `guardbit.numerics` encodes it:
+            delta is taken of out + residual. 0 in heads that are not compensated; None if no head
+            is.
     """
 
     out: Tensor
@@ -68,6 +70,7 @@ def forward(
     seed: int = 0,
     offset: int = 0,
     heads: Sequence[int] | None = None,
+    dropout: Dropout | None = None,
     key_tile: int = 128,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
@@ -77,13 +80,14 @@ def forward(
     round nowhere. Autocast must be off.
 
     - none: nothing more.
-    - compensated: the same O and L, and for the backward the residual P-bar V / l' - O, where l'
-      sums the rounded P-bar. Dividing by l instead would leave the mismatch of P-bar and l, which
-      is one factor for all features of a row and does not average out in delta. Coherent error of
-      dQ, none / residual with l / with l': attention sink 2.5 / 0.029 / 0.002, random scores and
-      values of one sign 1.65 / 1.15 / 0.06.
-    - stochastic: O is rounded stochastically, with the random word of counter
-      offset + ((b H + h) N + n) D + d, so an element's word does not depend on the other heads'
+    - compensated: l sums the rounded P-bar, and the residual P-bar V / l - O is kept for the
+      backward. With l of the unrounded P-bar it would lack the mismatch of P-bar and l, which is
+      one factor for all features of a row and does not average out in delta. Coherent error of dQ,
+      none / that residual / this one: attention sink 2.5 / 0.029 / 0.002, random scores and values
+      of one sign 1.65 / 1.15 / 0.06. That L changes by the same factor scales the rows of dS by
+      1 + 2^-9 at most, and leaves their sums 0.
+    - stochastic: O is rounded stochastically. Element (b, h, n, d) takes half d mod 8 of the Philox
+      counter (d // 8, n, b H + h, offset), so that it does not depend on the other heads'
       stabilizers, nor on the tile.
     - row_max: where a second score lies within eps of the row maximum rm seen so far,
       m = rm + SHIFT_MIN + ((beta - 1) |rm| mod (SHIFT_MAX - SHIFT_MIN)) instead of m = rm (paper,
@@ -102,11 +106,13 @@ def forward(
         stabilizers: One name a computed head, of `STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        seed: Key of the random words, modulo 2^64.
-        offset: First counter of the random words.
-        heads: The query heads to compute, C of them; None for all. A head's random words do not
+        seed: Key of the random numbers, modulo 2^64.
+        offset: Last word of the random numbers' counter, modulo 2^32.
+        heads: The query heads to compute, C of them; None for all. A head's random numbers do not
             depend on which others are computed, nor do its bits, but for N = 1, where products with
             one row are summed in another order than with several query heads to a key head.
+        dropout: What to drop from P-bar once it is rounded; l and L take no notice. None for
+            nothing.
         key_tile: Keys a tile.
 
     Returns:
@@ -134,7 +140,7 @@ def forward(
     row_max = q.new_full((batch, num_heads, rows), -torch.inf, dtype=torch.float32)
     tied = torch.zeros_like(row_max, dtype=torch.bool)
     normalizer, row_sum = row_max, torch.zeros_like(row_max)
-    rounded_sum = torch.zeros_like(row_max)
+    compensated = _head_mask(stabilizers, "compensated", q.device)
     accumulator = q.new_zeros(q.shape, dtype=torch.float32)
 
     for start in range(0, keys, key_tile):
@@ -158,32 +164,30 @@ def forward(
         reference = finite_reference(normalizer)
         probabilities = (scores - reference[..., None]).exp_()
         rescale = (before_normalizer - reference).exp()
-        row_sum = row_sum * rescale + probabilities.sum(-1)
         rounded = round_nearest(probabilities, q.dtype).float()
-        rounded_sum = rounded_sum * rescale + rounded.sum(-1)
+        tile_sum = probabilities.sum(-1)
+        if compensated is not None:
+            tile_sum = torch.where(compensated, rounded.sum(-1), tile_sum)
+        row_sum = row_sum * rescale + tile_sum
+        if dropout is not None:
+            present = slice(start, start + rounded.shape[-1])
+            rounded = rounded.where(dropout.kept(batch, query_positions, present), 0)
         products = (fold_groups(rounded, kv_heads) @ v[:, :, tile].float()).reshape(q.shape)
         accumulator = accumulator.mul_(rescale[..., None]).add_(products)
 
     # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
-    empty = row_max == -torch.inf
-    row_sum = row_sum.masked_fill(empty, 1.0)
+    row_sum = row_sum.masked_fill(row_max == -torch.inf, 1.0)
     exact = accumulator / row_sum[..., None]
+    if dropout is not None:
+        exact *= dropout.factor
     out = round_nearest(exact, q.dtype)
     stochastic = _chosen(stabilizers, "stochastic", q.device)
     if len(stochastic) and q.dtype != torch.float32:
-        counters = element_counters(whole_shape, numbers[stochastic])
-        words = philox(seed, offset + counters)
-        out[:, stochastic] = round_stochastic(exact[:, stochastic], q.dtype, words)
-    compensated = _chosen(stabilizers, "compensated", q.device)
+        halves = element_halves(seed, whole_shape, numbers[stochastic], offset)
+        out[:, stochastic] = round_stochastic(exact[:, stochastic], q.dtype, halves)
     residual = None
-    if len(compensated):
-        matched = accumulator / rounded_sum.masked_fill(empty, 1.0)[..., None]
-        rest = (matched - out.float())[:, compensated]
-        residual = torch.zeros_like(out)
-        # Where O is not finite neither is delta, and there is nothing to keep.
-        residual[:, compensated] = round_nearest(
-            rest.where(out[:, compensated].isfinite(), 0), q.dtype
-        )
+    if compensated is not None:
+        residual = encode_residual(exact, out).where(compensated[..., None], 0)
     return Forward(out, normalizer + row_sum.log(), residual)
 
 
@@ -207,21 +211,26 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
     return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 
-def element_counters(shape: torch.Size, heads: Tensor) -> Tensor:
-    """Position of each element of some heads in a contiguous tensor of the whole shape.
+def element_halves(seed: int, shape: torch.Size, heads: Tensor, offset: int) -> Tensor:
+    """The random number of each element of some heads, see `forward`.
 
     Args:
-        shape: (B, H, N, D).
+        seed: Key.
+        shape: (B, H, N, D) of the whole tensor.
         heads: INT64 (C,), the chosen heads.
+        offset: Last word of the counter.
 
     Returns:
-        INT64 (B, C, N, D): ((b H + h) N + n) D + d.
+        INT64 (B, C, N, D) in [0, 2^16).
     """
     batch, all_heads, rows, width = shape
     device = heads.device
-    of_head = torch.arange(batch, device=device)[:, None] * all_heads + heads
-    within_head = torch.arange(rows * width, device=device).reshape(rows, width)
-    return of_head[..., None, None] * (rows * width) + within_head
+    place = torch.arange(batch, device=device)[:, None] * all_heads + heads
+    row = torch.arange(rows, device=device)[:, None]
+    group = torch.arange(-(-width // 8), device=device)
+    last = torch.tensor(offset % 2**32, device=device)
+    halves = random_halves(seed, (group, row, place[..., None, None], last))
+    return halves.flatten(-2)[..., :width]
 
 
 def select_heads(

@@ -1,0 +1,86 @@
+"""Runs every Triton kernel on a small grid of shapes under NVIDIA's compute-sanitizer.
+
+    PYTHONPATH=. python benchmarks/sanitize.py [TOOL ...]
+
+memcheck finds accesses outside of an allocation: PyTorch's caching of memory is off, so that every
+tensor is one, with a gap behind it. racecheck finds threads of a block that race in shared memory.
+Each head dimension has a process of its own. The first run, without a tool, compiles the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+
+import torch
+
+from guardbit.kernels import audit, backward, forward, shadow
+from guardbit.records import STABILIZERS
+
+TOOLS = {
+    "memcheck": ["--padding", "512"],
+    "racecheck": ["--racecheck-report", "analysis"],
+}
+#: Lengths of queries and keys: less than a tile; not a multiple of one, with and without rows that
+#: see no key; several whole tiles.
+LENGTHS = [(1, 1), (17, 17), (129, 200), (200, 129), (256, 256)]
+#: The kernels of 80 work with 128 columns, masked.
+WIDTHS = ("16", "64", "80", "128", "256")
+
+
+def call_all(width: int) -> None:
+    """Launches every kernel, the forward with no stabilizer and with all, over the grid."""
+    for (length, keys), causal in itertools.product(LENGTHS, (True, False)):
+        dtype = torch.float16 if width == 80 else torch.bfloat16
+        q, d_out = (torch.randn(1, 4, length, width, dtype=dtype, device="cuda") for _ in range(2))
+        k, v = (torch.randn(1, 2, keys, width, dtype=dtype, device="cuda") for _ in range(2))
+        options = {"causal": causal, "scale": width**-0.5}
+        for names in (["none"] * 4, STABILIZERS):
+            result = forward.forward(q, k, v, stabilizers=names, **options)
+            gradients = backward.backward(d_out, q, k, v, *result, stabilizers=names, **options)
+            assert all(x.isfinite().all() for x in (result.out, *gradients[:3]))
+        for rows in (None, torch.arange(0, length, 3, device="cuda")):
+            exact = shadow.shadow(q, k, v, rows=rows, **options).out
+            bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
+            assert all(x.isfinite().all() for x in (exact, *bias))
+        exact = audit.exact_backward(d_out, q, k, v, heads=[1, 2], **options)
+        assert all(x.isfinite().all() for x in exact)
+
+
+def run_all(prefix: list[str]) -> list[tuple[int, str]]:
+    """Return code and output of `call_all` for each width, run side by side behind a command."""
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    children = [
+        subprocess.Popen(
+            [*prefix, sys.executable, __file__, width],
+            env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for width in WIDTHS
+    ]  # fmt: skip
+    outputs = [child.communicate()[0] for child in children]
+    return [(child.returncode, text) for child, text in zip(children, outputs, strict=True)]
+
+
+def main(tools: list[str]) -> int:
+    """Runs the tools one after the other; returns how many runs found something."""
+    found = 0
+    for tool in ["", *tools]:
+        start = time.monotonic()
+        sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+        runs = run_all([*sanitizer, "--print-limit", "5", *TOOLS[tool]] if tool else [])
+        for width, (code, output) in zip(WIDTHS, runs, strict=True):
+            found += code != 0
+            # Of a clean run the sanitizer's summary, which is its last line.
+            print(f"{tool or 'compiling'}, D = {width}:", output[-3000:] if code else output[-80:])
+        print(f"{tool or 'compiling'}: {time.monotonic() - start:.0f} s", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] and sys.argv[1] in WIDTHS:
+        call_all(int(sys.argv[1]))
+    else:
+        sys.exit(main(sys.argv[1:] or list(TOOLS)))

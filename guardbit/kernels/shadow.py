@@ -1,0 +1,498 @@
+"""Shadow in Triton: O to FP32 accuracy on tensor cores, what its rows look like, and delta's bias.
+
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; R is the number of rows
+looked at. Scores are kept as plain products q k, as in the forward.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels import launch, tiles
+from guardbit.kernels.primitives import (
+    LN_2,
+    allowed,
+    load_rows,
+    load_tile,
+    mark_above,
+    partial_maxima,
+    partial_sums,
+    product,
+    residual_product,
+    round_nearest,
+    store_tile,
+    visible_keys,
+    widen,
+)
+from guardbit.kernels.reference import Causal, Shadow
+
+# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
+_SMALLEST_SCALE = 2.0**-126
+
+# Rows of a program that sums up the bias of delta.
+_BIAS_ROWS = 64
+
+# P-bar from 1 - 2^-9 on rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
+_UNIT_LOG2 = tl.constexpr(math.log2(1 - 2.0**-9))
+
+# FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
+_FP16_RANGE = tl.constexpr(2.0**15)
+
+
+@triton.jit
+def _lowest_tied_in_bfloat16(row_max, eps):
+    """The smallest FP32 score that, both rounded to BF16, lies within eps of the row maximum.
+
+    Rounding is monotonic, so that one comparison with this replaces rounding every score.
+    """
+    bits = row_max.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    lowest = bits.to(tl.float32, bitcast=True) - eps
+    bits = tl.abs(lowest).to(tl.uint32, bitcast=True)
+    # The BF16 number at or above it, and half-way to the next one below. What lies half-way itself
+    # goes to the even one.
+    above = (bits + 0xFFFF) >> 16
+    above_bits = (above << 16) - 0x8000 + (above & 1)
+    towards_zero = bits >> 16
+    below_bits = (towards_zero << 16) + 0x8000 - (towards_zero & 1)
+    positive = lowest > 0.0
+    size = tl.where(positive, above_bits, below_bits).to(tl.float32, bitcast=True)
+    return tl.where(positive, size, -size)
+
+
+@triton.jit
+def _row_maxima(
+    largest,
+    q,
+    k_base,
+    k_stride,
+    positions,
+    start,
+    end,
+    keys,
+    shift,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the largest s, eight a row."""
+    for first in tl.range(start, end, KEYS):
+        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            scores = tl.where(visible, scores, float("-inf"))
+        largest = tl.maximum(largest, partial_maxima(scores))
+    return largest
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    row_sum,
+    weighted,
+    maxima,
+    maxima_bf16,
+    units,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    positions,
+    reference,
+    tied,
+    tied_bf16,
+    unit,
+    start,
+    end,
+    keys,
+    shift,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
+
+    Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
+    `reference`, up to the rounding of that; tied, tied_bf16 and unit are the least that count.
+    """
+    dtype: tl.constexpr = v_base.dtype.element_ty
+    for first in tl.range(start, end, KEYS):
+        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        exponents = tl.fma(scores, scale_log2, -reference[:, None])
+        if MASKED:
+            columns = first + tl.arange(0, KEYS)
+            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            # exp2 of it is 0 as of -inf, and 0 times it is no NaN.
+            exponents = tl.where(visible, exponents, -1024.0)
+        maxima += partial_sums(mark_above(exponents, tied[:, None]))
+        maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
+        units += partial_sums(mark_above(exponents, unit[:, None]))
+        probabilities = tl.exp2(exponents)
+        row_sum += partial_sums(probabilities)
+        weighted += partial_sums(probabilities * exponents)
+        if dtype == tl.float16:
+            probabilities *= _FP16_RANGE
+        high = round_nearest(probabilities, dtype)
+        low = round_nearest(probabilities - widen(high), dtype)
+        # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
+        # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
+        accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
+    return accumulator, row_sum, weighted, maxima, maxima_bf16, units
+
+
+@triton.jit(do_not_specialize=["heads", "group", "count", "rows", "keys", "shift"])
+def shadow_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    rows_pointer,
+    out_pointer,
+    row_max_pointer,
+    entropy_pointer,
+    maxima_pointer,
+    maxima_bf16_pointer,
+    units_pointer,
+    q_batch,
+    q_head,
+    q_row,
+    k_batch,
+    k_head,
+    k_row,
+    v_batch,
+    v_head,
+    v_row,
+    heads,
+    group,
+    count,
+    rows,
+    keys,
+    shift,
+    scale,
+    scale_log2,
+    eps,
+    eps_log2,
+    CHOSEN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: ROWS of the `count` rows of one head; heavy causal tiles come first.
+
+    The keys are passed twice: the counts need the row's maximum first.
+    """
+    row_tiles = tl.cdiv(count, ROWS)
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    batch = (place // heads).to(tl.int64)
+    head = (place % heads).to(tl.int64)
+    key_head = (place % heads // group).to(tl.int64)
+    dtype: tl.constexpr = q_pointer.dtype.element_ty
+
+    q_base = q_pointer + batch * q_batch + head * q_head
+    k_base = k_pointer + batch * k_batch + key_head * k_head
+    v_base = v_pointer + batch * v_batch + key_head * v_head
+    places = first + tl.arange(0, ROWS)
+    positions = places
+    if CHOSEN:
+        # Past the end, the last one again.
+        positions = tl.load(rows_pointer + tl.minimum(places, count - 1)).to(tl.int32)
+    q = load_rows(q_base, positions, q_row, rows, HEAD_DIM, WIDTH)
+    if NEGATIVE_SCALE:
+        q = (-q.to(tl.float32)).to(dtype)
+    whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
+    _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
+
+    largest = tl.full((ROWS, 8), float("-inf"), tl.float32)
+    largest = _row_maxima(
+        largest, q, k_base, k_row, positions, 0, whole_end, keys, shift,
+        False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    largest = _row_maxima(
+        largest, q, k_base, k_row, positions, whole_end, end, keys, shift,
+        True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    row_max = tl.max(largest, 1)
+    # 0 instead of the -inf of a row that sees no key.
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
+    # the same, O and entropy do not change, and the thresholds are moved along.
+    reference = finite_max * scale_log2
+    moved = tl.fma(finite_max, scale_log2, -reference)
+    lowest = _lowest_tied_in_bfloat16(finite_max * scale, eps) / scale
+    # The division may round beyond the maximum itself.
+    tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
+    tied = moved - eps_log2
+    unit = moved + _UNIT_LOG2
+
+    accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
+    row_sum = tl.zeros((ROWS, 8), tl.float32)
+    weighted = tl.zeros((ROWS, 8), tl.float32)
+    maxima = tl.zeros((ROWS, 8), tl.float32)
+    maxima_bf16 = tl.zeros((ROWS, 8), tl.float32)
+    units = tl.zeros((ROWS, 8), tl.float32)
+    accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
+        accumulator, row_sum, weighted, maxima, maxima_bf16, units,
+        q, k_base, v_base, k_row, v_row, positions, reference, tied, tied_bf16, unit,
+        0, whole_end, keys, shift, scale_log2, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+    accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
+        accumulator, row_sum, weighted, maxima, maxima_bf16, units,
+        q, k_base, v_base, k_row, v_row, positions, reference, tied, tied_bf16, unit,
+        whole_end, end, keys, shift, scale_log2, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+    )  # fmt: skip
+
+    # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
+    row_sum = tl.sum(row_sum, 1)
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    entropy = tl.log(row_sum) - tl.sum(weighted, 1) / row_sum * LN_2
+    if dtype == tl.float16:
+        accumulator *= 1.0 / _FP16_RANGE
+    out = accumulator / row_sum[:, None]
+    # The maximum passes over a NaN, the sum does not.
+    spoilt = (row_sum != row_sum) & (row_max < float("inf"))
+    row_max = tl.where(spoilt, float("nan"), row_max * scale)
+    counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
+
+    inside = places < count
+    start = place.to(tl.int64) * count
+    out_base = out_pointer + start * HEAD_DIM
+    store_tile(out_base, first, HEAD_DIM, count, out, ROWS, HEAD_DIM, WIDTH)
+    tl.store(row_max_pointer + start + places, row_max, mask=inside)
+    tl.store(entropy_pointer + start + places, entropy, mask=inside)
+    tl.store(maxima_pointer + start + places, tl.sum(maxima, 1) * counted, mask=inside)
+    tl.store(maxima_bf16_pointer + start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside)
+    tl.store(units_pointer + start + places, tl.sum(units, 1) * counted, mask=inside)
+
+
+def shadow(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    eps: float = 1e-3,
+    rows: Tensor | None = None,
+) -> Shadow:
+    """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
+
+    Q K^T of BF16 or FP16 numbers is exact to FP32 on tensor cores. P-bar, relative to the row's
+    final maximum, goes into the product with V as two parts of the input's dtype, 17 bits in BF16
+    and 22 in FP16. Error of O, causal, N(0, 1), 4,096 keys, D = 64, BF16, against FP64: 2e-6 of
+    its norm, where the forward's is 1.7e-3, and 1.4e-7 of its size if summed over the rows with its
+    sign, where the forward's is 1.2e-4 (H200).
+
+    Scores of forbidden keys are -inf whatever their inputs. Infinite inputs show, not everywhere
+    as in the reference: an infinity in v may come out as NaN, a score of -inf makes the entropy
+    NaN, and of a row with scores NaN and +inf row_max is +inf.
+
+    Args:
+        q: (B, H, N, D), BF16 or FP16; any strides.
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, D).
+        causal: See `Causal`.
+        scale: Factor of Q K^T.
+        eps: How near the row maximum a score counts as another maximum, in units of the scores.
+        rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
+            all N.
+
+    Returns:
+        See `Shadow`.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If `causal` is unknown, or a tensor is not on a CUDA device.
+    """
+    launch.check_tensors(q=q, k=k, v=v)
+    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
+    batch, heads, all_rows, head_dim = q.shape
+    kv_heads, keys = k.shape[1:3]
+    shift = launch.causal_shift(causal, all_rows, keys)
+    count = all_rows if rows is None else len(rows)
+    shape = (batch, heads, count)
+    out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    row_max, entropy = (torch.empty(shape, device=q.device) for _ in range(2))
+    counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(3)]
+    result = Shadow(out, row_max, *counts, entropy)
+    if not out.numel():
+        return result
+
+    width = launch.padded_width(head_dim)
+    size = tiles.tile(launch.capability_of(q), width, "shadow")
+    size_of_scale = max(abs(scale), _SMALLEST_SCALE)
+    with launch.device_of(q):
+        shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
+            q,
+            k,
+            v,
+            entropy if rows is None else rows.contiguous(),
+            out,
+            row_max,
+            entropy,
+            *counts,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            heads,
+            heads // kv_heads,
+            count,
+            all_rows,
+            keys,
+            shift,
+            size_of_scale,
+            size_of_scale * math.log2(math.e),
+            eps,
+            eps * math.log2(math.e),
+            CHOSEN=rows is not None,
+            CAUSAL=causal is not False,
+            NEGATIVE_SCALE=scale < 0,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            ROWS=size.rows,
+            KEYS=size.keys,
+            **size.options,
+            **launch.COMPILER_OPTIONS,
+        )
+    return result
+
+
+@triton.jit(do_not_specialize=["heads", "count", "rows"])
+def delta_bias_kernel(
+    d_out_pointer,
+    out_pointer,
+    residual_pointer,
+    exact_pointer,
+    rows_pointer,
+    bias_pointer,
+    size_pointer,
+    d_out_batch,
+    d_out_head,
+    d_out_row,
+    out_batch,
+    out_head,
+    out_row,
+    residual_batch,
+    residual_head,
+    residual_row,
+    heads,
+    count,
+    rows,
+    CHOSEN: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: the share of ROWS of the `count` rows of one head in the two sums."""
+    row_tiles = tl.cdiv(count, ROWS)
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = program % row_tiles * ROWS
+    batch = (place // heads).to(tl.int64)
+    head = (place % heads).to(tl.int64)
+    places = first + tl.arange(0, ROWS)
+    positions = places
+    if CHOSEN:
+        chosen = tl.load(rows_pointer + places, mask=places < count, other=-1)
+        positions = chosen.to(tl.int32)
+
+    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
+    d_out = load_rows(d_out_base, positions, d_out_row, rows, HEAD_DIM, WIDTH)
+    out_base = out_pointer + batch * out_batch + head * out_head
+    rounded = load_rows(out_base, positions, out_row, rows, HEAD_DIM, WIDTH)
+    exact_base = exact_pointer + place.to(tl.int64) * count * HEAD_DIM
+    exact = load_tile(exact_base, first, HEAD_DIM, count, ROWS, HEAD_DIM, WIDTH, True)
+    weights = widen(d_out)
+    bias = tl.sum(weights * (widen(rounded) - exact), 1)
+    if COMPENSATED:
+        residual_base = residual_pointer + batch * residual_batch + head * residual_head
+        residual = load_rows(residual_base, positions, residual_row, rows, HEAD_DIM, WIDTH)
+        bias += residual_product(rounded, residual, weights)
+    tl.store(bias_pointer + program, tl.sum(bias, 0))
+    tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
+
+
+def delta_bias(
+    d_out: Tensor,
+    out: Tensor,
+    exact: Tensor,
+    *,
+    residual: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
+
+    One launch sums 64 rows a program; their sums are added up in FP64, in one order.
+
+    Args:
+        d_out: (B, H, N, D), gradient of the output, BF16 or FP16; any strides.
+        out: (B, H, N, D), as the kernel in use returned it.
+        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
+        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
+            head is compensated.
+        rows: INT64 (R,), see `shadow`; None for all N.
+
+    Returns:
+        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If a tensor is not on a CUDA device.
+    """
+    launch.check_tensors(d_out=d_out, out=out)
+    d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
+    batch, heads, all_rows, head_dim = out.shape
+    count = exact.shape[2]
+    row_tiles = triton.cdiv(count, _BIAS_ROWS)
+    sums = torch.empty((2, batch, heads, row_tiles), dtype=torch.float32, device=out.device)
+    width = launch.padded_width(head_dim)
+    counts = launch.rows_adjacent(residual) if residual is not None else out
+    if sums.numel():
+        with launch.device_of(out):
+            delta_bias_kernel[(sums[0].numel(),)](
+                d_out,
+                out,
+                counts,
+                exact,
+                exact if rows is None else rows.contiguous(),
+                *sums,
+                *d_out.stride()[:3],
+                *out.stride()[:3],
+                *counts.stride()[:3],
+                heads,
+                count,
+                all_rows,
+                CHOSEN=rows is not None,
+                COMPENSATED=residual is not None,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                ROWS=_BIAS_ROWS,
+                num_warps=4 if width <= 64 else 8,
+                **launch.COMPILER_OPTIONS,
+            )
+    bias, size = sums.double().sum((1, 3))
+    return bias, size

@@ -1,0 +1,324 @@
+"""Dropout of our own kernels, against FP64 under a mask that is computed here, independently."""
+
+import functools
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit import STABILIZERS, flash_attention
+from guardbit.kernels import reference, switchboard
+from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.reference import Dropout
+from guardbit.numerics import decode_residual
+
+FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
+MIX = ("stochastic", "compensated", "none", "row_max")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def philox(counter, key):
+    """Philox-4x32-10 as its authors give it; NumPy's unsigned integers, arrays that broadcast."""
+    c = [numpy.asarray(word, dtype=numpy.uint64) for word in counter]
+    k = [int(word) for word in key]
+    low = numpy.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        first, second = c[0] * numpy.uint64(0xD2511F53), c[2] * numpy.uint64(0xCD9E8D57)
+        high = [product >> numpy.uint64(32) for product in (second, first)]
+        c = [
+            high[0] ^ c[1] ^ numpy.uint64(k[0]), second & low,
+            high[1] ^ c[3] ^ numpy.uint64(k[1]), first & low,
+        ]  # fmt: skip
+        k = [(k[0] + 0x9E3779B9) % 2**32, (k[1] + 0xBB67AE85) % 2**32]
+    return c
+
+
+def kept(word, dropout_p, batch, heads, rows, keys):
+    """Which entries of P stay, (B, H, N, M), entry by entry from the rule's words."""
+    b, h, n, m = numpy.ogrid[:batch, :heads, :rows, :keys]
+    words = philox((m // 8, n, b * heads + h, 0), (word % 2**32, word // 2**32))
+    words = numpy.stack(numpy.broadcast_arrays(*words))
+    i = numpy.broadcast_to(m % 8, words.shape[1:])
+    chosen = numpy.take_along_axis(words, (i // 2)[None], 0)[0]
+    half = (chosen >> (16 * (i % 2)).astype(numpy.uint64)) & numpy.uint64(0xFFFF)
+    return torch.from_numpy(half >= round(dropout_p * 65536))
+
+
+def test_the_generator_of_these_tests_is_philox():
+    # kat_vectors of the Random123 distribution, philox4x32 with 10 rounds.
+    for counter, key, expected in [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ]:  # fmt: skip
+        assert " ".join(f"{int(word):08x}" for word in philox(counter, key)) == expected
+
+
+def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
+    return [torch.randn(batch, *s, width, generator=generator).to(dtype) for s in shapes]
+
+
+def fp64(q, k, v, d_out, mask, dropout_p, causal=False):
+    """Textbook attention with a given mask: out, lse, dq, dk, dv."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    groups = q.shape[1] // k.shape[1]
+    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
+    rows, keys = q.shape[2], k.shape[2]
+    n, m = torch.arange(rows)[:, None], torch.arange(keys)
+    shift = {False: keys, True: keys - rows, "top-left": 0}[causal]
+    scores = (leaves[0] @ wide_k.mT * q.shape[3] ** -0.5).masked_fill(m > n + shift, -math.inf)
+    dead = (m > n + shift).all(-1, keepdim=True)
+    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    share = round(dropout_p * 65536) / 65536
+    out = (weights * mask / (1 - share)) @ wide_v
+    return out.detach(), scores.logsumexp(-1), *torch.autograd.grad(out, leaves, d_out.double())
+
+
+def next_word():
+    """The number that the next call of attention will draw."""
+    state = torch.get_rng_state()
+    word = torch.empty((), dtype=torch.int64).random_()
+    torch.set_rng_state(state)
+    return word
+
+
+def run(attention, tensors, d_out):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = attention(*leaves)
+    return out.detach(), lse, *torch.autograd.grad(out, leaves, d_out)
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
+def test_output_and_gradients_against_fp64(stabilizer, causal, dropout_p):
+    attention = functools.partial(
+        flash_attention, causal=causal, stabilizer=stabilizer, return_lse=True, dropout_p=dropout_p
+    )
+    for rows, keys in [(21, 34), (34, 21), (1, 9)]:
+        *tensors, d_out = inputs(2, 4, 2, rows, keys, 16, seed=rows)
+        torch.manual_seed(rows)
+        mask = kept(int(next_word()), dropout_p, 2, 4, rows, keys)
+        found = run(attention, tensors, d_out)
+        exact = fp64(*tensors, d_out, mask, dropout_p, causal)
+        # With p = 0.999 what is kept is multiplied by 1000.
+        close = {"rtol": 1e-5, "atol": 2e-5 / (1 - dropout_p)}
+        for mine, truth in zip(found, exact, strict=True):
+            torch.testing.assert_close(mine.double(), truth, **close)
+
+
+def test_several_key_tiles():
+    *tensors, d_out = inputs(1, 2, 1, 5, 300, 16)
+    torch.manual_seed(0)
+    mask = kept(int(next_word()), 0.3, 1, 2, 5, 300)
+    attention = functools.partial(flash_attention, return_lse=True, dropout_p=0.3)
+    found = run(attention, tensors, d_out)
+    for mine, truth in zip(found, fp64(*tensors, d_out, mask, 0.3), strict=True):
+        torch.testing.assert_close(mine.double(), truth, **FP32_CLOSE)
+
+
+@given(
+    word=st.integers(0, 2**63 - 1),
+    dropout_p=st.floats(0.0, 1.0, exclude_max=True),
+    batch=st.integers(1, 3),
+    first=st.integers(0, 40),
+    width=st.integers(1, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_tile_of_the_mask(word, dropout_p, batch, first, width):
+    expected = kept(word, min(dropout_p, 65535 / 65536), batch, 7, 50, first + width)
+    heads, rows = (2, 6), torch.tensor([0, 3, 49])
+    dropout = Dropout(dropout_p, torch.tensor(word), heads, 7)
+    found = dropout.kept(batch, rows, slice(first, first + width))
+    assert torch.equal(found, expected[:, list(heads)][:, :, rows][..., first:])
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.9])
+def test_the_share_that_is_kept(dropout_p):
+    count = 4 * 8 * 128 * 128
+    dropout = Dropout(dropout_p, torch.tensor(12345678901234567), tuple(range(8)), 8)
+    mask = dropout.kept(4, torch.arange(128), slice(0, 128)).double()
+    share = 1 - round(dropout_p * 65536) / 65536
+    # Five standard deviations of the binomial distribution; of single keys, rows and heads too.
+    deviation = math.sqrt(share * (1 - share))
+    assert abs(mask.mean() - share) <= 5 * deviation / math.sqrt(count)
+    for dims in [(0, 1, 2), (0, 1, 3), (0, 2, 3), (1, 2, 3)]:
+        means = mask.mean(dims)
+        assert (means - share).abs().max() <= 5 * deviation / math.sqrt(count / len(means))
+    # Neighbours are independent: their joint share is the square.
+    joint = (mask[..., 1:] * mask[..., :-1]).mean()
+    spread = math.sqrt(share**2 * (1 - share**2) + 2 * share**3 * (1 - share))
+    assert abs(joint - share**2) <= 5 * spread / math.sqrt(count * 127 / 128)
+
+
+def test_the_mean_over_calls_is_the_undropped_output():
+    *tensors, _ = inputs(1, 2, 2, 6, 20, 16)
+    whole = flash_attention(*tensors)
+    torch.manual_seed(0)
+    outs = torch.stack([flash_attention(*tensors, dropout_p=0.4) for _ in range(400)])
+    error = (outs.mean(0) - whole) / (outs.std(0) / 20)
+    # 384 normal deviates: beyond 5 once in 4,500 times. Squares average to 1.
+    assert error.abs().max() <= 5
+    assert abs(error.square().mean() - 1) <= 0.4  # elements of a row go together: about 12 are free
+
+
+def test_the_seed_decides_and_dropout_zero_draws_nothing():
+    *tensors, _ = inputs(1, 2, 2, 9, 9, 16)
+
+    def out(seed, **options):
+        torch.manual_seed(seed)
+        return flash_attention(*tensors, **options)
+
+    assert torch.equal(out(1, dropout_p=0.5), out(1, dropout_p=0.5))
+    assert not torch.equal(out(1, dropout_p=0.5), out(2, dropout_p=0.5))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    plain = flash_attention(*tensors)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(plain, out(1, dropout_p=2.0**-18))  # rounds to 0 of 65,536
+    first = flash_attention(*tensors, dropout_p=0.5)
+    assert not torch.equal(first, flash_attention(*tensors, dropout_p=0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
+    *tensors, d_out = inputs(2, 6, 3, 33, 35, 16, dtype)
+    number = switchboard.add_site()
+    options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
+    torch.manual_seed(0)
+    stock = torch.nn.functional.scaled_dot_product_attention(
+        *tensors, dropout_p=0.2, is_causal=True, enable_gqa=True
+    )
+    whole = run(  # as in a mixed call, where ours draw after PyTorch's kernel
+        functools.partial(
+            flash_attention, causal="top-left", stabilizer="stochastic", dropout_p=0.2,
+            return_lse=True,
+        ),
+        tensors, d_out,
+    )  # fmt: skip
+    for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
+        names = tuple("stochastic" if h in heads else "none" for h in range(6))
+        switchboard.site_state(number).stabilizers = names
+        torch.manual_seed(0)
+        site = torch.tensor(number)
+        out, _, dq, *_ = run(
+            lambda *x, site=site: (switchable_attention(*x, site, **options), None), tensors, d_out
+        )
+        rest = [h for h in range(6) if h not in heads]
+        assert torch.equal(out[:, heads], whole[0][:, heads])
+        assert torch.equal(dq[:, heads], whole[2][:, heads])
+        assert torch.equal(out[:, rest], stock[:, rest])
+    switchboard.remove_site(number)
+
+
+def test_the_residual_is_of_the_output_with_dropout():
+    q, k, v, d_out = inputs(1, 2, 2, 24, 40, 16, torch.bfloat16)
+    word = torch.tensor(987654321)
+    dropout = Dropout(0.25, word, (0, 1), 2)
+    result = reference.forward(
+        q, k, v, causal=False, scale=0.25, stabilizers=["compensated"] * 2, dropout=dropout
+    )
+    assert result.residual is not None
+    mask = kept(int(word), 0.25, 1, 2, 24, 40)
+    truth = fp64(q, k, v, d_out, mask, 0.25)[0]
+    single = result.out.double() - truth
+    pair = single + decode_residual(result.out, result.residual).double()
+    # P-bar is still rounded to BF16: 2^-9 of the root of 40 terms of size p v / (1 - p).
+    assert pair.square().mean().sqrt() < 0.6 * single.square().mean().sqrt()
+
+
+def test_shadow_and_exact_backward():
+    q, k, v, d_out = inputs(2, 4, 2, 30, 150, 16, torch.bfloat16)
+    word = torch.tensor(5)
+    mask = kept(5, 0.3, 2, 4, 30, 150)
+    out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
+    common = {"causal": True, "scale": 0.25}
+    rows = torch.tensor([0, 7, 29])
+    plain = reference.shadow(q, k, v, rows=rows, **common)
+    shadow = reference.shadow(
+        q, k, v, rows=rows, dropout=Dropout(0.3, word, (0, 1, 2, 3), 4), **common
+    )
+    torch.testing.assert_close(shadow.out.double(), out[:, :, rows], **FP32_CLOSE)
+    for name in ("row_max", "maxima", "maxima_bf16", "unit_probabilities", "entropy"):
+        assert torch.equal(getattr(shadow, name), getattr(plain, name)), name
+    found, dk, dv = reference.exact_backward(
+        d_out, q, k, v, heads=[3, 1], dropout=Dropout(0.3, word, (3, 1), 4), **common
+    )
+    torch.testing.assert_close(found.double(), dq[:, [3, 1]], **FP32_CLOSE)
+    # With a gradient in one head only, a key head's gradient is that head's share.
+    alone = torch.zeros_like(d_out)
+    alone[:, 3] = d_out[:, 3]
+    _, _, _, exact_dk, exact_dv = fp64(q, k, v, alone, mask, 0.3, True)
+    torch.testing.assert_close(dk[:, 0].double(), exact_dk[:, 1], **FP32_CLOSE)
+    torch.testing.assert_close(dv[:, 0].double(), exact_dv[:, 1], **FP32_CLOSE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_every_entry_of_the_mask_forward_and_backward(backend):
+    # All scores are equal, so P = 1 / M; V and dO pick out single keys and single queries.
+    batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 150, 64, 0.25
+    q, k = torch.zeros(batch, heads, rows, width), torch.zeros(batch, 1, keys, width)
+    torch.manual_seed(11)
+    mask = kept(int(next_word()), dropout_p, batch, heads, rows, keys)
+    found, found_backward = torch.zeros_like(mask), torch.zeros_like(mask)
+    for first in range(0, max(rows, keys), width):
+        torch.manual_seed(11)
+        v = torch.zeros(batch, 1, keys, width)
+        v[:, :, first : first + width] = torch.eye(width)[: max(0, keys - first)]
+        v = v.bfloat16().requires_grad_()
+        out = flash_attention(
+            q.bfloat16(), k.bfloat16(), v, dropout_p=dropout_p, backend=backend,
+            stabilizer=("none", "compensated", "row_max"),
+        )  # fmt: skip
+        present = min(width, keys - first)
+        found[..., first : first + width] = out[..., :present] > 0.5 / keys
+        for head in range(heads):
+            d_out = torch.zeros(batch, heads, rows, width)
+            count = max(0, min(width, rows - first))
+            d_out[:, head, first : first + count] = torch.eye(width)[:count]
+            (dv,) = torch.autograd.grad(out, v, d_out.bfloat16(), retain_graph=True)
+            part = dv[:, 0, :, :count].mT > 0.5 / keys
+            found_backward[:, head, first : first + count] = part
+    assert torch.equal(found, mask)
+    assert torch.equal(found_backward, mask)
+    kept_values = out.detach()[..., :present][mask[..., first:]]
+    # Rounded to BF16; the sum of 150 equal parts of l is exact, P-bar of row_max is rounded too.
+    torch.testing.assert_close(
+        kept_values.float(), torch.full_like(kept_values, 4 / 3 / keys).float(), rtol=2**-7, atol=0
+    )
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_triton_against_fp64(causal):
+    attention = functools.partial(
+        flash_attention, causal=causal, stabilizer=MIX, return_lse=True, dropout_p=0.3,
+        backend="triton",
+    )  # fmt: skip
+    for rows, keys, width in [(21, 70, 80), (130, 34, 16), (1, 9, 16)]:
+        *tensors, d_out = inputs(2, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
+        torch.manual_seed(rows)
+        mask = kept(int(next_word()), 0.3, 2, 4, rows, keys)
+        found = run(attention, tensors, d_out)
+        exact = fp64(*tensors, d_out, mask, 0.3, causal)
+        for mine, truth in zip(found, exact, strict=True):
+            alive = truth > -math.inf
+            assert torch.equal(mine > -math.inf, alive)
+            # P and dS are rounded by 2^-9 each, sums of them too; another mask errs by the value.
+            error = (mine.double() - truth)[alive].square().mean().sqrt()
+            assert error <= 2.0**-7 * truth[alive].square().mean().sqrt()

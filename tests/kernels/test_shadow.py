@@ -1,0 +1,351 @@
+"""Triton's shadow on small shapes: in the interpreter, or compiled where there is a GPU."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.kernels import shadow
+from guardbit.numerics import decode_residual, encode_residual, split
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Bits that the two parts of P-bar hold.
+PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
+# -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(shape, dtype=torch.bfloat16, seed=0):
+    """q, k, v, d_out; every third key repeats the first, so that rows have several maxima."""
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    q, d_out = (torch.randn(batch, heads, rows, width, generator=generator) for _ in range(2))
+    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
+    k[:, :, 1::3] = k[:, :, :1]
+    return [x.to(DEVICE, dtype) for x in (q, k, v, d_out)]
+
+
+def scores_of(q, k, causal, scale):
+    """FP64 (B, H, N, M), -inf where forbidden."""
+    rows, keys = q.shape[2], k.shape[2]
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    if causal is False:
+        return scores
+    shift = keys - rows if causal is True else 0
+    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(shift + 1)
+    return scores.masked_fill(hidden, -math.inf)
+
+
+def counts_of(scores, eps=1e-3):
+    """The three counts of `Shadow` by their definitions, from FP32 scores."""
+    row_max = scores.amax(-1, keepdim=True)
+    rounded, rounded_max = scores.bfloat16().float(), row_max.bfloat16().float()
+    probabilities = (scores.double() - row_max.double()).exp().float()
+    return [
+        (row_max - scores <= eps).sum(-1),
+        (rounded_max - rounded <= eps).sum(-1),
+        (probabilities.bfloat16() == 1).sum(-1),
+    ]
+
+
+def check(result, scores, v, dtype):
+    """Compares with FP64 scores and the definitions."""
+    alive = scores.amax(-1) > -math.inf
+    weights = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
+    v = v.double().repeat_interleave(scores.shape[1] // v.shape[1], 1)
+    truth = (weights @ v) * alive[..., None]
+    assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 3 + [torch.float32]
+    # The parts of P-bar, and exponents whose FP32 scores are rounded.
+    largest = scores[alive].abs().masked_fill(scores[alive].isinf(), 0.0).max().item()
+    bar = (PARTS[dtype] + 2.0**-22 * (1 + largest)) * v.abs().max().item()
+    assert (result.out - truth).abs().max() <= bar
+    assert torch.equal(result.row_max == -math.inf, ~alive)
+    row_max = scores.amax(-1)
+    assert torch.allclose(result.row_max[alive].double(), row_max[alive], rtol=1e-6, atol=1e-6)
+    entropy = torch.special.entr(weights).sum(-1)
+    # FP32 sums and a hardware logarithm.
+    assert (result.entropy[alive] - entropy[alive]).abs().max() <= 5e-6 * (1 + largest)
+    assert not result.entropy[~alive].any()
+    fields = (result.maxima, result.maxima_bf16, result.unit_probabilities)
+    for field, expected in zip(fields, counts_of(scores.float()), strict=True):
+        assert torch.equal(field[alive], expected[alive])
+        assert not field[~alive].any()
+
+
+# B, H, H_kv, N, M, D: one key; lengths about a tile; grouped; rows without a key; more keys.
+SHAPES = [
+    (1, 2, 2, 1, 1, 16),
+    (2, 2, 1, 17, 17, 16),
+    (1, 1, 1, 127, 127, 64),
+    (1, 1, 1, 128, 128, 16),
+    (1, 2, 1, 129, 129, 80),
+    (1, 3, 1, 70, 33, 16),
+    (1, 2, 2, 20, 150, 64),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[4], torch.float16)]
+)
+def test_agrees_with_fp64(shape, dtype, causal):
+    q, k, v, _ = inputs(shape, dtype)
+    # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
+    result = shadow.shadow(q, k, v, causal=causal, scale=0.25)
+    check(result, scores_of(q, k, causal, 0.25), v, dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_chosen_rows_are_those_of_all(causal):
+    q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
+    rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
+    every = shadow.shadow(q, k, v, causal=causal, scale=0.25)
+    some = shadow.shadow(q, k, v, causal=causal, scale=0.25, rows=rows)
+    check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
+    for whole, chosen in zip(every, some, strict=True):
+        # Masked and unmasked tiles are the same sums; NumPy's products may differ by an order.
+        torch.testing.assert_close(chosen, whole[:, :, rows], rtol=0, atol=1e-6)
+
+
+def rows_of_scores(scores):
+    """q and k in BF16 whose products are these FP32 numbers, one row of q a row of scores."""
+    parts = split(torch.tensor(scores), torch.bfloat16, 3)
+    k = torch.zeros(1, 1, len(scores), 16, dtype=torch.bfloat16)
+    for column, part in enumerate(parts):
+        k[0, 0, :, column] = part
+    q = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
+    q[..., : len(parts)] = 1
+    return q.to(DEVICE), k.to(DEVICE)
+
+
+def counts(result):
+    return [
+        field.item() for field in (result.maxima, result.maxima_bf16, result.unit_probabilities)
+    ]
+
+
+# Each number stands in a tile of keys of its own.
+STEP = 2.0**-12
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [
+        ([5.0, 4.0, 3.0], [1, 1, 1]),
+        ([5.0, 3.0, 5.0, 5.0], [3, 3, 3]),
+        # A maximum that rises by less than eps, four steps of 2^-12, keeps what is within eps of
+        # the last one only; 8 steps below, P-bar = 1 - 2^-9 rounds to 1, 9 below it does not.
+        ([5 + n * STEP for n in range(5)], [5, 5, 5]),
+        ([5 + n * STEP for n in range(-3, 3)], [5, 6, 6]),
+        ([5 + n * STEP for n in (-6, -5, 0, 3)], [2, 4, 3]),
+        ([5 + n * STEP for n in (3, 0, -5, -6)], [2, 4, 3]),
+        # BF16 has 5 and next below 4.96875; 4.984375, half-way, goes to 5, the even one.
+        ([4.984375, 5.0], [1, 2, 1]),
+        ([4.984374, 5.0], [1, 1, 1]),
+        # The maximum itself is rounded: 4.97 and 4.96 are 4.96875, and 4.94 is not.
+        ([4.97, 4.96, 4.94], [1, 2, 1]),
+        ([1000.0, 998.5, 900.0, 997.9], [1, 2, 1]),
+        # Below 0 half-way is above: -4.984375 goes to -5, the even one, and its upper neighbour
+        # to -4.96875.
+        ([-4.984374, -4.96875, -5.0], [1, 2, 1]),
+        ([-4.984375, -5.0, -5.015625], [1, 3, 1]),
+        ([0.10009765625, 0.099609375, -1.0], [2, 2, 2]),
+        ([0.0, -0.0009, -0.0011, -0.0021], [2, 2, 3]),
+        ([0.0, 0.0, 0.0, 0.0], [4, 4, 4]),
+    ],
+)
+def test_counts_of_maxima_across_tiles(scores, expected):
+    apart = [-1e4] * 64
+    q, k = rows_of_scores([number for score in scores for number in (score, *apart)])
+    result = shadow.shadow(q, k, k, causal=False, scale=1.0)
+    assert result.row_max.item() == torch.tensor(max(scores)).item()
+    assert counts(result) == expected
+    # The same together in one tile.
+    q, k = rows_of_scores(scores)
+    assert counts(shadow.shadow(q, k, k, causal=False, scale=1.0)) == expected
+
+
+@given(
+    base=st.sampled_from([0.1, 1.0, 5.0, -5.0, -0.3, 88.0, 600.0, -600.0, 1000.0, 3e4, 1e5]),
+    steps=st.lists(st.integers(-40, 40), min_size=1, max_size=150),
+    coarseness=st.sampled_from([1, 64, 4096, 30000]),
+    scale=st.sampled_from([1.0, 0.125, -1.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_counts_follow_their_definitions(base, steps, coarseness, scale):
+    # Multiples of a last place of the largest score: exact in FP32, ties and near ties abound.
+    place = 2.0 ** (math.floor(math.log2(abs(base))) - 23)
+    bits = round(base / place)
+    scores = [float((bits + coarseness * step) * place) for step in steps]
+    q, k = rows_of_scores([score / scale for score in scores])
+    result = shadow.shadow(q, k, k, causal=False, scale=scale)
+    expected = counts_of(torch.tensor(scores, dtype=torch.float32))
+    assert counts(result) == [int(count) for count in expected]
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1, 0.25, 0.6, 1.0])
+def test_eps_is_the_width_of_a_tie(eps):
+    q, k = rows_of_scores([1.0, 0.75, 0.5, 0.0])
+    result = shadow.shadow(q, k, k, causal=False, scale=1.0, eps=eps)
+    assert result.maxima.item() == {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}[eps]
+    assert result.maxima_bf16.item() == result.maxima.item()
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_any_scale(scale, dtype):
+    q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
+    check(shadow.shadow(q, k, v, causal=True, scale=scale), scores_of(q, k, True, scale), v, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_of_plus_and_minus_1e5(dtype):
+    # Whole numbers, so that scores are exact; differences of a few between the largest.
+    generator = torch.Generator().manual_seed(1)
+    q = torch.zeros(1, 1, 40, 16)
+    k = torch.zeros(1, 1, 150, 16)
+    q[..., 0], q[..., 1] = 256 * (1 - 2 * (torch.arange(40) % 2)), 1
+    k[..., 0], k[..., 1] = 400, torch.randint(-8, 9, (150,), generator=generator)
+    v = torch.randn(1, 1, 150, 16, generator=generator)
+    q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
+    scores = scores_of(q, k, True, 1.0)
+    result = shadow.shadow(q, k, v, causal=True, scale=1.0)
+    weights = torch.softmax(scores, -1)
+    assert scores[..., 0].abs().min() > 1e5
+    assert (result.out - weights @ v.double()).abs().max() <= 4 * PARTS[dtype] + 1e-6
+    assert torch.equal(result.row_max.double(), scores.amax(-1))
+    for field, expected in zip(result[2:5], counts_of(scores.float()), strict=True):
+        assert torch.equal(field, expected)
+    entropy = torch.special.entr(weights).sum(-1)
+    assert (result.entropy - entropy).abs().max() <= 5e-6
+
+
+def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
+    q, k = torch.zeros(1, 1, 1, 16).bfloat16(), torch.ones(1, 1, 300, 16).bfloat16()
+    q, k = q.to(DEVICE), k.to(DEVICE)
+    result = shadow.shadow(q, k, k, causal=False, scale=1.0)
+    assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
+    assert counts(result) == [300, 300, 300]
+
+
+def test_layouts_and_strides():
+    q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
+    expected = shadow.shadow(q, k, v, causal=True, scale=0.25)
+    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    transposed = [x.mT.contiguous().mT for x in (q, k, v)]
+    strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
+    for tensors in (by_rows, transposed, strided):
+        result = shadow.shadow(*tensors, causal=True, scale=0.25)
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+    rows = torch.arange(0, 33, 2, device=DEVICE)
+    every_other = torch.stack([rows, rows], -1).flatten()[::2]
+    result = shadow.shadow(*by_rows, causal=True, scale=0.25, rows=every_other)
+    assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=1e-6)
+
+
+def test_nan_and_infinity_show_and_are_not_counted():
+    q, k, v, _ = inputs((1, 1, 1, 6, 70, 16))
+    k[0, 0, 5] = 0
+    k[0, 0, 5, 0] = math.inf
+    q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
+    result = shadow.shadow(q, k, v, causal=False, scale=1.0)
+    # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
+    assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
+    assert result.row_max[0, 0, 3].isnan()
+    assert result.out[0, 0].isnan().all(-1).tolist() == [True, False, True, True, True, False]
+    assert result.entropy[0, 0].isnan().all()
+    for field in result[2:5]:
+        assert field[0, 0, [0, 2, 3, 4]].tolist() == [0] * 4
+        assert (field[0, 0, [1, 5]] > 0).all()
+    others = [key for key in range(70) if key != 5]
+    scores = scores_of(q[:, :, [1, 5]], k[:, :, others], False, 1.0)
+    truth = torch.softmax(scores, -1) @ v[:, :, others].double()
+    assert (result.out[:, :, [1, 5]] - truth).abs().max() <= 1e-4
+
+
+def test_no_keys_no_rows_no_batch():
+    for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
+        q, k, v, _ = inputs((*shape[:4], max(shape[4], 1), 16))
+        k, v = k[:, :, : shape[4]], v[:, :, : shape[4]]
+        result = shadow.shadow(q, k, v, causal=False, scale=1.0)
+        assert result.out.shape == q.shape
+        assert (result.row_max == -math.inf).all()
+        assert not any(field.any() for field in (result.out, *result[2:]))
+    q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    assert shadow.shadow(q, k, v, causal=False, scale=1.0, rows=none).out.shape == (1, 2, 0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("compensated", [False, True])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
+    _, _, _, d_out = inputs((2, 3, 3, 130, 1, 80), dtype)
+    exact = torch.randn(2, 3, 130, 80, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    out = exact.to(dtype)
+    residual = encode_residual(exact + 1e-4, out) if compensated else None
+    rows = torch.tensor([129, 0, 64, 64, 7], device=DEVICE) if chosen else None
+    # As models have them, heads adjacent in memory.
+    d_out, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (d_out, out))
+    used = out.double() if residual is None else out.double() + decode_residual(out, residual)
+    picked = slice(None) if rows is None else rows
+    error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
+    bias, size = shadow.delta_bias(d_out, out, exact[:, :, picked], residual=residual, rows=rows)
+    assert bias.dtype == size.dtype == torch.float64
+    # FP32 sums of 80 and of 64 terms; a residual leaves errors of the size of FP32's of out.
+    close = {"rtol": 1e-4, "atol": 1e-5 * error.abs().sum((0, 2)).max().item() + 2e-5}
+    torch.testing.assert_close(bias, error.sum((0, 2)), **close)
+    torch.testing.assert_close(size, error.abs().sum((0, 2)), **close)
+
+
+def test_delta_bias_has_the_sign_of_the_rounding():
+    # Four equal keys; the mean of the values lies a quarter of a step, 2^-9, above a BF16 number
+    # in head 0, which rounding takes away, and below one in head 1.
+    q = torch.ones(1, 2, 70, 16, dtype=torch.bfloat16, device=DEVICE)
+    k = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=DEVICE)
+    v = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=DEVICE)
+    v[:, 0, :1] += 2.0**-7
+    v[:, 1, 1:] += 2.0**-7
+    exact = shadow.shadow(q, k, v, causal=False, scale=1.0).out
+    assert (exact[:, 0] == 1 + 2.0**-9).all()
+    out = exact.bfloat16()
+    d_out = torch.full_like(q, 0.5)
+    bias, size = shadow.delta_bias(d_out, out, exact)
+    steps = 0.5 * 70 * 16 * 2.0**-9
+    assert bias.tolist() == [-steps, steps]
+    assert size.tolist() == [steps, steps]
+    # The other sign of dO, and the residual that takes it all away.
+    assert shadow.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
+    residual = encode_residual(exact, out)
+    assert shadow.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
+
+
+def test_delta_bias_shows_nan_in_its_own_head():
+    d_out = torch.ones(1, 2, 5, 16, dtype=torch.bfloat16, device=DEVICE)
+    exact = torch.ones(1, 2, 5, 16, device=DEVICE)
+    exact[0, 1, 3, 2] = math.nan
+    bias, size = shadow.delta_bias(d_out, torch.ones_like(d_out), exact)
+    assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
+
+
+def test_refusals():
+    q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
+    with pytest.raises(ValueError, match="'bottom'"):
+        shadow.shadow(q, k, v, causal="bottom", scale=1.0)
+    with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
+        shadow.shadow(q.float(), k, v, causal=False, scale=1.0)
+    with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
+        shadow.delta_bias(q.float(), q, q.float())

@@ -1,0 +1,209 @@
+"""Dropout of a call that is not switched: PyTorch's bits, and PyTorch's random numbers."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from guardbit.kernels import stock, switchboard
+from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.switchboard import NO_SITE
+
+SITE = torch.tensor(NO_SITE)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(shape=(2, 4, 2, 33, 40, 16), dtype=torch.float32):
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator().manual_seed(rows)
+    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
+    return [torch.randn(batch, *s, width, generator=generator).to(dtype) for s in shapes]
+
+
+def theirs(q, k, v, is_causal=False, dropout_p=0.3):
+    return F.scaled_dot_product_attention(
+        q, k, v, None, dropout_p, is_causal, enable_gqa=q.size(1) != k.size(1)
+    )
+
+
+def ours(q, k, v, is_causal=False, dropout_p=0.3):
+    options = {"is_causal": is_causal, "scale": None, "dropout_p": dropout_p}
+    return switchable_attention(q, k, v, SITE, **options)
+
+
+def block(attention):
+    """Random numbers are drawn before, in and after attention, and a gradient passes through."""
+
+    def run(q, k, v):
+        q = F.dropout(q, 0.5)
+        out = attention(q, k, v)
+        return F.dropout(out, 0.2) + torch.rand(())
+
+    return run
+
+
+def results(function, tensors, d_out):
+    """Output, gradients, and what the generator would give next, forward and backward."""
+    torch.manual_seed(3)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    between = torch.get_rng_state()
+    torch.rand(5)  # the backward must find the forward's numbers, not these
+    out.backward(d_out)
+    return out.detach(), *(x.grad for x in leaves), between, torch.get_rng_state()
+
+
+def assert_same(found, expected):
+    for name, mine, other in zip(
+        ("out", "dq", "dk", "dv", "state", "state after the backward"), found, expected, strict=True
+    ):
+        torch.testing.assert_close(
+            mine, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
+        )
+
+
+@pytest.mark.parametrize("dropout_p", [0.1, 0.9, 1e-6])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_and_random_numbers_are_pytorchs(dtype, is_causal, dropout_p):
+    options = {"is_causal": is_causal, "dropout_p": dropout_p}
+    shapes = [(2, 4, 2, 33, 40, 16), (1, 3, 3, 17, 9, 33), (1, 2, 2, 1, 1, 16), (0, 2, 2, 5, 5, 16)]
+    for shape in shapes:
+        *tensors, d_out = inputs(shape, dtype)
+        expected = results(block(functools.partial(theirs, **options)), tensors, d_out)
+        found = results(block(functools.partial(ours, **options)), tensors, d_out)
+        assert_same(found, expected)
+
+
+def test_something_is_dropped_and_the_math_kernel_does_it():
+    *tensors, d_out = inputs()
+    assert stock.choose(*tensors, stock.Settings(False, None, 0.3), True) == SDPBackend.MATH
+    dropped = results(ours, tensors, d_out)
+    whole = results(functools.partial(ours, dropout_p=0.0), tensors, d_out)
+    assert not torch.equal(dropped[0], whole[0])
+
+
+@pytest.fixture
+def mixed_site():
+    number = switchboard.add_site()
+    names = ("none", "compensated", "row_max", "stochastic")
+    switchboard.site_state(number).stabilizers = names
+    yield torch.tensor(number)
+    switchboard.remove_site(number)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("switched", [False, True])
+def test_checkpointing_recomputes_the_same_mask(switched, use_reentrant, mixed_site):
+    *tensors, d_out = inputs()
+    site = mixed_site if switched else SITE
+
+    def run(q, k, v):
+        attention = functools.partial(switchable_attention, is_causal=True, scale=None)
+        return block(lambda *x: attention(*x, site, dropout_p=0.3))(q, k, v)
+
+    plain = results(run, tensors, d_out)
+    again = results(lambda *x: checkpoint(run, *x, use_reentrant=use_reentrant), tensors, d_out)
+    assert_same(again, plain)
+
+
+def test_a_backward_twice_and_late():
+    *tensors, d_out = inputs()
+    expected = results(theirs, tensors, d_out)
+    torch.manual_seed(3)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out, other = ours(*leaves), ours(*leaves)
+    assert not torch.equal(out, other)
+    torch.autograd.grad(other, leaves, d_out)
+    for _ in range(2):
+        found = torch.autograd.grad(out, leaves, d_out, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[1:4], strict=True))
+
+
+def test_second_derivatives_are_those_of_the_same_mask():
+    *tensors, d_out = inputs(dtype=torch.float32)
+    second = []
+    for attention in (ours, theirs):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        torch.manual_seed(3)
+        with sdpa_kernel(SDPBackend.MATH):
+            first = torch.autograd.grad(attention(*leaves), leaves, d_out, create_graph=True)
+        second.append(torch.autograd.grad(sum(x.square().sum() for x in first), leaves))
+    assert all(torch.equal(a, b) for a, b in zip(*second, strict=True))
+
+
+def test_without_gradients_and_under_autocast():
+    *tensors, _ = inputs()
+    for mode in (
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+    ):
+        outs = []
+        for attention in (ours, theirs):
+            torch.manual_seed(3)
+            with mode():
+                outs.append((attention(*tensors), torch.get_rng_state()))
+        assert outs[0][0].dtype == outs[1][0].dtype
+        assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("attention", ["theirs", "ours", "switched"])
+def test_compiled_bits_are_the_eager_ones(attention, checkpointed, mixed_site):
+    *tensors, d_out = inputs()
+    attention = {
+        "theirs": theirs,  # if this fails, PyTorch itself does not keep its bits
+        "ours": ours,
+        "switched": lambda *x: switchable_attention(
+            *x, mixed_site, is_causal=False, scale=None, dropout_p=0.3
+        ),
+    }[attention]
+    run = block(attention)
+    eager = results(run, tensors, d_out)
+    if attention is not theirs and attention is not ours:
+        assert not torch.equal(eager[0], results(block(ours), tensors, d_out)[0])
+
+    def model(*x):
+        return checkpoint(run, *x, use_reentrant=False) if checkpointed else run(*x)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_same(results(compiled, tensors, d_out), eager)
+    torch._dynamo.reset()
+
+
+def test_two_equal_calls_in_a_graph_are_two():
+    *tensors, d_out = inputs()
+
+    def model(q, k, v):
+        return ours(q, k, v) - ours(q, k, v)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert results(compiled, tensors, d_out)[0].abs().max() > 0.1
+    assert_same(results(compiled, tensors, d_out), results(model, tensors, d_out))
+    torch._dynamo.reset()
+
+
+def test_dropout_costs_no_further_compilation():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, backend=counter, fullgraph=True)
+    number = switchboard.site_state(NO_SITE)
+    for rows in (12, 12, 17, 30):
+        *tensors, d_out = inputs((2, 4, 2, rows, rows, 16))
+        results(compiled, tensors, d_out)
+    assert counter.frame_count == 2  # the first length, and all others
+    assert number.stock_dropout_p == 0.3
+    torch._dynamo.reset()
