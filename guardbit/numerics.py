@@ -165,7 +165,7 @@ def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
 
 
 def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
-    """What rounding to nearest took, in one byte: a count of 1 / 240 of the last place of `rounded`.
+    """What rounding to nearest took, in one byte: so many 240ths of the last place of `rounded`.
 
     240 because rounding takes half a place at most, so that 120 is enough, and because halves,
     thirds, quarters, fifths, sixths, eighths and so on of a place are whole counts: means of two to

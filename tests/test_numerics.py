@@ -164,8 +164,8 @@ def test_stochastic_rounding_goes_to_a_neighbour(dtype, x, word):
 @pytest.mark.parametrize("dtype", NARROW)
 @given(x=FINITE_FLOAT32)
 def test_stochastic_rounding_is_unbiased_over_all_words(dtype, x):
-    # 2^13 numbers evenly spread stand for all 2^16: the threshold is found to 2^-13 of a step, which
-    # is what FP16 drops from a normal number. BF16 drops 16 bits, so 2^-13 of a step is left over.
+    # 2^13 numbers evenly spread stand for all 2^16: the threshold is found to 2^-13 of a step, and
+    # that is what FP16 drops from a normal number. BF16 drops 16 bits: 2^-13 of a step is left.
     words = torch.arange(2**13) << 3
     rounded = round_stochastic(torch.full((2**13,), x), dtype, words).double()
     below, above = neighbours(x, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from guardbit import STABILIZERS, flash_attention
+from guardbit import flash_attention
 from guardbit.kernels import reference, switchboard
 from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.reference import Dropout
@@ -55,9 +55,8 @@ def next_word() -> Tensor:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize("width", [64, 80])
-def test_auto_is_triton_and_computes_what_torch_computes(width, causal, dropout_p) -> None:
-    *tensors, d_out = inputs((2, 4, 2, 200, 260, width))
+def test_auto_is_triton_and_computes_what_torch_computes(causal, dropout_p) -> None:
+    *tensors, d_out = inputs()
     results = []
     for backend in ("auto", "torch"):
         torch.manual_seed(1)
@@ -82,7 +81,7 @@ def test_the_launch_counter_names_triton(site) -> None:
         assert state.launches["forward", "triton"] == state.launches["backward", "triton"] == count
 
 
-@pytest.mark.parametrize("stabilizer", [*STABILIZERS, MIX], ids=str)
+@pytest.mark.parametrize("stabilizer", ["none", "compensated", MIX], ids=str)
 def test_the_mask_is_that_of_the_reference(stabilizer) -> None:
     q, k, v, d_out = inputs((2, 4, 4, 130, 200, 64))
     torch.manual_seed(3)

@@ -272,31 +272,34 @@ def test_shadow_and_exact_backward():
 def test_every_entry_of_the_mask_forward_and_backward(backend):
     # All scores are equal, so P = 1 / M; V and dO pick out single keys and single queries.
     batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 150, 64, 0.25
-    q, k = torch.zeros(batch, heads, rows, width), torch.zeros(batch, 1, keys, width)
+    q, k = (torch.zeros(batch, heads, length, width).bfloat16() for length in (rows, keys))
     torch.manual_seed(11)
     mask = kept(int(next_word()), dropout_p, batch, heads, rows, keys)
     found, found_backward = torch.zeros_like(mask), torch.zeros_like(mask)
-    for first in range(0, max(rows, keys), width):
+
+    def ones(length, first):
+        """(B, H, length, D) with a unit matrix from row `first` on."""
+        picked = torch.zeros(batch, heads, length, width)
+        count = min(width, length - first)
+        picked[:, :, first : first + count] = torch.eye(width)[:count]
+        return picked.bfloat16(), slice(first, first + count), slice(0, count)
+
+    for first in range(0, keys, width):
+        v, present, columns = ones(keys, first)
+        v.requires_grad_()
         torch.manual_seed(11)
-        v = torch.zeros(batch, 1, keys, width)
-        v[:, :, first : first + width] = torch.eye(width)[: max(0, keys - first)]
-        v = v.bfloat16().requires_grad_()
         out = flash_attention(
-            q.bfloat16(), k.bfloat16(), v, dropout_p=dropout_p, backend=backend,
+            q, k, v, dropout_p=dropout_p, backend=backend,
             stabilizer=("none", "compensated", "row_max"),
         )  # fmt: skip
-        present = min(width, keys - first)
-        found[..., first : first + width] = out[..., :present] > 0.5 / keys
-        for head in range(heads):
-            d_out = torch.zeros(batch, heads, rows, width)
-            count = max(0, min(width, rows - first))
-            d_out[:, head, first : first + count] = torch.eye(width)[:count]
-            (dv,) = torch.autograd.grad(out, v, d_out.bfloat16(), retain_graph=True)
-            part = dv[:, 0, :, :count].mT > 0.5 / keys
-            found_backward[:, head, first : first + count] = part
+        found[..., present] = out[..., columns] > 0.5 / keys
+    for first in range(0, rows, width):
+        d_out, answered, columns = ones(rows, first)
+        (dv,) = torch.autograd.grad(out, v, d_out, retain_graph=True)
+        found_backward[:, :, answered] = dv[..., columns].mT > 0.5 / keys
     assert torch.equal(found, mask)
     assert torch.equal(found_backward, mask)
-    kept_values = out.detach()[..., :present][mask[..., first:]]
+    kept_values = out.detach()[..., : keys % width][mask[..., keys - keys % width :]]
     # Rounded to BF16; the sum of 150 equal parts of l is exact, P-bar of row_max is rounded too.
     torch.testing.assert_close(
         kept_values.float(), torch.full_like(kept_values, 4 / 3 / keys).float(), rtol=2**-7, atol=0
@@ -310,7 +313,7 @@ def test_triton_against_fp64(causal):
         flash_attention, causal=causal, stabilizer=MIX, return_lse=True, dropout_p=0.3,
         backend="triton",
     )  # fmt: skip
-    for rows, keys, width in [(21, 70, 80), (130, 34, 16), (1, 9, 16)]:
+    for rows, keys, width in [(21, 70, 80), (70, 34, 16), (1, 9, 16)]:
         *tensors, d_out = inputs(2, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
         torch.manual_seed(rows)
         mask = kept(int(next_word()), 0.3, 2, 4, rows, keys)
@@ -320,5 +323,6 @@ def test_triton_against_fp64(causal):
             alive = truth > -math.inf
             assert torch.equal(mine > -math.inf, alive)
             # P and dS are rounded by 2^-9 each, sums of them too; another mask errs by the value.
+            # Rows that see one key have dQ = 0, but for the rounding of O.
             error = (mine.double() - truth)[alive].square().mean().sqrt()
-            assert error <= 2.0**-7 * truth[alive].square().mean().sqrt()
+            assert error <= 2.0**-7 * truth[alive].square().mean().sqrt() + 2.0**-9

@@ -94,49 +94,56 @@ def test_new_memory_is_poisoned():
     assert (torch.empty_like(like, dtype=torch.int8) == 127).all()
 
 
+def assert_within_twice_flash(names, tensors, causal, scale, draw):
+    """O, dQ, dK and dV of every stabilizer have at most twice the error of PyTorch's flash."""
+    q, k, _v, d_out = tensors
+    *truth, mean_key = exact(*tensors, causal, scale)
+    theirs = flash(*tensors, causal, scale)
+    result, gradients = run(*tensors, names, causal=causal, scale=scale, seed=draw)
+    # `stochastic` and `row_max` change O on purpose, by up to a whole step or by P-bar against l.
+    # An error e of O moves delta by dO e, and dQ by -scale (dO e) P K exactly; the largest of a few
+    # such numbers is now and then more than twice flash's (2.7 times seen; 57 times the largest dQ
+    # where large scores leave next to none). So O has its bar, and dQ must keep it with O as it is.
+    delta_error = (d_out.double() * (result.out.double() - truth[0])).sum(-1, keepdim=True)
+    moved = -scale * delta_error * mean_key
+    group = q.shape[1] // k.shape[1]
+    where = f"{q.shape[2]} rows, {k.shape[2]} keys, draw {draw}"
+    for tensor, mine, other, right in zip(
+        ("O", "dQ", "dK", "dV"), (result.out, *gradients[:3]), theirs, truth, strict=True
+    ):
+        bar = (other.double() - right).abs()
+        # To nearest takes half a step at most, and flash may be lucky with all it rounds.
+        half_step = 0.5 * SPACING[q.dtype] * right.abs().max()
+        for name in STABILIZERS:
+            heads = [head for head in range(q.shape[1]) if names[head] == name]
+            if tensor in ("dK", "dV"):
+                heads = [head // group for head in heads[::group]]
+            error = mine[:, heads].double() - right[:, heads]
+            # In rms there is no slack: of stochastic rounding sqrt(2) is expected. The rms of dQ of
+            # few rows, with as few errors of delta, is itself a matter of luck.
+            if q.shape[2] > 100:
+                allowed = 2 * bar.square().mean().sqrt() + 1e-6
+                assert error.square().mean().sqrt() <= allowed, f"rms of {name} {tensor}, {where}"
+            if tensor == "dQ" and name in ("stochastic", "row_max"):
+                error -= moved[:, heads]
+            # Stochastic rounding takes up to a whole step.
+            steps = 2 if (name, tensor) == ("stochastic", "O") else 1
+            largest, allowed = error.abs().max(), 2 * bar.max() + steps * half_step + 1e-6
+            assert largest <= allowed, f"{name} {tensor}, {where}: {largest:.3g} > {allowed:.3g}"
+
+
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_error_is_at_most_twice_that_of_flash(dtype, width, causal):
-    scale = width**-0.5
     # A group of two query heads, and so a key head, for each stabilizer.
     names = [name for name in STABILIZERS for _ in range(2)]
     for rows in LENGTHS:
         # More keys than rows; fewer, so that rows see none; as many.
         lengths = {rows, rows + 70} if causal == "top-left" else {rows, rows + 70, (rows + 1) // 2}
         for draw, keys in [(draw, keys) for draw in range(3) for keys in sorted(lengths)]:
-            q, k, v, d_out = inputs((1, 8, 4, rows, keys, width), dtype, seed=draw)
-            *truth, mean_key = exact(q, k, v, d_out, causal, scale)
-            theirs = flash(q, k, v, d_out, causal, scale)
-            result, gradients = run(q, k, v, d_out, names, causal=causal, scale=scale, seed=draw)
-            # `stochastic` and `row_max` change O on purpose, by up to a whole step or by P-bar
-            # against l. An error e of O moves delta by dO e, and dQ by -scale (dO e) P K exactly;
-            # the largest of these few numbers is now and then more than twice flash's (2.7 times
-            # seen). So O has its bar, and dQ must keep the bar of 2 with O as it is.
-            delta_error = (d_out.double() * (result.out.double() - truth[0])).sum(-1, keepdim=True)
-            moved = -scale * delta_error * mean_key
-            for tensor, mine, other, right in zip(
-                ("O", "dQ", "dK", "dV"), (result.out, *gradients[:3]), theirs, truth, strict=True
-            ):
-                members = 2 if tensor in ("O", "dQ") else 1
-                for place, name in enumerate(STABILIZERS):
-                    heads = slice(members * place, members * (place + 1))
-                    where = f"{name} {tensor}, {rows} rows, {keys} keys, draw {draw}"
-                    error = mine[:, heads].double() - right[:, heads]
-                    bar = other[:, heads].double() - right[:, heads]
-                    # In rms there is no slack: of stochastic rounding sqrt(2) is expected. The rms
-                    # of dQ of few rows, with as few errors of delta, is itself a matter of luck.
-                    if rows > 100:
-                        allowed = 2 * bar.square().mean().sqrt() + 1e-6
-                        assert error.square().mean().sqrt() <= allowed, f"rms of {where}"
-                    if tensor == "dQ" and name in ("stochastic", "row_max"):
-                        error -= moved[:, heads]
-                    # The largest error of flash may be a lucky one: to nearest takes half a step at
-                    # most, stochastic rounding a whole one.
-                    steps = 1.0 if (name, tensor) == ("stochastic", "O") else 0.5
-                    slack = steps * SPACING[dtype] * right[:, heads].abs().max() + 1e-6
-                    largest, allowed = error.abs().max().item(), 2 * bar.abs().max() + slack
-                    assert largest <= allowed, f"{where}: {largest:.3g} > {allowed.item():.3g}"
+            tensors = inputs((1, 8, 4, rows, keys, width), dtype, seed=draw)
+            assert_within_twice_flash(names, tensors, causal, width**-0.5, draw)
 
 
 def assert_same_but_for_order(mine, expected):
@@ -270,14 +277,7 @@ def test_large_scores(size, scale):
     # Of size 100 and scale 1 the scores reach 3e5.
     for draw in range(3):
         q, k, v, d_out = inputs((1, 4, 4, 1000, 1000, 64), seed=draw)
-        q, k = q * size, k * size
-        result, gradients = run(q, k, v, d_out, STABILIZERS, causal=True, scale=scale)
-        *truth, _ = exact(q, k, v, d_out, True, scale)
-        theirs = flash(q, k, v, d_out, True, scale)
-        for mine, other, right in zip((result.out, *gradients[:3]), theirs, truth, strict=True):
-            assert mine.isfinite().all()
-            bar = 2 * (other.double() - right).abs().max() + 2.0**-7 * right.abs().max()
-            assert (mine.double() - right).abs().max() <= bar
+        assert_within_twice_flash(STABILIZERS, (q * size, k * size, v, d_out), True, scale, draw)
 
 
 def math_backend(q, k, v, d_out, causal):

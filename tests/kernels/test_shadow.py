@@ -256,6 +256,8 @@ def test_layouts_and_strides():
     assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=1e-6)
 
 
+# The interpreter's maximum passes over NaN, and says so where there is nothing else.
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
 def test_nan_and_infinity_show_and_are_not_counted():
     q, k, v, _ = inputs((1, 1, 1, 6, 70, 16))
     k[0, 0, 5] = 0
