@@ -15,7 +15,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from guardbit.kernels import op
+from guardbit.kernels import dispatch, op
 from guardbit.kernels.reference import Causal
 from guardbit.kernels.switchboard import NO_SITE
 from guardbit.records import STABILIZERS
@@ -150,8 +150,8 @@ def flash_attention(
         raise ValueError(f"seed is {seed}; it must fit 64 bits with sign")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
-    if backend not in op.BACKENDS:
-        raise ValueError(f"backend is {backend!r}; allowed are {', '.join(op.BACKENDS)}")
+    if backend not in dispatch.BACKENDS:
+        raise ValueError(f"backend is {backend!r}; allowed are {', '.join(dispatch.BACKENDS)}")
     if site_stack and not torch.compiler.is_compiling():
         for listener in call_listeners:
             listener(q, k, v)
@@ -167,7 +167,7 @@ def flash_attention(
         eps,
         seed,
         dropout_p,
-        op.BACKENDS.index(backend),
+        dispatch.BACKENDS.index(backend),
         False,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.compiler.is_compiling(),
@@ -215,7 +215,7 @@ def switchable_attention(
         1e-3,
         0,
         dropout_p,
-        op.BACKENDS.index("auto"),
+        dispatch.BACKENDS.index("auto"),
         True,
         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
         torch.compiler.is_compiling(),

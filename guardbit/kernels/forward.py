@@ -269,20 +269,20 @@ def forward_kernel(
         accumulator *= factor
     exact = accumulator * (1.0 / row_sum)[:, None]
     out = round_nearest(exact, dtype)
+    out_place = batch * out_batch + head.to(tl.int64) * out_head
+    if COMPENSATED != _NO_HEAD:
+        # Before the numbers are drawn: no head is both, and registers are few.
+        residual = encode_residual(exact, out)
+        if COMPENSATED == _SOME_HEADS:
+            residual = tl.where(code == _COMPENSATED, residual, 0)
+        store_tile(
+            residual_pointer + out_place, first, out_row, rows, residual, ROWS, HEAD_DIM, WIDTH
+        )
     if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
         groups = tl.arange(0, WIDTH // 8)[None, :]
         halves = random_halves(seed, groups, positions[:, None], random_place, offset)
         out = round_stochastic(exact, halves, dtype)
-    out_place = batch * out_batch + head.to(tl.int64) * out_head
     store_tile(out_pointer + out_place, first, out_row, rows, out, ROWS, HEAD_DIM, WIDTH)
-
-    if COMPENSATED != _NO_HEAD:
-        residual = tl.zeros((ROWS, WIDTH), tl.int8)
-        if code == _COMPENSATED:
-            residual = encode_residual(exact, out)
-        store_tile(
-            residual_pointer + out_place, first, out_row, rows, residual, ROWS, HEAD_DIM, WIDTH
-        )
 
 
 def forward(

@@ -14,26 +14,20 @@ random numbers, and is told so by a tag; without dropout nothing is drawn, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import lru_cache
-from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels import reference, stock
+from guardbit.kernels import dispatch, stock
 from guardbit.kernels.reference import Causal, Dropout
 from guardbit.kernels.switchboard import AttentionCall, random_offset, site_state
 from guardbit.records import STABILIZERS
 
-BACKENDS = ("auto", "torch", "triton")
 CAUSAL_CODES: dict[bool | str, int] = {False: 0, True: 1, "top-left": 2}
 _CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
-
-# Compute capability from which on the Triton kernels are compiled and tested: BF16 products.
-_OLDEST_CAPABILITY = (8, 0)
 
 _library = torch.library.Library("guardbit", "DEF")
 for _name, _tags in (("", ()), ("_with_dropout", (torch.Tag.nondeterministic_seeded,))):
@@ -109,62 +103,6 @@ def _nothing(dtype: torch.dtype, device: torch.device | str) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-# --- dispatch --------------------------------------------------------------------------------
-
-
-@lru_cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
-@lru_cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
-def _on_triton(backend: str, q: Tensor) -> bool:
-    """Whether Triton's kernels serve the call, or the plain-torch ones.
-
-    Raises:
-        ValueError: If Triton's are asked for and cannot.
-    """
-    if backend == "torch" or (backend == "auto" and not q.is_cuda):
-        return False
-    obstacle = _triton_obstacle(q)
-    if obstacle is not None and backend == "triton":
-        raise ValueError(f"backend 'triton' {obstacle}; use 'auto' or 'torch'")
-    return obstacle is None
-
-
-def _triton_obstacle(q: Tensor) -> str | None:
-    if not _has_triton():
-        return "needs the package triton, which is not installed"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"takes bfloat16 and float16, but q is {q.dtype}"
-    if q.is_cuda:
-        capability = _capability(q.device)
-        if capability < _OLDEST_CAPABILITY:
-            found = ".".join(map(str, capability))
-            return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
-        return None
-    from guardbit.kernels.primitives import INTERPRET
-
-    return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
-
-
-@lru_cache
-def _launcher(
-    direction: Literal["forward", "backward"], on_triton: bool, device_type: str
-) -> Callable[..., Any]:
-    """Our own forward or backward; Triton is imported when it is first needed."""
-    if on_triton:  # takes no notice of autocast, which costs 10 us to leave
-        from guardbit.kernels import backward, forward
-
-        return forward.forward if direction == "forward" else backward.backward
-    run = reference.forward if direction == "forward" else reference.backward
-    return torch.autocast(device_type, enabled=False)(run)
-
-
 # --- forward ---------------------------------------------------------------------------------
 
 
@@ -213,10 +151,10 @@ def _attention(
         out, lse, stock_backend = stock.forward(q, k, v, settings, training, drawn)
         state.launches["forward", stock_backend.name] += 1
     if plan.own:
-        on_triton = _on_triton(BACKENDS[backend], q)
+        on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
         if dropout_p > 0:
             random[2].random_()
-        run = _launcher("forward", on_triton, q.device.type)
+        run = dispatch.launcher("forward", on_triton, q.device.type)
         result = run(
             q,
             k,
@@ -378,7 +316,7 @@ def _attention_backward(
         tensors = (d_out, q, k, v, out, lse, kept)
         if gradients is not None:
             tensors = _chosen(plan.own, *tensors)
-        run = _launcher("backward", bool(on_triton), q.device.type)
+        run = dispatch.launcher("backward", bool(on_triton), q.device.type)
         result = run(
             *tensors,
             causal=_CAUSAL_NAMES[causal],

@@ -86,21 +86,6 @@ def shared_maxima(maxima: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:
     return _per_head((maxima > 1) & counted), _per_head(counted)
 
 
-def delta_bias(d_out: Tensor, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
-
-    Args:
-        d_out: `(B, H, R, D)`, gradient of the output.
-        out: `(B, H, R, D)`, the output as the backward's delta uses it.
-        exact: FP32 `(B, H, R, D)`, the same recomputed in FP32.
-
-    Returns:
-        FP64 `(H,)`, sum over rows of delta_lp - delta_hp, and of its absolute value.
-    """
-    bias = (d_out.float() * (out.float() - exact)).sum(-1)
-    return _per_head(bias), _per_head(bias.abs())
-
-
 def gradient_error(
     dq: Tensor, exact: Tensor, directions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

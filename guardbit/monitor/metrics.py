@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from guardbit.kernels import reference
+from guardbit.kernels import dispatch
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators
-from guardbit.numerics import decode_residual
 
 #: What `AttentionMetrics` adds up, in the order of its state.
 _SUMS = (
@@ -67,7 +66,7 @@ class AttentionMetrics(Metric):
         """
         rows = self._rows(call.q)
         heads = call.q.size(1)
-        shadow = reference.shadow(
+        shadow = dispatch.shadow(
             call.q,
             call.k,
             call.v,
@@ -77,14 +76,11 @@ class AttentionMetrics(Metric):
             rows=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
-        out, d_out = call.out.float(), call.d_out
-        if call.residual is not None:
-            out = out + decode_residual(call.out, call.residual)  # as in the backward's delta
-        if rows is not None:
-            out, d_out = out[:, :, rows], d_out[:, :, rows]
         shared, counted = indicators.shared_maxima(shadow.maxima, shadow.row_max)
         shared_bf16, _ = indicators.shared_maxima(shadow.maxima_bf16, shadow.row_max)
-        bias, bias_abs = indicators.delta_bias(d_out, out, shadow.out)
+        bias, bias_abs = dispatch.delta_bias(
+            call.d_out, call.out, shadow.out, residual=call.residual, rows=rows
+        )
         unknown = [head for head in range(heads) if head not in call.known_heads]
         if unknown:
             bias[unknown] = bias_abs[unknown] = torch.nan
@@ -102,7 +98,7 @@ class AttentionMetrics(Metric):
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(len(heads), D)`, along which the coherent error is taken.
         """
-        exact, _, _ = reference.exact_backward(
+        exact, _, _ = dispatch.exact_backward(
             call.d_out,
             call.q,
             call.k,

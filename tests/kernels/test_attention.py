@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import op, switchboard
+from guardbit.kernels import dispatch, op, switchboard
 from guardbit.kernels.attention import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -310,7 +310,7 @@ interpreted = pytest.mark.filterwarnings("ignore:invalid value encountered:Runti
 
 def op_with(backend, site, dropout_p=0.0):
     """A site taken over from PyTorch's function, with a backend other than "auto"."""
-    code = op.BACKENDS.index(backend)
+    code = dispatch.BACKENDS.index(backend)
 
     def attention(q, k, v):
         codes = [0] * q.size(1)
@@ -378,7 +378,7 @@ def test_nothing_is_copied_when_every_head_is_ours(site, monkeypatch):
     q, k, v, d_out = inputs(1, 2, 2, 9, 9, 16, torch.bfloat16)
     switch(site, ["compensated", "row_max"])
     seen = {}
-    launcher = op._launcher
+    launcher = dispatch.launcher
 
     def recording(direction, *rest):
         def run(*tensors, **options):
@@ -388,7 +388,7 @@ def test_nothing_is_copied_when_every_head_is_ours(site, monkeypatch):
 
         return run
 
-    monkeypatch.setattr(op, "_launcher", recording)
+    monkeypatch.setattr(dispatch, "launcher", recording)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = switched(site)(*leaves)
     found = torch.autograd.grad(out, leaves, d_out)
@@ -449,15 +449,15 @@ def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
         flash_attention(Q, K, K, backend="triton")
     device = torch.device("cuda", 0)
     on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=device)
-    monkeypatch.setattr(op, "_capability", lambda _: (7, 5))
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (7, 5))
     message = "needs compute capability 8.0 or newer, but cuda:0 has 7.5; use 'auto' or 'torch'"
     with pytest.raises(ValueError, match=message):
-        op._on_triton("triton", on_gpu)
-    assert not op._on_triton("auto", on_gpu)
-    monkeypatch.setattr(op, "_capability", lambda _: (8, 0))
-    assert op._on_triton("auto", on_gpu)
-    assert not op._on_triton("torch", on_gpu)
-    assert not op._on_triton(
+        dispatch.on_triton("triton", on_gpu)
+    assert not dispatch.on_triton("auto", on_gpu)
+    monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+    assert dispatch.on_triton("auto", on_gpu)
+    assert not dispatch.on_triton("torch", on_gpu)
+    assert not dispatch.on_triton(
         "auto", SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
     )
 

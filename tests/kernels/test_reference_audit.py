@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guardbit import numerics
 from guardbit.kernels import reference
 
 
@@ -202,3 +203,57 @@ def test_exact_backward_refuses_heads_that_do_not_exist():
     q, k, v, d_out = random_inputs((1, 2, 1, 3, 3, 16), torch.bfloat16)
     with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
         reference.exact_backward(d_out, q, k, v, causal=False, scale=1.0, heads=[0, 2, -1])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.integers(1, 9),
+    st.integers(0, 2**31),
+)
+def test_delta_bias_is_the_signed_sum(batch, heads, rows, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    exact, d_out = torch.randn(2, batch, heads, rows, width, generator=generator)
+    d_out = d_out.bfloat16()
+    out = exact.bfloat16()
+    bias, bias_abs = reference.delta_bias(d_out, out, exact)
+    expected = (d_out.double() * (out.double() - exact.double())).sum(-1)
+    # FP32 inside a row of at most nine products, each at most about 10 times 2^-8.
+    torch.testing.assert_close(bias, expected.sum((0, 2)), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bias_abs, expected.abs().sum((0, 2)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_delta_bias_has_the_sign_of_what_is_added_to_delta(sign):
+    # delta_lp - delta_hp (equation 3): an output too large along dO makes delta too large.
+    d_out = torch.ones(2, 1, 5, 4)
+    exact = torch.randn(2, 1, 5, 4, generator=torch.Generator().manual_seed(8))
+    bias, bias_abs = reference.delta_bias(d_out, exact + sign * 0.5, exact)
+    torch.testing.assert_close(bias, torch.tensor([sign * 0.5 * 40]).double())
+    torch.testing.assert_close(bias_abs, torch.tensor([0.5 * 40]).double())
+
+
+def test_delta_bias_adds_many_rows_without_losing_small_ones():
+    # 2^17 rows of 2^-10 after one of 1e5: in FP32 the small ones would be rounded off (ulp 2^-7).
+    d_out = torch.ones(1, 1, 2**17 + 1, 1)
+    error = torch.full((1, 1, 2**17 + 1, 1), 2.0**-10)
+    error[0, 0, 0] = 1e5
+    bias, _ = reference.delta_bias(d_out, error, torch.zeros_like(error))
+    assert bias.item() == 1e5 + 2**7
+
+
+def test_delta_bias_of_chosen_rows_counts_the_residual():
+    # out is 2^-9 of its size too small everywhere, and the residual says so in one head of two.
+    exact = torch.full((1, 2, 6, 8), 1.0 + 2.0**-9)
+    out, d_out = torch.ones(1, 2, 6, 8).bfloat16(), torch.ones(1, 2, 6, 8).bfloat16()
+    residual = numerics.encode_residual(exact, out)
+    residual[:, 1] = 0
+    rows = torch.tensor([5, 0, 3])
+    bias, bias_abs = reference.delta_bias(
+        d_out, out, exact[:, :, rows], residual=residual, rows=rows
+    )
+    # Three rows of eight features; half a last place is 120 of its 240 steps, kept exactly.
+    assert bias.tolist() == [0.0, -3 * 8 * 2.0**-9]
+    assert bias_abs.tolist() == [0.0, 3 * 8 * 2.0**-9]

@@ -4,7 +4,7 @@ Tile by tile over the keys, with the roundings of FlashAttention-2 and no others
 modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 """
 
-from guardbit.kernels.reference.audit import Shadow, exact_backward, shadow
+from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_backward, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Causal, Dropout
 from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
@@ -17,6 +17,7 @@ __all__ = [
     "Gradients",
     "Shadow",
     "backward",
+    "delta_bias",
     "exact_backward",
     "forward",
     "shadow",

@@ -17,7 +17,7 @@ from guardbit.kernels.reference.common import (
     fold_groups,
     masked_scores,
 )
-from guardbit.numerics import round_nearest
+from guardbit.numerics import decode_residual, round_nearest
 
 
 class Shadow(NamedTuple):
@@ -125,6 +125,36 @@ def shadow(
         unit_probabilities=units,
         entropy=row_sum.log() + weighted_logs / row_sum,
     )
+
+
+def delta_bias(
+    d_out: Tensor,
+    out: Tensor,
+    exact: Tensor,
+    *,
+    residual: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
+
+    Args:
+        d_out: (B, H, N, D), gradient of the output; any strides.
+        out: (B, H, N, D), as the kernel in use returned it.
+        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
+        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
+            head is compensated.
+        rows: INT64 (R,), the queries to look at; None for all N.
+
+    Returns:
+        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
+    """
+    used = out.float()
+    if residual is not None:
+        used = used + decode_residual(out, residual)
+    if rows is not None:
+        d_out, used = d_out[:, :, rows], used[:, :, rows]
+    bias = (d_out.float() * (used - exact)).sum(-1).double()
+    return bias.sum(dim=(0, 2)), bias.abs().sum(dim=(0, 2))
 
 
 @float32_products()

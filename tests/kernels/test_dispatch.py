@@ -1,0 +1,67 @@
+"""The monitor's recomputations run in Triton where they can, with the same results."""
+
+import pytest
+import torch
+
+from guardbit.kernels import audit, dispatch, shadow
+from guardbit.kernels.reference import Dropout
+
+
+@pytest.fixture
+def triton_calls(monkeypatch):
+    """As if the CPU were a GPU that Triton serves; the names of the Triton functions called."""
+    calls = []
+
+    def recording(module, name):
+        run = getattr(module, name)
+
+        def recorded(*arguments, **settings):
+            calls.append(name)
+            return run(*arguments, **settings)
+
+        monkeypatch.setattr(module, name, recorded)
+
+    recording(shadow, "shadow")
+    recording(shadow, "delta_bias")
+    recording(audit, "exact_backward")
+    monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
+    return calls
+
+
+def inputs(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(3)
+    q, d_out, out = torch.randn(3, 2, 4, 33, 16, generator=generator).to(dtype)
+    k, v = torch.randn(2, 2, 2, 33, 16, generator=generator).to(dtype)
+    return q, k, v, d_out, out
+
+
+def run_all(q, k, v, d_out, out, dropout=None):
+    rows = torch.tensor([0, 7, 32])
+    shape = {"causal": True, "scale": 0.3}
+    found = dispatch.shadow(q, k, v, **shape, eps=1e-3, rows=rows, dropout=dropout)
+    bias = dispatch.delta_bias(d_out, out, found.out, residual=None, rows=rows)
+    few = None if dropout is None else dropout._replace(heads=(3, 1))
+    exact = dispatch.exact_backward(d_out, q, k, v, **shape, heads=(3, 1), dropout=few)
+    return (*found, *bias, *exact)
+
+
+def test_triton_and_torch_agree(triton_calls, monkeypatch):
+    tensors = inputs()
+    from_triton = run_all(*tensors)
+    assert triton_calls == ["shadow", "delta_bias", "exact_backward"]
+    monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: False)
+    from_torch = run_all(*tensors)
+    assert len(triton_calls) == 3
+    for ours, plain in zip(from_triton, from_torch, strict=True):
+        assert ours.dtype == plain.dtype
+        # P-bar in two BF16 parts holds 17 bits; sums of a hundred products of size 1.
+        torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "dropped"), [(torch.float32, False), (torch.bfloat16, True)])
+def test_torch_serves_what_triton_cannot(triton_calls, dtype, dropped):
+    word = torch.tensor(7)
+    dropout = Dropout(0.5, word, tuple(range(4)), 4) if dropped else None
+    run_all(*inputs(dtype), dropout)
+    # The sum of what is there already knows nothing of dropout.
+    assert triton_calls == (["delta_bias"] if dropped else [])
