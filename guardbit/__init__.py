@@ -12,9 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from guardbit.callbacks import AttentionMonitor, AutoStabilizer
+    from guardbit.callbacks.huggingface import HuggingFaceMonitor
+    from guardbit.callbacks.monitoring import AttentionMonitor
+    from guardbit.callbacks.stabilizing import AutoStabilizer
     from guardbit.kernels.attention import flash_attention
     from guardbit.monitor.layouts import LayoutUnavailable
+    from guardbit.monitor.policy import Policy
     from guardbit.monitor.session import MonitorSession
     from guardbit.monitor.sites import Instrumentation, Site, instrument
     from guardbit.records import INDICATORS, STABILIZERS
@@ -25,9 +28,11 @@ __all__ = [
     "STABILIZERS",
     "AttentionMonitor",
     "AutoStabilizer",
+    "HuggingFaceMonitor",
     "Instrumentation",
     "LayoutUnavailable",
     "MonitorSession",
+    "Policy",
     "Site",
     "flash_attention",
     "instrument",
@@ -39,11 +44,13 @@ __all__ = [
 _HOMES = {
     "INDICATORS": "guardbit.records",
     "STABILIZERS": "guardbit.records",
-    "AttentionMonitor": "guardbit.callbacks",
-    "AutoStabilizer": "guardbit.callbacks",
+    "AttentionMonitor": "guardbit.callbacks.monitoring",
+    "AutoStabilizer": "guardbit.callbacks.stabilizing",
+    "HuggingFaceMonitor": "guardbit.callbacks.huggingface",
     "Instrumentation": "guardbit.monitor.sites",
     "LayoutUnavailable": "guardbit.monitor.layouts",
     "MonitorSession": "guardbit.monitor.session",
+    "Policy": "guardbit.monitor.policy",
     "Site": "guardbit.monitor.sites",
     "flash_attention": "guardbit.kernels.attention",
     "instrument": "guardbit.monitor.sites",

@@ -27,7 +27,8 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from guardbit.callbacks import AttentionMonitor, AutoStabilizer
+from guardbit.callbacks.monitoring import AttentionMonitor
+from guardbit.callbacks.stabilizing import AutoStabilizer
 from guardbit.dashboards.report import write_report
 from guardbit.records import Event
 from guardbit.store import read_events, read_metadata, read_run

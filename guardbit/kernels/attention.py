@@ -99,7 +99,9 @@ def flash_attention(
 
     A row with no allowed key gives output 0, lse -inf and gradients 0.
 
-    In a captured CUDA graph the kernels are those of the capture: a later switch does not reach it.
+    With ``torch.compile(mode="reduce-overhead")`` attention runs between the CUDA graphs and can be
+    switched. In a graph captured by hand (``torch.cuda.graph``) the kernels are those of the
+    capture: a later switch does not reach it.
 
     Args:
         q: Queries `(B, H, N, D)`, BF16, FP16 or FP32, 16 <= D <= 256.

@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from guardbit.kernels.constants import device_constant
 from guardbit.kernels.primitives import INTERPRET
 from guardbit.kernels.reference import Causal
 from guardbit.records import STABILIZERS
@@ -70,13 +71,12 @@ def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
     if unknown:
         raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
     codes = [STABILIZERS.index(name) for name in stabilizers]
-    return torch.tensor(codes, dtype=torch.int8, device=device)
+    return device_constant(tuple(codes), torch.int8, device)
 
 
-@lru_cache(maxsize=1024)
 def device_numbers(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers of some heads, INT32 `(C,)`, copied to the device once."""
-    return torch.tensor(heads, dtype=torch.int32, device=device)
+    """The numbers of some heads, INT32 `(C,)`."""
+    return device_constant(heads, torch.int32, device)
 
 
 def signed(seed: int) -> int:

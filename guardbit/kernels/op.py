@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, stock
+from guardbit.kernels.constants import device_constant
 from guardbit.kernels.reference import Causal, Dropout
 from guardbit.kernels.switchboard import AttentionCall, random_offset, site_state
 from guardbit.records import STABILIZERS
@@ -29,8 +30,14 @@ from guardbit.records import STABILIZERS
 CAUSAL_CODES: dict[bool | str, int] = {False: 0, True: 1, "top-left": 2}
 _CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
 
+# A replayed CUDA graph would not look the site up again: the compiler is to leave the op out.
+_LOOKED_UP = torch.Tag.cudagraph_unsafe
+
 _library = torch.library.Library("guardbit", "DEF")
-for _name, _tags in (("", ()), ("_with_dropout", (torch.Tag.nondeterministic_seeded,))):
+for _name, _tags in (
+    ("", (_LOOKED_UP,)),
+    ("_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
+):
     _library.define(
         f"attention{_name}(Tensor q, Tensor k, Tensor v, Tensor site, int[] stabilizers,"
         " int causal, float? scale, float beta, float eps, int seed, float dropout_p, int backend,"
@@ -42,7 +49,8 @@ _library.define(
     "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
     " Tensor residual, Tensor kernels, Tensor random, Tensor generator_state, Tensor site,"
     " int causal, float? scale, float dropout_p, bool stock, bool traced)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)"
+    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    tags=(_LOOKED_UP,),
 )
 
 
@@ -90,11 +98,8 @@ def _kernels(backend: SDPBackend, on_triton: bool, names: tuple[str, ...]) -> Te
     return torch.tensor([int(backend.value), int(on_triton), *codes])
 
 
-@lru_cache(maxsize=1024)
-@torch.inference_mode(False)
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """The heads as INT64 on the device, copied there once."""
-    return torch.tensor(heads, dtype=torch.int64, device=device)
+    return device_constant(heads, torch.int64, device)
 
 
 @lru_cache

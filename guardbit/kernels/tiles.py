@@ -58,10 +58,10 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
     (8, 0): {
         "forward": {
             16: Tile(64, 64, 4, 3),
-            32: Tile(64, 64, 4, 3),
+            32: Tile(128, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(64, 32, 8, 2),
+            128: Tile(128, 64, 8, 2),
+            256: Tile(64, 16, 8, 2),
         },
         "query_gradients": {
             16: Tile(128, 32, 4, 3),
@@ -73,7 +73,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "key_gradients": {
             16: Tile(32, 64, 4, 3),
             32: Tile(32, 64, 4, 3),
-            64: Tile(32, 64, 4, 2),
+            64: Tile(64, 32, 8, 2),
             128: Tile(32, 64, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
@@ -105,7 +105,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
             128: Tile(64, 64, 4, 3),
-            256: Tile(128, 64, 8, 2),
+            256: Tile(64, 64, 8, 2),
         },
         # As many keys a tile as above, so that a head's bits do not depend on the others'.
         "compensated_forward": {
@@ -113,14 +113,14 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             32: Tile(128, 64, 8, 3),
             64: Tile(128, 64, 8, 3),
             128: Tile(128, 64, 8, 3),
-            256: Tile(128, 64, 8, 2),
+            256: Tile(64, 64, 8, 2),
         },
         "query_gradients": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
             128: Tile(128, 64, 8, 3),
-            256: Tile(128, 32, 8, 3),
+            256: Tile(64, 32, 8, 3),
         },
         "key_gradients": {
             16: Tile(64, 64, 4, 3),
@@ -155,11 +155,11 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
 
 FALLBACK: dict[Pass, dict[int, Tile]] = {
     "forward": {
-        16: Tile(64, 64, 4, 2),
+        16: Tile(64, 64, 8, 2),
         32: Tile(64, 64, 4, 2),
-        64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 4, 2),
-        256: Tile(32, 32, 4, 1),
+        64: Tile(64, 64, 8, 2),
+        128: Tile(64, 32, 8, 2),
+        256: Tile(64, 16, 8, 1),
     },
     "query_gradients": {
         16: Tile(64, 32, 4, 2),
@@ -170,8 +170,8 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
     },
     "key_gradients": {
         16: Tile(32, 64, 4, 2),
-        32: Tile(32, 64, 4, 2),
-        64: Tile(32, 64, 4, 2),
+        32: Tile(64, 64, 8, 2),
+        64: Tile(64, 32, 8, 2),
         128: Tile(32, 32, 4, 2),
         256: Tile(32, 32, 8, 1),
     },
@@ -179,7 +179,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         16: Tile(64, 64, 4, 2),
         32: Tile(64, 64, 4, 2),
         64: Tile(64, 32, 4, 2),
-        128: Tile(128, 32, 8, 2),
+        128: Tile(32, 64, 8, 2),
         256: Tile(32, 32, 8, 1),
     },
     "audit_query": {

@@ -60,7 +60,7 @@ class Measurement:
         self._cumulative: dict[str, list[float]] = {}
         # Of every micro-batch since the last sampled step: step, loss, factor.
         self._losses: list[tuple[int, Tensor | float, float]] = []
-        self._grad_norm: Tensor | float | None = None
+        self._grad_norms: list[tuple[int, Tensor | float]] = []
 
     @property
     def needs_calls(self) -> bool:
@@ -104,15 +104,16 @@ class Measurement:
         if "loss" in self._wanted:
             self._losses.append((step, _number(value), factor))
 
-    def grad_norm(self, value: Tensor | float) -> None:
-        """Keeps the gradient norm of the current step."""
+    def grad_norm(self, step: int, value: Tensor | float) -> None:
+        """Keeps the gradient norm of optimizer step `step`; the last one given counts."""
         if "grad_norm" in self._wanted:
-            self._grad_norm = _number(value)
+            self._grad_norms = [entry for entry in self._grad_norms if entry[0] != step]
+            self._grad_norms.append((step, _number(value)))
 
     def forget_step(self, step: int | None) -> None:
         """Drops what an abandoned step left."""
         self._losses = [entry for entry in self._losses if entry[0] != step]
-        self._grad_norm = None
+        self._grad_norms = [entry for entry in self._grad_norms if entry[0] != step]
 
     def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
         """Ends a sampled step at the heads; all ranks call it.
@@ -156,9 +157,9 @@ class Measurement:
     def samples(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> list[Sample]:
         """Turns what was measured until optimizer step `step` into samples, with one transfer."""
         losses, self._losses = self._losses, []
-        grad_norms = [] if self._grad_norm is None else [self._grad_norm]
-        self._grad_norm = None
-        numbers = _to_host([*columns.values(), *(loss for _, loss, _ in losses), *grad_norms])
+        grad_norms, self._grad_norms = self._grad_norms, []
+        scalars = [*(loss for _, loss, _ in losses), *(norm for _, norm in grad_norms)]
+        numbers = _to_host([*columns.values(), *scalars])
         layers = {site.name: site.layer for site in self._known.values()}
         samples = []
         for site, indicator in columns:
@@ -172,12 +173,14 @@ class Measurement:
             by_step.setdefault(loss_step, []).append(next(numbers)[0] * factor)
         for loss_step, values in by_step.items():
             samples.append(Sample(loss_step, "", -1, "loss", (sum(values) / len(values),)))
-        samples += [Sample(step, "", -1, "grad_norm", values) for values in numbers]
+        for norm_step, _ in grad_norms:
+            samples.append(Sample(norm_step, "", -1, "grad_norm", next(numbers)))
         return [sample for sample in samples if sample.indicator in self._wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next samples depend on; plain Python only."""
         losses = _to_host(loss for _, loss, _ in self._losses)
+        norms = _to_host(norm for _, norm in self._grad_norms)
         return {
             "cumulative": {site: list(values) for site, values in self._cumulative.items()},
             "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
@@ -186,6 +189,9 @@ class Measurement:
             "losses": [
                 (step, value, factor)
                 for (step, _, factor), (value,) in zip(self._losses, losses, strict=True)
+            ],
+            "grad_norms": [
+                (step, value) for (step, _), (value,) in zip(self._grad_norms, norms, strict=True)
             ],
         }
 
@@ -196,6 +202,7 @@ class Measurement:
         self._next_audited = state["next_audited"]
         self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
         self._losses = [(step, value, factor) for step, value, factor in state["losses"]]
+        self._grad_norms = [(step, value) for step, value in state["grad_norms"]]
 
     def _audited_heads(self, site: _KnownSite) -> list[int]:
         count = min(self._num_audited_heads, site.num_heads)

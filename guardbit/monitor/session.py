@@ -190,9 +190,10 @@ class MonitorSession:
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     def grad_norm(self, value: Tensor | float) -> None:
-        """Takes the total gradient norm of a sampled step, before clipping."""
-        if self._is_sampled:
-            self.attempt("grad_norm", lambda: self._measurement.grad_norm(value))
+        """Takes the total gradient norm of the current step, before clipping."""
+        step = self._step
+        if step is not None and "samples" not in self._off:
+            self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
 
     def end_step(self) -> list[Alarm]:
         """Is told that the optimizer step is done; on sampled steps measures, judges and acts.

@@ -565,3 +565,22 @@ def test_head_sizes_out_of_range(width):
     x = torch.zeros(1, 1, 2, width)
     with pytest.raises(ValueError, match=f"head size is {width}; allowed are 16 to 256"):
         flash_attention(x, x, x)
+
+
+def test_the_compiler_keeps_attention_out_of_cuda_graphs():
+    # A replayed graph runs no Python: heads switched after its capture would stay as they were.
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def traced(dropout_p):
+        def call(q, k, v):
+            return flash_attention(q, k, v, dropout_p=dropout_p)
+
+        return make_fx(call)(Q, K, K)
+
+    for dropout_p in (0.0, 0.5):
+        node = get_first_incompatible_cudagraph_node(traced(dropout_p))
+        assert node is not None
+        assert "guardbit" in str(node.target)
+    tags = torch.ops.guardbit.attention_backward.default.tags
+    assert torch.Tag.cudagraph_unsafe in tags

@@ -1,0 +1,174 @@
+"""`HuggingFaceMonitor`: watches the heads of a model in Hugging Face's Trainer, and switches them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from guardbit.monitor.detectors import DEFAULT_RULES, Rule
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.session import MonitorSession, check_settings
+
+log = logging.getLogger("guardbit")
+
+#: Name of the guard's state in a checkpoint's folder.
+STATE_FILE = "guardbit.json"
+
+
+class HuggingFaceMonitor(TrainerCallback):
+    """Watches every attention head of the model a `transformers.Trainer` trains.
+
+        Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
+
+    Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The state goes
+    into each checkpoint's folder and is found there when the run is resumed.
+
+    Args:
+        every_n_train_steps: Cadence in optimizer steps.
+        policy: Switches the heads an alarm names; None to watch only.
+        dry_run: Decide and record, but switch nothing.
+        sites: Names or patterns (``"*.attn"``) of the attention modules; None for all.
+        indicators: What to measure, of `guardbit.INDICATORS`; None for all.
+        num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
+            all. Sums over rows are then over these.
+        num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn.
+        rules: The detectors' rules, with their thresholds.
+        dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
+        strict: Raise the monitor's own errors instead of going on without it.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        every_n_train_steps: int = 50,
+        *,
+        policy: Policy | None = None,
+        dry_run: bool = False,
+        sites: Sequence[str] | None = None,
+        indicators: Sequence[str] | None = None,
+        num_rows: int | None = None,
+        num_audited_heads: int = 1,
+        rules: tuple[Rule, ...] = DEFAULT_RULES,
+        dirpath: str | os.PathLike[str] | None = None,
+        strict: bool = False,
+    ) -> None:
+        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads)
+        self.dirpath = dirpath
+        self._settings: dict[str, Any] = {
+            "every_n_train_steps": every_n_train_steps,
+            "policy": policy,
+            "dry_run": dry_run,
+            "sites": sites,
+            "indicators": indicators,
+            "num_rows": num_rows,
+            "num_audited_heads": num_audited_heads,
+            "rules": rules,
+            "strict": strict,
+        }
+        self.session: MonitorSession | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        **_: Any,
+    ) -> None:
+        """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
+        self._close()
+        output = Path(args.output_dir or ".")
+        dirpath = self.dirpath or output / "guardbit"
+        self.session = MonitorSession(
+            model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
+        )
+        if state.global_step > 0:
+            path = output / f"checkpoint-{state.global_step}" / STATE_FILE
+            if path.is_file():
+                self.session.load_state_dict(json.loads(path.read_text()))
+            else:
+                log.warning("the run goes on, and GuardBit begins anew: there is no %s", path)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Tells the session which optimizer step begins."""
+        if self.session is not None:
+            self.session.begin_batch(state.global_step)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Tells the session that a further micro-batch of the step begins."""
+        if self.session is not None:
+            self.session.begin_batch(state.global_step)
+
+    def on_pre_optimizer_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Optimizer,
+        **_: Any,
+    ) -> None:
+        """Takes the factor by which the loss was scaled, in FP16."""
+        if self.session is not None and self.session.is_sampled:
+            scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
+            self.session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Ends the session's step: on sampled steps it measures, judges and acts."""
+        if self.session is not None:
+            self.session.end_step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Takes the loss and the gradient norm the Trainer logs after a step."""
+        if self.session is None or not logs:
+            return
+        if "loss" in logs:
+            self.session.loss(logs["loss"])
+        if "grad_norm" in logs:
+            self.session.grad_norm(logs["grad_norm"])
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Puts the state beside the checkpoint just written."""
+        session = self.session
+        if session is None or not state.is_world_process_zero:
+            return
+        path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE
+        session.attempt("checkpoint", lambda: path.write_text(json.dumps(session.state_dict())))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Writes what is left and takes the instrumentation out of the model."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.session is not None:
+            self.session.close()
+            self.session = None

@@ -1,0 +1,122 @@
+"""`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
+
+import pandas as pd
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
+from guardbit.monitor.detectors import Finding
+
+SITE = "transformer.h.1.attn"
+
+# Accelerate and the Trainer warn of what a machine without a GPU lacks.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Tokens(Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(48, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class FiresAtSecondSample:
+    """Names head 1 of one site when its second value comes."""
+
+    name = "fires"
+
+    def examine(self, frame, state):
+        if SITE not in frame.of("max_logit"):
+            return []
+        state["seen"] = state.get("seen", 0) + 1
+        return [Finding(SITE, (1,), "the second has come")] if state["seen"] == 2 else []
+
+
+class Norms(TrainerCallback):
+    """The gradient norms and losses the Trainer logs, by step."""
+
+    def __init__(self):
+        self.logged = {}
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in logs:
+            self.logged[state.global_step - 1] = (logs["loss"], logs["grad_norm"])
+
+
+def train(folder, *callbacks, resume=None, steps=10, **settings):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, bf16=True,
+        use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True, save_steps=6,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5, **settings,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=list(callbacks))
+    trainer.train(resume_from_checkpoint=resume)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_weights, accumulate):
+    settings = {"gradient_accumulation_steps": accumulate, "save_strategy": "no"}
+    plain = train(tmp_path / "plain", **settings)
+    norms = Norms()
+    watched = train(tmp_path / "run", HuggingFaceMonitor(4, strict=True), norms, **settings)
+    assert same_weights(plain, watched)
+    frame = read_run(tmp_path / "run" / "guardbit")
+    heads = frame[frame["head"] >= 0]
+    assert set(heads["step"]) == {0, 4, 8}
+    assert set(heads["site"]) == {"transformer.h.0.attn", SITE}
+    for place, indicator in enumerate(("loss", "grad_norm")):
+        recorded = frame[frame["indicator"] == indicator].set_index("step")["value"].to_dict()
+        expected = {step: logged[place] for step, logged in norms.logged.items()}
+        assert recorded == pytest.approx(expected, rel=1e-6)
+    # Clipped at 0.5, the norms are those from before.
+    assert max(norm for _, norm in norms.logged.values()) > 0.5
+
+
+def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
+    def monitor():
+        policy = Policy("stochastic", calm_steps=5)
+        return HuggingFaceMonitor(3, policy=policy, rules=(FiresAtSecondSample(),), strict=True)
+
+    whole = train(tmp_path / "whole", monitor())
+    train(tmp_path / "parts", monitor(), steps=8)
+    checkpoint = tmp_path / "parts" / "checkpoint-6"
+    resumed = train(tmp_path / "parts", monitor(), resume=str(checkpoint))
+    assert same_weights(whole, resumed)
+    runs = [tmp_path / name / "guardbit" for name in ("whole", "parts")]
+    pd.testing.assert_frame_equal(*map(read_run, runs))
+    pd.testing.assert_frame_equal(*map(read_events, runs))
+    events = read_events(runs[1])
+    switches = events[events["kind"] == "switch"]
+    assert list(switches["step"]) == [3, 9]
+    assert list(switches["stabilizer"]) == ["stochastic", "none"]
+    unswitched = train(tmp_path / "plain", save_strategy="no")
+    assert not same_weights(unswitched, resumed), "the switch must have had an effect"
+
+
+def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):
+    train(tmp_path, steps=6)
+    train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-6"), steps=8)
+    assert "there is no" in caplog.text
+    assert "checkpoint-6" in caplog.text
+    assert set(read_run(tmp_path / "guardbit")["step"]) >= {6}
+
+
+def test_settings_are_refused_when_it_is_made():
+    with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be at least 1"):
+        HuggingFaceMonitor(0)
