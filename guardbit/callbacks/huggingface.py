@@ -1,4 +1,4 @@
-"""`HuggingFaceMonitor`: watches the heads of a model in Hugging Face's Trainer, and switches them."""
+"""`HuggingFaceMonitor`: watches and switches the heads of a model in Hugging Face's Trainer."""
 
 from __future__ import annotations
 

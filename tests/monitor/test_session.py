@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.kernels import switchboard
+from guardbit.kernels import dispatch, switchboard
 from guardbit.monitor import indicators, measurement
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
@@ -327,15 +327,15 @@ def test_suspects_are_audited_besides_those_in_turn(tmp_path):
 
 
 def test_one_value_that_is_not_finite_does_not_stay_in_the_running_sum(tmp_path, monkeypatch):
-    original = indicators.delta_bias
+    original = dispatch.delta_bias
     bad = {2: torch.inf, 4: torch.nan}
     loop = Loop(every_n_train_steps=2, dirpath=tmp_path, strict=True)
 
-    def delta_bias(*tensors):
-        bias, bias_abs = original(*tensors)
+    def delta_bias(*tensors, **which):
+        bias, bias_abs = original(*tensors, **which)
         return bias + bad.get(loop.session._step, 0.0), bias_abs
 
-    monkeypatch.setattr(indicators, "delta_bias", delta_bias)
+    monkeypatch.setattr(dispatch, "delta_bias", delta_bias)
     loop.run(range(7))
     frame = read_run(tmp_path)
     head = frame[(frame.site == SITES[0]) & (frame["head"] == 0)].set_index(["indicator", "step"])
@@ -382,10 +382,10 @@ HEADS = set(HEAD_INDICATORS)
 NORMS = {"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"}
 #: Stage -> what breaks it, settings, indicators that are recorded all the same after the first step
 BROKEN = {
-    "capture": ("delta_bias", {}, NORMS),
-    "metrics": ("spectral_norms", {}, set()),
-    "detectors": (None, {"rules": (FailingRule(),)}, HEADS),
-    "policy": (None, {"policy": FailingPolicy()}, HEADS),
+    "capture": (dispatch, "delta_bias", {}, NORMS),
+    "metrics": (indicators, "spectral_norms", {}, set()),
+    "detectors": (None, "", {"rules": (FailingRule(),)}, HEADS),
+    "policy": (None, "", {"policy": FailingPolicy()}, HEADS),
 }
 
 
@@ -393,9 +393,9 @@ BROKEN = {
 def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
     tmp_path, monkeypatch, caplog, stage
 ):
-    function, settings, recorded = BROKEN[stage]
-    if function:
-        monkeypatch.setattr(indicators, function, fail)
+    module, function, settings, recorded = BROKEN[stage]
+    if module is not None:
+        monkeypatch.setattr(module, function, fail)
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path / "run", **settings).run(range(4))
     frame = read_run(tmp_path / "run")
     assert set(frame[frame.step >= 1].indicator) == {"loss"} | recorded
@@ -420,13 +420,13 @@ def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
 
 def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_path, monkeypatch):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
-    original, calls = indicators.delta_bias, []
+    original, calls = dispatch.delta_bias, []
 
-    def fails_at_the_second_site(*tensors):
+    def fails_at_the_second_site(*tensors, **which):
         calls.append(tensors)
-        return original(*tensors) if len(calls) == 1 else fail()
+        return original(*tensors, **which) if len(calls) == 1 else fail()
 
-    monkeypatch.setattr(indicators, "delta_bias", fails_at_the_second_site)
+    monkeypatch.setattr(dispatch, "delta_bias", fails_at_the_second_site)
     loop.run(range(2, 5))
     assert len(calls) == 2, "the first of the two sites was measured, the second was not"
     assert sampled(tmp_path) == [0, 1]
@@ -442,7 +442,7 @@ def test_training_is_the_same_with_every_stage_failing(monkeypatch):
         alone.optimizer.zero_grad()
         alone.backward(step)
         alone.optimizer.step()
-    monkeypatch.setattr(indicators, "delta_bias", fail)
+    monkeypatch.setattr(dispatch, "delta_bias", fail)
     monkeypatch.setattr(indicators, "spectral_norms", fail)
     loop = Loop(every_n_train_steps=1, rules=(FailingRule(),), policy=FailingPolicy())
     loop.run(range(4))
@@ -539,7 +539,7 @@ WORKER = textwrap.dedent(
     )
     for step in range(3):
         if rank == 1 and step == 2:
-            test_session.indicators.delta_bias = test_session.fail
+            test_session.dispatch.delta_bias = test_session.fail
         with loop.session.step(step) as record:
             # Only rank 1 sees the loud rows.
             x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
