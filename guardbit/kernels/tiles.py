@@ -156,10 +156,10 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
 FALLBACK: dict[Pass, dict[int, Tile]] = {
     "forward": {
         16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 4, 2),
+        32: Tile(64, 64, 8, 2),
         64: Tile(64, 64, 8, 2),
         128: Tile(64, 32, 8, 2),
-        256: Tile(64, 16, 8, 1),
+        256: Tile(32, 16, 8, 1),
     },
     "query_gradients": {
         16: Tile(64, 32, 4, 2),

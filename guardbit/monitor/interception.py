@@ -74,6 +74,8 @@ class SiteRecord:
         num_key_heads: Key heads.
         head_dim: Size of a head.
         refusal: Why calls of this site keep PyTorch's function, or None.
+        with_gradients: Whether this was learned in training; what evaluation does, with padded
+            batches say, counts only as long as nothing else is known.
     """
 
     number: int
@@ -82,6 +84,7 @@ class SiteRecord:
     num_key_heads: int = 0
     head_dim: int = 0
     refusal: str | None = None
+    with_gradients: bool = False
 
 
 class _Frame(NamedTuple):
@@ -90,13 +93,19 @@ class _Frame(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class _Refusal(NamedTuple):
+    why: str
+    heads: _Heads
+    with_gradients: bool
+
+
 # Modules that are running eagerly, outermost first, in step with `site_stack`.
 _frames: list[_Frame] = []
 _records: dict[int, SiteRecord] = {}
 # Seen while a compiler traced a module, by number and by type: only the first of several modules
 # alike is ever traced.
 _traced_inputs: dict[int | type, ModuleInputs] = {}
-_traced_refusals: dict[int | type, str] = {}
+_traced_refusals: dict[int | type, _Refusal] = {}
 # A copy of a hooked module carries its hooks and its number, but is not the module of the site.
 _modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
@@ -123,11 +132,12 @@ def scaled_dot_product_attention(
     """Stands in for `F.scaled_dot_product_attention`; see there."""
     if site_stack:
         site = site_stack[-1]
+        heads = _heads_of(query, key)
         refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
         if torch.compiler.is_compiling():
             comptime(_note_traced_call)
         else:
-            _note_call(int(site), _heads_of(query, key), refusal)
+            _note_call(int(site), heads, refusal)
             if _note_probed_call(int(site), query, key):
                 refusal = "it is probed"  # a re-run must not look like a call of the model
         if refusal is None:
@@ -168,8 +178,11 @@ def _refusal(
         return f"its head size {query.size(3)} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     if query.size(1) != key.size(1) and not (enable_gqa and query.size(1) % key.size(1) == 0):
         return "it broadcasts keys over heads"
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return "it runs under a torch.func transform"
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            return "it runs under a torch.func transform"
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "it is captured in a CUDA graph, which replays the kernel of the capture"
     return None
 
 
@@ -191,14 +204,15 @@ def _note_probed_call(number: int, query: Tensor, key: Tensor) -> bool:
 
 def _note_call(number: int, heads: _Heads, refusal: str | None) -> None:
     """Remembers what kind of calls the running module makes."""
-    if _probed_site is not None:
+    if _probed_site is not None or number not in _modules:  # a copy of an instrumented module
         return
     record = _records.get(number)
-    if record is None:
+    with_gradients = torch.is_grad_enabled()
+    if record is None or (with_gradients and not record.with_gradients):
         innermost_first = reversed(_frames)
         modules = [(f.module, _describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        _records[number] = SiteRecord(number, modules, *heads, refusal)
-    elif record.refusal is None:
+        _records[number] = SiteRecord(number, modules, *heads, refusal, with_gradients)
+    elif record.refusal is None and with_gradients == record.with_gradients:
         known = (record.num_heads, record.head_dim)
         if refusal is None and known != (heads[0], heads[2]):
             refusal = (
@@ -227,12 +241,21 @@ def site_record(enclosing: list[tuple[int, nn.Module]], num_heads: int) -> SiteR
     number, module = enclosing[0]
     if number in _records:
         return _records[number]
-    refusal = None if num_heads else _traced(_traced_refusals, number, module)
+    if num_heads and number in _traced_inputs:
+        # The module was traced itself: what was noted of another one of its type is not about it.
+        refusal = _traced_refusals.get(number)
+    else:
+        refusal = _traced(_traced_refusals, number, module)
+    if num_heads and refusal is not None and not refusal.with_gradients:
+        refusal = None
     if not num_heads and refusal is None:
         return None
     inputs = [(module, _traced(_traced_inputs, number, module)) for number, module in enclosing]
     modules = [(module, described) for module, described in inputs if described is not None]
-    return SiteRecord(number, modules, num_heads, refusal=refusal)
+    if refusal is None:
+        return SiteRecord(number, modules, num_heads)
+    heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
+    return SiteRecord(number, modules, *heads, refusal.why)
 
 
 def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | None:
@@ -245,6 +268,8 @@ def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | N
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         comptime(_note_traced_inputs)
+    elif "_is_replica" in vars(module):
+        return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
     else:
         if _frames and _frames[0].module is module:
             # The outermost module was never left: PyTorch runs no hooks after KeyboardInterrupt.
@@ -276,14 +301,22 @@ _hook_ids: list[int] = []
 
 def attach(module: nn.Module, number: int) -> None:
     """Hooks a module that may call attention."""
-    setattr(module, _SITE_ATTRIBUTE, torch.tensor(number))
+    site = torch.tensor(number)
+    # A copy, for an average of the weights say, is another model: its calls are not of this site.
+    site.__deepcopy__ = _site_of_a_copy
+    setattr(module, _SITE_ATTRIBUTE, site)
     _modules[number] = module
+    _redirect_references(module)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:
         _hook_ids.extend((before.id, after.id))
     for hooks, own_id, shared_id in _hook_entries(module, before.id, after.id):
         hooks[shared_id] = hooks.pop(own_id)
+
+
+def _site_of_a_copy(memo: Any) -> Tensor:
+    return torch.tensor(switchboard.NO_SITE)
 
 
 def _hook_entries(
@@ -359,14 +392,31 @@ def _note_traced_call(context: Any) -> None:
             inputs = _describe_inputs(frame.args, frame.kwargs)
             number = int(getattr(frame.module, _SITE_ATTRIBUTE))
             _traced_inputs[number] = _traced_inputs[type(frame.module)] = inputs
-        refusal = context.get_local("refusal").as_python_constant()
-        site = context.get_local("site")._i_will_not_complain_if_bc_breaks_VariableTracker()
+        why = context.get_local("refusal").as_python_constant()
+        site, sizes = (
+            context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+            for name in ("site", "heads")
+        )
         number = int(site.as_proxy().node.meta["grapharg"].example)
+        num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
+        heads = num_heads, num_key_heads, head_dim
+        refusal = _Refusal(why, heads, torch.is_grad_enabled())
     except Exception:
         # As above: then the site is missing from those that are listed.
         return
-    if refusal is not None and number in _modules:
-        _traced_refusals[number] = _traced_refusals[type(_modules[number])] = refusal
+    if why is None or number not in _modules:
+        return
+    for key in (number, type(_modules[number])):
+        known = _traced_refusals.get(key)
+        if known is None or refusal.with_gradients:
+            _traced_refusals[key] = refusal
+
+
+def _number_of(variable: Any) -> int:
+    """A whole number the compiler knows, or one it keeps open, at its present value."""
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return _size(variable.as_proxy().node.meta["example_value"])
 
 
 def _describe_variable(variable: Any) -> Any:
@@ -414,7 +464,7 @@ def rerun(
         LayoutUnavailable: If it reaches it twice: then q may have more than one origin.
     """
     global _probed_site
-    device = next(iter(parameters.values())).device
+    device = next(module.parameters()).device
     generator = torch.Generator(device).manual_seed(generator_seed)
     batch = _batch_size(inputs)
     make = functools.partial(_make, batch=batch, generator=generator)
@@ -508,6 +558,10 @@ def uninstall() -> None:
     if _installations == 0:
         while _restore:
             _restore.pop()()
+        # `from ... import` may have taken these in the meantime.
+        _replace_everywhere(scaled_dot_product_attention, stock.scaled_dot_product_attention)
+        _replace_everywhere(_checkpoint, _original_checkpoint)
+        _restore.clear()
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
@@ -525,6 +579,31 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
                 _replace(module, name, replacement)
 
 
+def _redirect_references(module: nn.Module) -> None:
+    """Replaces PyTorch's attention where a module or its class keeps it as an attribute."""
+    for owner in (module, *type(module).__mro__):
+        for name, value in list(vars(owner).items()):
+            redirected = _redirected(value)
+            if redirected is scaled_dot_product_attention and owner is not module:
+                redirected = staticmethod(redirected)  # PyTorch's is built in: it takes no `self`
+            if redirected is not None:
+                setattr(owner, name, redirected)
+                _restore.append(functools.partial(setattr, owner, name, value))
+
+
+def _redirected(value: Any) -> Any:
+    """Returns the attribute with our function in place of PyTorch's, or None where it has none."""
+    if value is stock.scaled_dot_product_attention:
+        return scaled_dot_product_attention
+    if isinstance(value, staticmethod):
+        function = _redirected(value.__func__)
+        return None if function is None else staticmethod(function)
+    if isinstance(value, functools.partial):
+        function = _redirected(value.func)
+        return function and functools.partial(function, *value.args, **value.keywords)
+    return None
+
+
 # The compiler treats PyTorch's own function as one opaque call; a copy it looks into.
 _original = F.multi_head_attention_forward
 _traceable_multi_head_attention = types.FunctionType(
@@ -533,18 +612,27 @@ _traceable_multi_head_attention = types.FunctionType(
 _traceable_multi_head_attention.__kwdefaults__ = _original.__kwdefaults__
 
 
+_positions = {name: i for i, name in enumerate(inspect.signature(_original).parameters)}
+
+
 @functools.wraps(_original)
 def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    if site_stack and kwargs.get("need_weights", True):
+    def given(name: str, default: Any = None) -> Any:
+        position = _positions[name]
+        return args[position] if position < len(args) else kwargs.get(name, default)
+
+    if _probed_site is not None and len(args) <= _positions["need_weights"]:
+        # With weights to return, attention is written out where no call shows its queries.
+        kwargs["need_weights"] = False
+    elif site_stack and given("need_weights", True):
         site = site_stack[-1]
         refusal = "it returns attention weights (need_weights=True), which no fused kernel computes"
+        width, num_heads = given("embed_dim_to_check"), given("num_heads")
+        heads = (num_heads, num_heads, width // num_heads)
         if torch.compiler.is_compiling():
             comptime(_note_traced_call)
         else:
-            given = inspect.signature(_original).bind(*args, **kwargs).arguments
-            if given.get("need_weights", True):
-                num_heads, width = given["num_heads"], given["embed_dim_to_check"]
-                _note_call(int(site), (num_heads, num_heads, width // num_heads), refusal)
+            _note_call(int(site), heads, refusal)
     return _traceable_multi_head_attention(*args, **kwargs)
 
 

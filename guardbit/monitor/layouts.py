@@ -16,12 +16,14 @@ number. So the module is run again, and what it does decides:
    over the full width couples the heads; then head h's rows are those that stand out clearly.
 4. *By value.* Negating the rows of some heads has to change these heads and no others.
 
-Whatever fails one of these is reported as `LayoutUnavailable`, with the reason.
+Whatever fails one of these is reported as `LayoutUnavailable`, with the reason. `NotOneMatrix`
+names the parameters that make q together: where they are one projection, as under LoRA, the caller
+may ask again with the product in their place (`guardbit.monitor.projections`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +52,18 @@ OFF_DIRECTION_LIMIT = 2e-5
 
 class LayoutUnavailable(LookupError):
     """Which weights make a head's queries or keys could not be settled; says why."""
+
+
+class NotOneMatrix(LayoutUnavailable):
+    """What multiplies the input is not a parameter as it stands.
+
+    Attributes:
+        parameters: Names of the parameters it is made of.
+    """
+
+    def __init__(self, why: str, parameters: Iterable[str]) -> None:
+        super().__init__(why)
+        self.parameters = tuple(parameters)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,12 +139,12 @@ class Layout:
 
     Attributes:
         query: The query heads' rows.
-        key: The key heads' rows, or one sentence saying why they could not be settled. Heads that
-            share a key head share rows when the module expands the keys before attention.
+        key: The key heads' rows, or why they could not be settled. Heads that share a key head
+            share rows when the module expands the keys before attention.
     """
 
     query: HeadRows
-    key: HeadRows | str
+    key: HeadRows | LayoutUnavailable
 
     def query_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """W_Q of all heads, `(H, d_head, d_model)`; see `HeadRows.weights`."""
@@ -146,7 +160,7 @@ class Layout:
         Raises:
             LayoutUnavailable: The key rows could not be settled.
         """
-        return self._key_rows().weights(parameters)
+        return self.key_rows.weights(parameters)
 
     def key_weight(self, parameters: Mapping[str, Tensor], head: int) -> Tensor:
         """W_K of one head of k, `(d_head, d_model)`; see `HeadRows.weight`.
@@ -159,11 +173,13 @@ class Layout:
         Raises:
             LayoutUnavailable: The key rows could not be settled.
         """
-        return self._key_rows().weight(parameters, head)
+        return self.key_rows.weight(parameters, head)
 
-    def _key_rows(self) -> HeadRows:
-        if isinstance(self.key, str):
-            raise LayoutUnavailable(self.key)
+    @property
+    def key_rows(self) -> HeadRows:
+        """The key heads' rows; raises `LayoutUnavailable` where they could not be settled."""
+        if isinstance(self.key, LayoutUnavailable):
+            raise self.key
         return self.key
 
 
@@ -198,7 +214,7 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
         try:
             key_rows = _find_rows("key", key, leaves, project, generator)
         except LayoutUnavailable as unavailable:
-            key_rows = str(unavailable)
+            key_rows = unavailable
     return Layout(query_rows, key_rows)
 
 
@@ -314,7 +330,7 @@ def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
             f"the {side} depends on no weight matrix, only on scales or biases: {_listed(reaches)}"
         )
     if len(matrices) > 1:
-        raise LayoutUnavailable(_not_one_matrix(side, matrices))
+        raise _not_one_matrix(side, matrices)
     return matrices[0]
 
 
@@ -329,13 +345,14 @@ def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str
         if other != name and reach.entries.max() >= d_model
     ]
     if factors:
-        raise LayoutUnavailable(_not_one_matrix(side, [name, *factors]))
+        raise _not_one_matrix(side, [name, *factors])
 
 
-def _not_one_matrix(side: Side, names: list[str]) -> str:
-    return (
+def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
+    return NotOneMatrix(
         f"the {side} depends on {_listed(names)} together (a latent or low-rank projection?), "
-        "so its rows in a single matrix are not defined"
+        "so its rows in a single matrix are not defined",
+        names,
     )
 
 
@@ -366,11 +383,12 @@ def _input_axis(
         shares = ", ".join(
             f"{share:.1e} along axis {axis}" for axis, share in off_direction.items()
         )
-        raise LayoutUnavailable(
+        raise NotOneMatrix(
             f"'{name}' of shape {tuple(weight.shape)} does not act on the {side} as a matrix on "
             "its input (is it rescaled before use?): the share of the gradient of one position "
             f"off a common direction is {shares}, where one axis should have at most "
-            f"{OFF_DIRECTION_LIMIT:.0e}"
+            f"{OFF_DIRECTION_LIMIT:.0e}",
+            [name],
         )
     return axes[0]
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators, ranks
@@ -248,7 +249,9 @@ def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
 
 
 def _number(value: Tensor | float) -> Tensor | float:
-    """One number without its history; a view, so no kernel runs."""
+    """One number without its history; a view, so no kernel runs, unless ranks hold shares of it."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
     return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
 
 

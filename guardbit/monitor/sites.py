@@ -10,6 +10,7 @@ inst.remove()
 from __future__ import annotations
 
 import fnmatch
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -21,7 +22,15 @@ from guardbit.kernels import switchboard
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import interception
-from guardbit.monitor.layouts import Layout, LayoutUnavailable, find_layout
+from guardbit.monitor.layouts import Layout, LayoutUnavailable
+from guardbit.monitor.projections import Weights, settle
+
+# Where wrappers of `torch.compile`, and of activation checkpointing as FSDP applies it, keep the
+# module they wrap: a site goes by the same name with them and without.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+# Hugging Face's names of attention that never reaches PyTorch's function.
+_UNSEEN_IMPLEMENTATIONS = ("eager", "flash_attention_", "flex_attention")
 
 T = TypeVar("T")
 
@@ -52,7 +61,7 @@ class Site:
         self.module = module
         self.number = number
         self._enclosing = [(number, module), *((site.number, site.module) for site in enclosing)]
-        self._layout: tuple[Layout, nn.Module] | LayoutUnavailable | None = None
+        self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
@@ -111,18 +120,18 @@ class Site:
             IndexError: If there is no such head.
             LayoutUnavailable: If it cannot be known which rows they are, saying why.
         """
-        layout, module = self._settled_layout()
-        return layout.query_weight(_parameters(module), head)
+        layout, weights = self._settled_layout()
+        return layout.query.weight(weights.of(layout.query.parameter), head)
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of all heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
-        layout, module = self._settled_layout()
-        return layout.query_weights(_parameters(module))
+        layout, weights = self._settled_layout()
+        return layout.query.weights(weights.of(layout.query.parameter))
 
     def key_weights(self) -> Tensor:
         """Returns W_K of all key heads, FP32 `(H_kv, d_head, d_model)`; see `query_weight`."""
-        layout, module = self._settled_layout()
-        return layout.key_weights(_parameters(module))
+        layout, weights = self._settled_layout()
+        return layout.key_rows.weights(weights.of(layout.key_rows.parameter))
 
     def settle_layout(self) -> str | None:
         """Finds out where W_Q and W_K lie, if that was not done yet.
@@ -134,9 +143,9 @@ class Site:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
             return str(unavailable)
-        return layout.key if isinstance(layout.key, str) else None
+        return str(layout.key) if isinstance(layout.key, LayoutUnavailable) else None
 
-    def _settled_layout(self) -> tuple[Layout, nn.Module]:
+    def _settled_layout(self) -> tuple[Layout, Weights]:
         if self._layout is None:
             if self._record() is None:
                 raise LayoutUnavailable(
@@ -147,24 +156,16 @@ class Site:
             raise self._layout
         return self._layout
 
-    def _find_layout(self) -> tuple[Layout, nn.Module] | LayoutUnavailable:
+    def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
         """Asks the innermost module that has weight matrices, then those around it."""
         record = self._record()
         reason: str | None = None
         for module, inputs in record.modules if record else []:
-            parameters = {name: p.float() for name, p in _parameters(module).items()}
-            if not any(p.dim() >= 2 for p in parameters.values()):
+            if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
-
-            def project(
-                leaves: dict[str, Tensor],
-                module: nn.Module = module,
-                inputs: interception.ModuleInputs = inputs,
-            ) -> tuple[Tensor, Tensor]:
-                return interception.rerun(self.number, module, inputs, leaves)
-
+            rerun = functools.partial(interception.rerun, self.number, module, inputs)
             try:
-                return find_layout(project, parameters), module
+                return settle(module, rerun)
             except LayoutUnavailable as unavailable:
                 reason = reason or str(unavailable)
             except Exception as error:
@@ -184,6 +185,8 @@ class Instrumentation:
         candidates = dict(_candidates(model))
         if sites is not None:
             candidates = _select(candidates, sites, "module")
+        else:
+            _refuse_unseen(model, candidates)
         if not candidates:
             raise ValueError(
                 f"{type(model).__name__} has no module that could call attention; GuardBit watches"
@@ -284,12 +287,17 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
         sites: Names or patterns of the modules to consider; None for all.
 
     Raises:
-        ValueError: If the model has no module that could call attention, a name matches none, or
-            the model is instrumented already.
+        ValueError: If the model has no module that could call attention where GuardBit sees it, a
+            name matches none, or the model is instrumented already.
     """
     for name, module in model.named_modules():
         if interception.is_attached(module):
             raise ValueError(f"the model is instrumented already (module '{name}')")
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(
+                f"module '{name}' is an nn.DataParallel, whose threads run one module at the same"
+                " time, so calls cannot be told apart; use DistributedDataParallel"
+            )
     return Instrumentation(model, sites)
 
 
@@ -300,8 +308,34 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
             continue  # a wrapper around the module that matters
-        parts = [part for part in name.split(".") if part != "_orig_mod"]
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its calls never come back to Python
+        parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
+
+
+def _refuse_unseen(model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
+    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
+
+    Other modules may call attention too, unless they only hold such a model.
+    """
+    unseen: dict[nn.Module, str] = {}
+    for module in candidates.values():
+        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if type(module).__module__.startswith("transformers.") and isinstance(implementation, str):
+            if not implementation.startswith(_UNSEEN_IMPLEMENTATIONS):
+                return
+            unseen[module] = implementation
+    inside = {part for module in unseen for part in module.modules()}
+    holds_one = [
+        module for module in candidates.values() if not inside.isdisjoint(module.modules())
+    ]
+    if unseen and len(holds_one) == len(candidates):
+        module, implementation = next(iter(unseen.items()))
+        raise ValueError(
+            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
+            " which GuardBit does not see; it sees 'sdpa', where the model has it"
+        )
 
 
 def _around(name: str, model: nn.Module) -> Iterator[str]:
@@ -333,7 +367,3 @@ def _listed(heads: Iterable[int]) -> list[int]:
 
 def _is_pattern(name: str) -> bool:
     return any(character in name for character in "*?[")
-
-
-def _parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters()}

@@ -17,27 +17,17 @@ import pytest
 #: compute capability).
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-#: Bytes of local memory that entries may use. Those of sm_90 are faster with it than any that needs
-#: none (benchmarks/tune_tiles.py on an H200); the others are untuned. All that are not listed: 0.
+#: Bytes of local memory that entries of sm_90 may use: they are faster with it than any that needs
+#: none (benchmarks/tune_tiles.py on an H200). All others: 0.
 SPILLS = {
-    (80, "key_gradients", 64): 8,
-    (89, "key_gradients", 64): 24,
-    (89, "shadow", 128): 32,
-    (90, "forward", 128): 48,
-    (90, "forward", 256): 4448,
-    (90, "query_gradients", 128): 72,
-    (90, "key_gradients", 64): 56,
-    (90, "key_gradients", 128): 184,
-    (90, "key_gradients", 256): 400,
-    (90, "shadow", 16): 208,
-    (90, "shadow", 32): 80,
-    (90, "shadow", 64): 80,
-    (90, "shadow", 256): 728,
-    (100, "forward", 256): 80,
-    (100, "query_gradients", 256): 8,
-    (100, "key_gradients", 32): 32,
-    (100, "key_gradients", 128): 24,
-    (100, "shadow", 128): 8,
+    ("key_gradients", 32): 80,
+    ("key_gradients", 64): 152,
+    ("key_gradients", 128): 200,
+    ("key_gradients", 256): 416,
+    ("shadow", 16): 208,
+    ("shadow", 32): 80,
+    ("shadow", 64): 80,
+    ("shadow", 256): 728,
 }
 
 FLOATS = {
@@ -177,7 +167,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         if entry["kernel"].endswith("with dropout"):
             continue  # takes the tiles of the kernel without; they have room for it, not registers
-        limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
+        limit = SPILLS.get((entry["kernel"], entry["width"]), 0) if architecture == 90 else 0
         assert entry["spilled"] <= limit, entry
 
 

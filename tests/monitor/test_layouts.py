@@ -99,25 +99,10 @@ def blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
     return split_heads(query, HEADS), split_heads(key, HEADS)
 
 
-def normed_per_head(self, x: Tensor) -> tuple[Tensor, Tensor]:
-    """timm, vision_transformer.py, Attention with qk_norm."""
-    qkv = self.qkv(x).reshape(1, TOKENS, 3, HEADS, D_HEAD).permute(2, 0, 3, 1, 4)
-    return self.q_norm(qkv[0]), self.k_norm(qkv[1])
-
-
 def scaled_per_head(self, x: Tensor) -> tuple[Tensor, Tensor]:
     """Cohere's query norm: one scale a head and feature, a parameter of two axes."""
     query, key = (split_heads(linear(x), HEADS) for linear in (self.q_proj, self.k_proj))
     return (F.layer_norm(s, (D_HEAD,)) * self.scale[:, None] for s in (query, key))
-
-
-def grouped_and_interleaved(self, x: Tensor) -> tuple[Tensor, Tensor]:
-    """LitGPT up to 0.4, model.py, CausalSelfAttention: q..q k v for each group of heads."""
-    per_group = HEADS // GROUPS
-    qkv = self.attn(x).view(1, TOKENS, GROUPS, per_group + 2, D_HEAD).permute(0, 2, 3, 1, 4)
-    query, key, _ = qkv.split((per_group, 1, 1), dim=2)
-    key = key.expand(1, GROUPS, per_group, TOKENS, D_HEAD)
-    return query.reshape(1, HEADS, TOKENS, D_HEAD), key.reshape(1, HEADS, TOKENS, D_HEAD)
 
 
 def gated(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,14 +158,6 @@ HAND_WRITTEN: dict[str, Callable[[], Case]] = {
         lambda p: consecutive(p["c_attn.weight"], [24, 30, 36, 42]),
         c_attn=linear(3 * D_MODEL),
     ),
-    "timm_query_norm": lambda: by_hand(
-        normed_per_head,
-        lambda p: consecutive(p["qkv.weight"], [0, 6, 12, 18]),
-        lambda p: consecutive(p["qkv.weight"], [24, 30, 36, 42]),
-        qkv=linear(3 * D_MODEL),
-        q_norm=nn.LayerNorm(D_HEAD),
-        k_norm=nn.LayerNorm(D_HEAD),
-    ),
     "cohere_query_norm": lambda: by_hand(
         scaled_per_head,
         lambda p: consecutive(p["q_proj.weight"], [0, 6, 12, 18]),
@@ -188,12 +165,6 @@ HAND_WRITTEN: dict[str, Callable[[], Case]] = {
         q_proj=linear(),
         k_proj=linear(),
         scale=torch.ones(HEADS, D_HEAD),
-    ),
-    "litgpt_groups": lambda: by_hand(
-        grouped_and_interleaved,
-        lambda p: consecutive(p["attn.weight"], [0, 6, 24, 30]),
-        lambda p: consecutive(p["attn.weight"], [12, 12, 36, 36]),
-        attn=linear((HEADS + 2 * GROUPS) * D_HEAD),
     ),
     "gated_queries": lambda: by_hand(
         gated,
@@ -257,7 +228,7 @@ def single_head_of_full_width() -> Case:
     return Case(module, (x, x, x), [weight[:8]], [weight[8:16]], {"need_weights": False})
 
 
-# -- Hugging Face models, from the sources of transformers 5.23 ------------------------------------
+# -- Hugging Face models, from the sources of transformers 5.23; most are in `support/` ------------
 
 SMALL = {
     "hidden_size": 32,
@@ -311,88 +282,7 @@ def grouped_keys(**changes: Any) -> dict[str, Any]:
     return {**SMALL, "num_key_value_heads": 2, "head_dim": 8, **changes}
 
 
-PADDED = {
-    "input_ids": torch.tensor([[0, 0, 3, 4, 5]]),
-    "attention_mask": torch.tensor([[0, 0, 1, 1, 1]]),
-}
-IN_HEADS, IN_GROUPS, REPEATED = (0, 8, 16, 24), (0, 8), (0, 0, 8, 8)
-
 HUGGING_FACE: dict[str, Callable[[], Case]] = {
-    "gpt2_conv1d": lambda: hugging_face(
-        transformers.GPT2Config(n_embd=32, n_head=4, n_layer=1, n_positions=8, **SMALL),
-        "h.0.attn",
-        lambda p: consecutive(p["c_attn.weight"].T, IN_HEADS, 8),
-        lambda p: consecutive(p["c_attn.weight"].T, (32, 40, 48, 56), 8),
-    ),
-    "llama_grouped": lambda: hugging_face(
-        transformers.LlamaConfig(**grouped_keys()),
-        "layers.0.self_attn",
-        named("q_proj.weight", IN_HEADS),
-        named("k_proj.weight", IN_GROUPS),
-    ),
-    # With a mask the keys are repeated for the query heads before attention.
-    "llama_grouped_padded": lambda: hugging_face(
-        transformers.LlamaConfig(**grouped_keys()),
-        "layers.0.self_attn",
-        named("q_proj.weight", IN_HEADS),
-        named("k_proj.weight", REPEATED),
-        **PADDED,
-    ),
-    "qwen3_query_norm": lambda: hugging_face(
-        transformers.Qwen3Config(**grouped_keys()),
-        "layers.0.self_attn",
-        named("q_proj.weight", IN_HEADS),
-        named("k_proj.weight", IN_GROUPS),
-    ),
-    "olmo2_full_width_norm": lambda: hugging_face(
-        transformers.Olmo2Config(**grouped_keys()),
-        "layers.0.self_attn",
-        named("q_proj.weight", IN_HEADS),
-        named("k_proj.weight", IN_GROUPS),
-    ),
-    "phi3_fused_grouped": lambda: hugging_face(
-        transformers.Phi3Config(**grouped_keys()),
-        "layers.0.self_attn",
-        named("qkv_proj.weight", IN_HEADS),
-        named("qkv_proj.weight", (32, 40)),
-    ),
-    "gpt_neox_interleaved": lambda: hugging_face(
-        transformers.GPTNeoXConfig(**SMALL),
-        "layers.0.attention",
-        named("query_key_value.weight", (0, 24, 48, 72)),
-        named("query_key_value.weight", (8, 32, 56, 80)),
-    ),
-    "falcon_interleaved": lambda: hugging_face(
-        transformers.FalconConfig(multi_query=False, **SMALL),
-        "h.0.self_attention",
-        named("query_key_value.weight", (0, 24, 48, 72)),
-        named("query_key_value.weight", (8, 32, 56, 80)),
-    ),
-    "falcon_multi_query": lambda: hugging_face(
-        transformers.FalconConfig(multi_query=True, **SMALL),
-        "h.0.self_attention",
-        named("query_key_value.weight", IN_HEADS),
-        named("query_key_value.weight", (32,)),
-    ),
-    "falcon_groups": lambda: hugging_face(
-        transformers.FalconConfig(new_decoder_architecture=True, num_kv_heads=2, **SMALL),
-        "h.0.self_attention",
-        named("query_key_value.weight", (0, 8, 32, 40)),
-        named("query_key_value.weight", (16, 16, 48, 48)),
-    ),
-    "bert": lambda: hugging_face(
-        transformers.BertConfig(**SMALL),
-        "encoder.layer.0.attention.self",
-        named("query.weight", IN_HEADS),
-        named("key.weight", IN_HEADS),
-    ),
-    "vit": lambda: hugging_face(
-        transformers.ViTConfig(image_size=8, patch_size=4, **SMALL),
-        "layers.0.attention",
-        named("q_proj.weight", IN_HEADS),
-        named("k_proj.weight", IN_HEADS),
-        pixel_values=torch.ones(1, 3, 8, 8),
-    ),
     # Heads of 6 features in a model of width 32: d_kv is free in T5.
     "t5_cross_attention": lambda: hugging_face(
         transformers.T5Config(d_model=32, d_kv=6, d_ff=16, num_layers=1, num_heads=4, **SMALL),
@@ -539,28 +429,22 @@ def refusal(module: nn.Module, *args: Any, **kwargs: Any) -> str:
     return str(refused.value)
 
 
-def latent_attention(**options: Any) -> Case:
+def latent_keys() -> Case:
     config = transformers.DeepseekV3Config(
         kv_lora_rank=12,
         qk_nope_head_dim=4,
         qk_rope_head_dim=4,
         v_head_dim=8,
         first_k_dense_replace=1,
-        **options,
+        q_lora_rank=None,
         **grouped_keys(num_key_value_heads=4, head_dim=4),
     )
-    query = named("q_proj.weight", IN_HEADS) if options["q_lora_rank"] is None else lambda _: []
+    query = named("q_proj.weight", (0, 8, 16, 24))
     return hugging_face(config, "layers.0.self_attn", query, lambda _: [])
 
 
-def test_latent_queries_are_refused():
-    case = latent_attention(q_lora_rank=12)
-    message = refusal(case.module, *case.args, **case.kwargs)
-    assert "'q_a_proj.weight', 'q_b_proj.weight'" in message
-
-
 def test_latent_keys_leave_plain_queries_available():
-    case = latent_attention(q_lora_rank=None)
+    case = latent_keys()
     layout = layout_of(case.module, *case.args, **case.kwargs)
     parameters = dict(case.module.named_parameters())
     assert torch.equal(layout.query_weights(parameters), torch.stack(case.query))

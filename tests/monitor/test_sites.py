@@ -78,6 +78,92 @@ def test_what_cannot_be_instrumented(model, inst):
     assert F.scaled_dot_product_attention is stock
 
 
+def test_threads_that_share_modules_are_refused(model):
+    with pytest.raises(ValueError, match=r"'0' is an nn.DataParallel, .*DistributedDataParallel"):
+        guardbit.instrument(nn.Sequential(nn.DataParallel(model)))
+
+
+def test_replicas_made_later_are_not_watched(model, inst, tiny, tokens):
+    before = model(tokens)
+    launches = inst.sites["h.0.attn"].launches
+    for module in model.modules():
+        module._is_replica = True  # as `torch.nn.parallel.replicate` marks its shallow copies
+    assert torch.equal(model(tokens), before)
+    assert inst.sites["h.0.attn"].launches == launches
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    assert not site_stack
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_scripted_parts_are_passed_over(tiny):
+    class Half(nn.Module):
+        def forward(self, x):
+            return x / 2
+
+    model = nn.Sequential(torch.jit.script(Half()), tiny.Attention())
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, torch.randn(2, 5, 64))
+        assert list(inst.sites) == ["1"]
+    finally:
+        inst.remove()
+    with pytest.raises(ValueError, match="has no module that could call attention"):
+        guardbit.instrument(torch.jit.script(Half()))
+
+
+class Pooler(nn.Module):
+    """Of the user's own, beside a library's model."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("beside", [False, True])
+def test_hugging_face_attention_that_nobody_sees(beside, implementation, wrapped):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=32, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=8, attn_implementation=implementation,
+    )  # fmt: skip
+    model = transformers.BertModel(config)
+    parts = [model, Pooler()] if beside else [model]
+
+    class Wrapper(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(parts)
+
+    outer = Wrapper() if wrapped or beside else model
+    if implementation == "eager" and not beside:
+        with pytest.raises(ValueError, match=r"BertModel .*'eager', which GuardBit does not see"):
+            guardbit.instrument(outer)
+    else:  # the other module may call attention
+        guardbit.instrument(outer).remove()
+    guardbit.instrument(outer, sites=["*"]).remove()  # explicit beats clever
+
+
+def test_sites_are_named_as_without_checkpoint_wrappers(model, tiny, tokens):
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+
+    before = tiny.step(model, tokens)
+    wrapper.apply_activation_checkpointing(
+        model, check_fn=lambda module: isinstance(module, tiny.Block)
+    )
+    inst = guardbit.instrument(model)
+    calls = []
+    inst.observe(calls.append)
+    try:
+        after = tiny.step(model, tokens)
+        assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+        assert [call.site for call in calls] == [site.number for site in inst.sites.values()][::-1]
+        same = zip(before.values(), after.values(), strict=True)
+        assert all(torch.equal(one, other) for one, other in same)
+    finally:
+        inst.remove()
+
+
 def test_calls_of_our_own_function_are_sites(tiny):
     class Ours(nn.Module):
         def __init__(self):

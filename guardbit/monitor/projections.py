@@ -1,0 +1,199 @@
+"""Projections made of several parameters, as the one matrix that they are.
+
+Under LoRA (arXiv 2106.09685) queries are W x + scale B A x; with weight norm (arXiv 1602.07868) W
+is a gain times a direction. What multiplies the input is then no parameter, but the submodule that
+holds these parameters is affine in its input all the same, and its outputs on the unit vectors are
+its matrix. So it is measured and not put together by rules, of which every kind of adapter would
+need its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from guardbit.monitor.layouts import Layout, LayoutUnavailable, NotOneMatrix, find_layout
+
+#: Largest relative distance of an affine submodule from its matrix and bias. It is run in FP64, but
+#: may cast to FP32 inside.
+_AFFINE_TOLERANCE = 1e-4
+
+Rerun = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+
+
+class _Affine(NamedTuple):
+    weight: Tensor
+    bias: Tensor
+
+
+class Weights:
+    """The matrices that a module multiplies with: its parameters, or what its submodules make.
+
+    Args:
+        module: The module.
+        widths: Names of the submodules that count as one matrix each, and how many features each
+            takes. Such a matrix goes by the submodule's name.
+    """
+
+    def __init__(self, module: nn.Module, widths: Mapping[str, int]) -> None:
+        self._module = module
+        self._widths = dict(widths)
+        self._biases = {name: self._measured(name).bias for name in widths}
+
+    def of(self, name: str) -> dict[str, Tensor]:
+        """Returns one current matrix by its name, detached; empty if the module has none such.
+
+        Raises:
+            LayoutUnavailable: If the submodule of that name is not affine, or not any more.
+        """
+        if name in self._widths:
+            return {name: self._measured(name).weight}
+        found = dict(self._module.named_parameters()).get(name)
+        return {} if found is None else {name: _whole(found)}
+
+    def leaves(self) -> dict[str, Tensor]:
+        """Returns all current matrices in FP32 by name, detached."""
+        below = tuple(f"{name}." for name in self._widths)
+        parameters = {
+            name: _whole(p).float()
+            for name, p in self._module.named_parameters()
+            if not name.startswith(below)
+        }
+        return parameters | {name: self._measured(name).weight for name in self._widths}
+
+    @contextmanager
+    def in_place(self, matrices: Mapping[str, Tensor]) -> Iterator[None]:
+        """Lets the submodules multiply with the given matrices instead of their own."""
+        before = {}
+        for name, bias in self._biases.items():
+            attributes = vars(self._module.get_submodule(name))
+            before[name] = attributes.get("forward")
+            attributes["forward"] = _multiply_by(matrices[name], bias)
+        try:
+            yield
+        finally:
+            for name, forward in before.items():
+                attributes = vars(self._module.get_submodule(name))
+                del attributes["forward"]
+                if forward is not None:
+                    attributes["forward"] = forward
+
+    def _measured(self, name: str) -> _Affine:
+        """Runs a submodule on zero, the unit vectors and, to see whether it is affine, noise."""
+        width = self._widths[name]
+        submodule = self._module.get_submodule(name)
+        tensors = {
+            key: _whole(x).double() if x.is_floating_point() else x.detach().clone()
+            for key, x in (*submodule.named_parameters(), *submodule.named_buffers())
+        }
+        device = next(submodule.parameters()).device
+        options = {"dtype": torch.float64, "device": device}
+        noise = torch.randn(4, width, generator=torch.Generator(device).manual_seed(0), **options)
+        unit = torch.eye(width, **options)
+        with (
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+            torch.compiler.set_stance("force_eager"),
+            _without_dropout(submodule),
+            nn.utils.stateless._reparametrize_module(submodule, tensors),
+        ):
+            # As tokens of one sequence: what mixes them shows, too.
+            out = submodule.forward(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
+        bias, columns, answers = out.split((1, width, len(noise)))
+        columns = columns - bias
+        distance = (answers - (noise @ columns + bias)).norm() / answers.norm()
+        if not distance <= _AFFINE_TOLERANCE:
+            raise LayoutUnavailable(
+                f"'{name}' is no matrix: on noise it differs from what it does to unit vectors by"
+                f" {distance:.1e} (relative), at most {_AFFINE_TOLERANCE:.0e} is allowed"
+            )
+        return _Affine(columns.T.float(), bias[0].float())
+
+
+def settle(module: nn.Module, rerun: Rerun) -> tuple[Layout, Weights]:
+    """Finds the rows of W_Q and W_K in a module's parameters, or in what its submodules make.
+
+    Args:
+        module: The attention module.
+        rerun: Runs it eagerly with the given parameters; returns q `(B, H, N, D)` and k
+            `(B, H_kv, M, D)` with their history.
+
+    Raises:
+        LayoutUnavailable: If the rows of W_Q could not be settled.
+    """
+    return _settle(module, rerun, {})
+
+
+def _settle(module: nn.Module, rerun: Rerun, widths: dict[str, int]) -> tuple[Layout, Weights]:
+    weights = Weights(module, widths)
+
+    def project(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with weights.in_place(leaves):
+            return rerun({name: leaf for name, leaf in leaves.items() if name not in widths})
+
+    def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
+        for name in _owners(parameters):
+            try:
+                return _settle(module, rerun, widths | {name: _width(module, name, rerun)})
+            except Exception:
+                continue  # not a matrix, or not to be run like one: the first reason stands
+        return None
+
+    try:
+        layout = find_layout(project, weights.leaves())
+    except NotOneMatrix as unavailable:
+        settled = with_one_matrix_more(unavailable.parameters)
+        if settled is None:
+            raise
+        return settled
+    if isinstance(layout.key, NotOneMatrix):
+        return with_one_matrix_more(layout.key.parameters) or (layout, weights)
+    return layout, weights
+
+
+def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
+    """Names of the submodules that hold all these parameters, innermost first."""
+    paths = [name.split(".")[:-1] for name in parameters]
+    shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
+    for depth in range(len(shared), 0, -1):
+        yield ".".join(shared[:depth])
+
+
+def _width(module: nn.Module, name: str, rerun: Rerun) -> int:
+    """How many features the submodule takes when the module runs."""
+    widths = []
+    submodule = module.get_submodule(name)
+    handle = submodule.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-1]))
+    try:
+        rerun({key: _whole(p).float() for key, p in module.named_parameters()})
+    finally:
+        handle.remove()
+    return widths[0]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    """The parameter, detached; of one that is sharded all shards, for which all ranks must ask."""
+    parameter = parameter.detach()
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
+    return lambda x, *_, **__: F.linear(x, weight, bias)
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    training = [(m, m.training) for m in module.modules()]
+    for m, _ in training:
+        m.training = False
+    try:
+        yield
+    finally:
+        for m, was in training:
+            m.training = was

@@ -1,0 +1,76 @@
+"""The table of what is supported: written from what the tests observe, or compared with it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+COMMITTED = Path(__file__).parents[3] / "docs" / "support.md"
+COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.md"
+HEADERS = {
+    "Architectures": ("architecture", "sites", "W_Q", "W_K", "switchable"),
+    "Execution": ("mode", "neutral", "switches", "resumes"),
+}
+
+_observed = {}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--support-table", type=Path, help="write the observed table to this file")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    path = session.config.getoption("--support-table", default=None)
+    if path is not None and exitstatus == 0:
+        path.write_text(document(_observed))
+
+
+def line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def document(tables):
+    """The whole file: title -> rows in the order of the tests."""
+    parts = [f"# What is supported\n\nWritten by `{COMMAND}`;\nthe tests compare it.\n"]
+    for title, header in HEADERS.items():
+        rule = line("---" for _ in header)
+        parts.append("\n".join([f"## {title}\n", line(header), rule, *tables[title]]) + "\n")
+    return "\n".join(parts)
+
+
+@pytest.fixture
+def committed(request):
+    """Title of a table -> its committed rows."""
+    if request.config.getoption("--support-table", default=None) is not None:
+        pytest.skip("the table is being written")
+    sections = COMMITTED.read_text().split("\n## ")[1:]
+    return {
+        section.split("\n")[0]: [row for row in section.split("\n") if row.startswith("|")][2:]
+        for section in sections
+    }
+
+
+@pytest.fixture
+def report(request):
+    """Takes a row that was observed: `report(title, *cells)`."""
+
+    def take(title, *cells):
+        assert len(cells) == len(HEADERS[title])
+        assert all(cells), "no blank cell"
+        row = line(cell.replace("|", "\\|") for cell in cells)
+        if request.config.getoption("--support-table", default=None) is not None:
+            _observed.setdefault(title, []).append(row)
+            return
+        rows = request.getfixturevalue("committed")[title]
+        assert row in rows, f"docs/support.md is not what was observed; run {COMMAND}"
+
+    return take
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch._dynamo.reset()

@@ -1,0 +1,532 @@
+"""What people train, small and with random weights: sites, rows of W_Q, and the switch.
+
+The rows are slices written by hand from each architecture's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import peft
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import guardbit
+
+pytestmark = [
+    # Libraries of their own, when they are loaded or attached.
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+]
+
+Slices = Callable[[nn.Module], list[Tensor]]
+
+MASK = "it is called with an explicit attention mask"
+
+
+class Architecture(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        build: Makes the model, of width 64 with 4 heads of 16.
+        sites: Where its attention is called.
+        query: Every head's rows of W_Q, from the attention module; or why there are none.
+        key: The same of W_K.
+        batch: What the model is called with.
+        refusal: Why it cannot be switched.
+    """
+
+    build: Callable
+    sites: tuple[str, ...]
+    query: Slices | str
+    key: Slices | str
+    batch: Callable[[], dict[str, Tensor]]
+    refusal: str | None = None
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+def language() -> dict[str, Tensor]:
+    ids = torch.randint(3, 32, (2, 12), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+def padded() -> dict[str, Tensor]:
+    batch = language()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, :5] = 0
+    return batch
+
+
+def tokens() -> dict[str, Tensor]:
+    return {"tokens": language()["input_ids"]}
+
+
+def image() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))}
+
+
+def vectors(name: str) -> dict[str, Tensor]:
+    return {name: torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(1))}
+
+
+# -- where the rows lie ----------------------------------------------------------------------------
+
+CONSECUTIVE, GROUPED, REPEATED = (0, 16, 32, 48), (0, 16), (0, 0, 16, 16)
+
+
+def at(starts: tuple[int, ...], *path: str) -> Slices:
+    """Rows 16 by 16 of the weight at a path below the attention module."""
+
+    def slices(attention: nn.Module) -> list[Tensor]:
+        weight = attention.get_parameter(".".join(path))
+        return [weight[start : start + 16] for start in starts]
+
+    return slices
+
+
+def columns(starts: tuple[int, ...], name: str) -> Slices:
+    """Of a transposed weight."""
+    return lambda attention: [attention.get_parameter(name)[:, s : s + 16].T for s in starts]
+
+
+def adapted(starts: tuple[int, ...], name: str, transposed: bool = False) -> Slices:
+    """LoRA (arXiv 2106.09685, section 4.1): W + alpha / r * B A, alpha = 16 and r = 4."""
+
+    def slices(attention: nn.Module) -> list[Tensor]:
+        linear = attention.get_submodule(name)
+        base = linear.base_layer.weight.T if transposed else linear.base_layer.weight
+        weight = base + 16 / 4 * linear.lora_B.default.weight @ linear.lora_A.default.weight
+        return [weight[start : start + 16] for start in starts]
+
+    return slices
+
+
+def directed(starts: tuple[int, ...], name: str) -> Slices:
+    """DoRA (arXiv 2402.09353, equation 5): the direction of W + scale * B A, each row times m."""
+
+    def slices(attention: nn.Module) -> list[Tensor]:
+        whole = torch.cat(adapted(CONSECUTIVE, name)(attention))
+        magnitude = attention.get_submodule(name).lora_magnitude_vector.default.weight
+        weight = magnitude[:, None] * whole / whole.norm(dim=1, keepdim=True)
+        return [weight[start : start + 16] for start in starts]
+
+    return slices
+
+
+# -- architectures of others, from the sources of transformers 5.23 --------------------------------
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 32,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
+}  # fmt: skip
+GROUPS = {**SMALL, "num_key_value_heads": 2, "head_dim": 16}
+QUIET = {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "attn_pdrop": 0.0, **SMALL}
+T5 = {
+    "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
+    "vocab_size": 32, "decoder_start_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+
+
+def hugging_face(name: str, task: str = "ForCausalLM", **options: object) -> Callable:
+    def build(_: object) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**options)
+        return getattr(transformers, f"{name}{task}")(config)
+
+    return build
+
+
+def with_adapters(build: Callable, *targets: str, **options: object) -> Callable:
+    def adapt(tiny: object) -> nn.Module:
+        config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), **options)
+        return peft.get_peft_model(build(tiny), config)
+
+    return adapt
+
+
+def layers(pattern: str) -> tuple[str, ...]:
+    return pattern.format(0), pattern.format(1)
+
+
+DECODER = layers("model.layers.{}.self_attn")
+ADAPTED_DECODER = layers("base_model.model.model.layers.{}.self_attn")
+
+
+def separate(name: str, refusal: str | None = None, batch: Callable = language, **options: object):
+    """Separate projections and grouped keys; with a mask the keys are repeated before attention."""
+    keys = at(GROUPED if refusal is None else REPEATED, "k_proj", "weight")
+    query = at(CONSECUTIVE, "q_proj", "weight")
+    build = hugging_face(name, **{**GROUPS, **options})
+    return Architecture(build, DECODER, query, keys, batch, refusal)
+
+
+def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
+    """Its causal mask is always written out (`allow_is_causal_skip=False` in its forward)."""
+    fused = ("query_key_value", "weight")
+    return Architecture(
+        hugging_face("Falcon", **SMALL, **options),
+        layers("transformer.h.{}.self_attention"),
+        at(query, *fused),
+        at(key, *fused),
+        language,
+        MASK,
+    )
+
+
+# -- architectures written out ---------------------------------------------------------------------
+
+
+def heads(x: Tensor, number: int = 4) -> Tensor:
+    return x.unflatten(-1, (number, 16)).transpose(1, 2)
+
+
+class NanoGPT(nn.Module):
+    """nanoGPT, model.py, CausalSelfAttention: q, k and v in three blocks of c_attn."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = (heads(y) for y in self.c_attn(x).split(64, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class TimmAttention(nn.Module):
+    """timm, vision_transformer.py, Attention with qk_norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+        self.q_norm, self.k_norm = nn.LayerNorm(16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        qkv = self.qkv(x).reshape(batch, length, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        x = F.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v)
+        return self.proj(x.transpose(1, 2).reshape(batch, length, width))
+
+
+class LitGPTInterleaved(nn.Module):
+    """LitGPT up to 0.4, model.py, CausalSelfAttention: q..q k v for each of two groups of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.proj = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        qkv = self.attn(x).view(batch, length, 2, 4, 16).permute(0, 2, 3, 1, 4)
+        q, k, v = qkv.split((2, 1, 1), dim=2)
+        k, v = (y.expand(batch, 2, 2, length, 16) for y in (k, v))
+        q, k, v = (y.reshape(batch, 4, length, 16) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(y.transpose(1, 2).reshape(batch, length, 64))
+
+
+class LitGPT(nn.Module):
+    """LitGPT from 0.5, model.py, CausalSelfAttention: queries, then grouped keys, then values."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(64, 128), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).split((64, 32, 32), dim=-1)
+        q, k, v = heads(q), heads(k, 2), heads(v, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+def written_out(attention: type[nn.Module]) -> Callable:
+    return lambda tiny: tiny.GPT(attention=attention)
+
+
+class ReturnsWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+
+
+def encoder_layer(_: object) -> nn.Module:
+    return nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+
+
+# -- the zoo ---------------------------------------------------------------------------------------
+
+INTERLEAVED = (0, 48, 96, 144)  # q k v of head 0, then of head 1
+BLOCKS = (64, 80, 96, 112)  # after 64 rows of queries
+T5_SITES = (
+    "encoder.block.0.layer.0.SelfAttention",
+    "decoder.block.0.layer.0.SelfAttention",
+    "decoder.block.0.layer.1.EncDecAttention",
+)
+UNSEEN = "computes attention by attn_implementation='eager', which GuardBit does not see"
+
+ZOO: dict[str, Architecture] = {
+    "GPT-2": Architecture(
+        hugging_face("GPT2", "LMHeadModel", **GPT2),
+        layers("transformer.h.{}.attn"),
+        columns(CONSECUTIVE, "c_attn.weight"),
+        columns(BLOCKS, "c_attn.weight"),
+        language,
+    ),
+    "GPT-NeoX": Architecture(
+        hugging_face("GPTNeoX", **SMALL),
+        layers("gpt_neox.layers.{}.attention"),
+        at(INTERLEAVED, "query_key_value", "weight"),
+        at(tuple(start + 16 for start in INTERLEAVED), "query_key_value", "weight"),
+        language,
+    ),
+    "Llama": separate("Llama"),
+    "Llama, padded batch": separate("Llama", MASK, padded),
+    "Mistral, window longer than the batch": separate("Mistral", sliding_window=16),
+    "Mistral, window shorter": separate("Mistral", MASK, sliding_window=4),
+    "Qwen2": separate("Qwen2"),
+    "Qwen3": separate("Qwen3"),
+    "Gemma": separate("Gemma"),
+    "Gemma 2": Architecture(hugging_face("Gemma2", **GROUPS), (), UNSEEN, UNSEEN, language, UNSEEN),
+    "Phi-3": Architecture(
+        hugging_face("Phi3", **GROUPS),
+        DECODER,
+        at(CONSECUTIVE, "qkv_proj", "weight"),
+        at((64, 80), "qkv_proj", "weight"),
+        language,
+    ),
+    "OLMo 2": separate("Olmo2"),
+    "Falcon, one key head a query head": falcon(
+        INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False
+    ),
+    "Falcon 7B, one key head for all": falcon(CONSECUTIVE, (64,), multi_query=True),
+    "Falcon 40B, groups": falcon(
+        (0, 16, 64, 80), (32, 32, 96, 96), new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "Falcon, ALiBi": falcon(
+        INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False, alibi=True
+    ),
+    "BLOOM": Architecture(
+        hugging_face("Bloom", n_head=4, **SMALL), (), UNSEEN, UNSEEN, language, UNSEEN
+    ),
+    "BERT": Architecture(
+        hugging_face("Bert", "ForMaskedLM", **QUIET),
+        layers("bert.encoder.layer.{}.attention.self"),
+        at(CONSECUTIVE, "query", "weight"),
+        at(CONSECUTIVE, "key", "weight"),
+        language,
+    ),
+    "ViT": Architecture(
+        hugging_face("ViT", "Model", image_size=16, patch_size=4, **QUIET),
+        layers("layers.{}.attention"),
+        at(CONSECUTIVE, "q_proj", "weight"),
+        at(CONSECUTIVE, "k_proj", "weight"),
+        image,
+    ),
+    "T5": Architecture(
+        hugging_face("T5", "ForConditionalGeneration", **T5),
+        T5_SITES,
+        at(CONSECUTIVE, "q", "weight"),
+        at(CONSECUTIVE, "k", "weight"),
+        language,
+        MASK,
+    ),
+    "DeepSeek-V3": Architecture(
+        hugging_face("DeepseekV3", q_lora_rank=12, **LATENT),
+        DECODER,
+        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
+        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
+        language,
+    ),
+    "DeepSeek-V3, queries not compressed": Architecture(
+        hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
+        DECODER,
+        at(CONSECUTIVE, "q_proj", "weight"),
+        "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together",
+        language,
+    ),
+    "nn.TransformerEncoderLayer": Architecture(
+        encoder_layer,
+        ("self_attn",),
+        at(CONSECUTIVE, "in_proj_weight"),
+        at(BLOCKS, "in_proj_weight"),
+        lambda: vectors("src"),
+    ),
+    "nn.MultiheadAttention, need_weights=True": Architecture(
+        lambda _: ReturnsWeights(),
+        ("attention",),
+        at(CONSECUTIVE, "in_proj_weight"),
+        at(BLOCKS, "in_proj_weight"),
+        lambda: vectors("x"),
+        "it returns attention weights (need_weights=True), which no fused kernel computes",
+    ),
+    "nanoGPT": Architecture(
+        written_out(NanoGPT),
+        layers("h.{}.attn"),
+        at(CONSECUTIVE, "c_attn", "weight"),
+        at(BLOCKS, "c_attn", "weight"),
+        tokens,
+    ),
+    "timm ViT, query norm": Architecture(
+        written_out(TimmAttention),
+        layers("h.{}.attn"),
+        at(CONSECUTIVE, "qkv", "weight"),
+        at(BLOCKS, "qkv", "weight"),
+        tokens,
+    ),
+    "LitGPT up to 0.4": Architecture(
+        written_out(LitGPTInterleaved),
+        layers("h.{}.attn"),
+        at((0, 16, 64, 80), "attn", "weight"),
+        at((32, 32, 96, 96), "attn", "weight"),
+        tokens,
+    ),
+    "LitGPT": Architecture(
+        written_out(LitGPT),
+        layers("h.{}.attn"),
+        at(CONSECUTIVE, "qkv", "weight"),
+        at((64, 80), "qkv", "weight"),
+        tokens,
+    ),
+    "LoRA, separate projections (Llama)": Architecture(
+        with_adapters(hugging_face("Llama", **GROUPS), "q_proj", "k_proj"),
+        ADAPTED_DECODER,
+        adapted(CONSECUTIVE, "q_proj"),
+        adapted(GROUPED, "k_proj"),
+        language,
+    ),
+    "LoRA, fused projection (Phi-3)": Architecture(
+        with_adapters(hugging_face("Phi3", **GROUPS), "qkv_proj"),
+        ADAPTED_DECODER,
+        adapted(CONSECUTIVE, "qkv_proj"),
+        adapted((64, 80), "qkv_proj"),
+        language,
+    ),
+    "LoRA, Conv1D (GPT-2)": Architecture(
+        with_adapters(hugging_face("GPT2", "LMHeadModel", **GPT2), "c_attn", fan_in_fan_out=True),
+        layers("base_model.model.transformer.h.{}.attn"),
+        adapted(CONSECUTIVE, "c_attn", transposed=True),
+        adapted(BLOCKS, "c_attn", transposed=True),
+        language,
+    ),
+    "DoRA (Llama)": Architecture(
+        with_adapters(hugging_face("Llama", **SMALL), "q_proj", "k_proj", use_dora=True),
+        ADAPTED_DECODER,
+        directed(CONSECUTIVE, "q_proj"),
+        directed(CONSECUTIVE, "k_proj"),
+        language,
+    ),
+}
+
+
+def randomize(model: nn.Module) -> nn.Module:
+    """Weights large enough that heads attend to something; adapters do not start at zero."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(std=0.15, generator=generator)
+    return model.train()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_architecture(name, tiny, report):
+    architecture = ZOO[name]
+    torch.manual_seed(0)
+    model, batch = randomize(architecture.build(tiny)), architecture.batch()
+    before = tiny.step(model, **batch)
+    if not architecture.sites:
+        with pytest.raises(ValueError, match=architecture.refusal) as refused:
+            guardbit.instrument(model)
+        assert tiny.equal(tiny.step(model, **batch), before)
+        report("Architectures", name, "none", "no", "no", f"refused at setup: {refused.value}")
+        return
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = tiny.step(model, **batch)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, **batch), before)
+        assert sorted(inst.sites) == sorted(architecture.sites)
+        query, key = (rows_found(architecture, inst.sites, side) for side in ("query", "key"))
+        switchable = architecture.refusal or "yes"
+        if architecture.refusal is None:
+            check_switch(model, batch, inst, tiny, before, rounded)
+        else:
+            for site in inst.sites.values():
+                assert site.num_heads == 4
+                assert site.refusal == architecture.refusal
+            with pytest.raises(ValueError, match="cannot be switched"):
+                inst.switch("*", "compensated")
+            assert tiny.equal(tiny.step(model, **batch), before)
+    finally:
+        inst.remove()
+    found = f"`{architecture.sites[0]}`"
+    if len(architecture.sites) > 1:
+        found += f" and {len(architecture.sites) - 1} more"
+    reason = "" if switchable == "yes" else "no: "
+    report("Architectures", name, found, query, key, reason + switchable)
+
+
+def rows_found(architecture, sites, side) -> str:
+    """The cell of the table, once every site's rows were compared with the slices."""
+    by_hand = getattr(architecture, side)
+    for site in sites.values():
+        read = {"query": site.query_weights, "key": site.key_weights}[side]
+        if isinstance(by_hand, str):
+            with pytest.raises(guardbit.LayoutUnavailable) as unavailable:
+                read()
+            reason = str(unavailable.value).rpartition("is unavailable: ")[2]
+            assert by_hand in reason
+            continue
+        expected = torch.stack(by_hand(site.module)).detach()
+        # Copied, equal to the bit; what adapters make is computed, to FP32's accuracy.
+        tolerance = 1e-6 if "lora" in repr(site.module) else 0.0
+        torch.testing.assert_close(read(), expected, rtol=tolerance, atol=tolerance)
+        if side == "query":
+            for head in range(4):
+                assert torch.equal(site.query_weight(head), read()[head])
+    return f"no: {reason}" if isinstance(by_hand, str) else "right"
+
+
+def distance(first, second) -> float:
+    """Between two gradients, as one long vector each."""
+    names = second.keys() - {"loss"}
+    squares = [(first[name] - second[name]).double().square().sum() for name in names]
+    return float(torch.stack(squares).sum().sqrt())
+
+
+def check_switch(model, batch, inst, tiny, exact, rounded) -> None:
+    """Gradients of the model with every head compensated, against the uninstrumented model's."""
+    inst.switch("*", "compensated")
+    size = distance(exact, {name: torch.zeros_like(x) for name, x in exact.items()})
+    # FP32 throughout: another order of sums, but the same mask, scale and grouping of heads.
+    assert distance(tiny.step(model, **batch), exact) < 2e-5 * size
+    with torch.autocast("cpu", torch.bfloat16):
+        switched = tiny.step(model, **batch)
+    # The bar of FlashAttention's tests: at most twice the error of PyTorch's own BF16.
+    assert 0 < distance(switched, exact) <= 2 * distance(rounded, exact)
+    for site in inst.sites.values():
+        launches = site.launches
+        assert launches["forward", "compensated"] == launches["backward", "compensated"] == 2
+    inst.switch("*", "none")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tiny.equal(tiny.step(model, **batch), rounded)
+
+
+def test_the_table_has_a_row_for_each(committed):
+    rows = committed["Architectures"]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(ZOO)

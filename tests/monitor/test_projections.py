@@ -1,0 +1,161 @@
+"""Projections of several parameters: the matrix they make, or a refusal, through `instrument`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import guardbit
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Adapted(nn.Linear):
+    """LoRA as one writes it: W x + B f(A dropout(x)) with W frozen."""
+
+    def __init__(self, between=None, dropout=0.0):
+        super().__init__(64, 64)
+        self.weight.requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 3, bias=False), nn.Linear(3, 64, bias=False)
+        self.between, self.dropout = between or nn.Identity(), nn.Dropout(dropout)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.between(self.down(self.dropout(x))))
+
+
+class Attention(nn.Module):
+    def __init__(self, query, key=None):
+        super().__init__()
+        self.q_proj, self.k_proj = query, key or nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (self.q_proj(x), self.k_proj(x)))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture
+def site_of(tiny):
+    made = []
+
+    def site(attention, dtype=torch.float32):
+        torch.manual_seed(1)
+        model = nn.Sequential(attention).to(dtype)
+        made.append(guardbit.instrument(model))
+        tiny.step(model, torch.randn(2, 9, 64, dtype=dtype))
+        return made[-1].sites["0"]
+
+    yield site
+    for instrumentation in made:
+        instrumentation.remove()
+
+
+def whole(projection):
+    return projection.weight + projection.up.weight @ projection.down.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_low_rank_adapters(dropout, dtype, site_of):
+    query = Adapted(dropout=dropout)
+    site = site_of(Attention(query, Adapted()), dtype)
+    wide = Adapted()
+    wide.load_state_dict({name: x.float() for name, x in query.state_dict().items()})
+    # FP32 sums of three products, from parameters that are exact in FP32 and FP64.
+    expected = whole(wide).view(4, 16, 64)
+    torch.testing.assert_close(site.query_weights(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(site.query_weight(2), site.query_weights()[2])
+    with torch.no_grad():
+        query.up.weight.mul_(2)
+        wide.up.weight.mul_(2)
+    torch.testing.assert_close(
+        site.query_weights(), whole(wide).view(4, 16, 64), rtol=1e-6, atol=1e-6
+    )
+    assert site.settle_layout() is None
+
+
+def test_adapters_of_the_keys_alone(site_of):
+    key = Adapted()
+    site = site_of(Attention(nn.Linear(64, 64), key))
+    query = site.module.q_proj.weight
+    assert torch.equal(site.query_weights(), query.view(4, 16, 64))
+    torch.testing.assert_close(site.key_weights(), whole(key).view(4, 16, 64), rtol=1e-6, atol=1e-6)
+
+
+def test_measuring_leaves_no_trace(site_of):
+    query = Adapted(dropout=0.5)
+    query.dropout.eval()
+    inner = query.forward
+    query.forward = lambda x: inner(x)  # as libraries that patch modules do
+    patched = query.forward
+    site = site_of(Attention(query))
+    values = {name: x.clone() for name, x in query.state_dict().items()}
+    random = torch.get_rng_state()
+    site.query_weights()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert query.forward is patched
+    assert query.training
+    assert not query.dropout.training
+    assert "forward" not in vars(site.module.k_proj)
+    assert all(torch.equal(x, values[name]) for name, x in query.state_dict().items())
+    assert not query.weight.requires_grad
+
+
+def test_weight_norm_counts_as_what_it_makes(site_of):
+    linear = parametrizations.weight_norm(nn.Linear(64, 64))
+    with torch.no_grad():
+        linear.parametrizations.weight.original0.mul_(3)
+    site = site_of(Attention(linear))
+    gain, direction = (getattr(linear.parametrizations.weight, f"original{i}") for i in (0, 1))
+    expected = gain * direction / direction.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(site.query_weights(), expected.view(4, 16, 64), rtol=1e-6, atol=1e-6)
+
+
+def test_adapters_that_are_no_matrix_are_refused(site_of):
+    site = site_of(Attention(Adapted(between=nn.ReLU())))
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.down.weight'.* together"):
+        site.query_weights()
+
+
+def test_adapters_that_cease_to_be_a_matrix_are_refused_from_then_on(site_of):
+    # Adapters start at zero: then any of them is a matrix.
+    query = Adapted(between=nn.ReLU())
+    nn.init.zeros_(query.up.weight)
+    site = site_of(Attention(query))
+    assert torch.equal(site.query_weights(), query.weight.view(4, 16, 64))
+    with torch.no_grad():
+        query.up.weight.normal_()
+    with pytest.raises(guardbit.LayoutUnavailable, match="'q_proj' is no matrix: on noise"):
+        site.query_weights()
+
+
+def test_a_projection_that_mixes_tokens_is_refused(site_of):
+    class Mixing(Adapted):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + y.roll(1, dims=1)
+
+    with pytest.raises(guardbit.LayoutUnavailable, match="together"):
+        site_of(Attention(Mixing())).query_weights()
+
+
+def test_two_matrices_without_a_module_of_their_own_are_refused(site_of):
+    class Latent(Attention):
+        def __init__(self):
+            super().__init__(nn.Linear(64, 64))
+            self.down, self.norm = nn.Linear(64, 12), nn.LayerNorm(12)
+            self.q_proj = nn.Linear(12, 64)
+
+        def forward(self, x):
+            q = self.q_proj(self.norm(self.down(x))).unflatten(-1, (4, 16)).transpose(1, 2)
+            k = self.k_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight', 'down.weight' to"):
+        site_of(Latent()).query_weights()
