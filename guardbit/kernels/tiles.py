@@ -198,6 +198,9 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
     },
 }
 
+# Blackwell's data centre GPUs, untuned: the fallback, but for an entry that would spill there.
+TILES[10, 0] = {**FALLBACK, "forward": {**FALLBACK["forward"], 256: Tile(64, 16, 8, 2)}}
+
 
 def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
     """Looks up how a kernel works on a device.

@@ -7,8 +7,8 @@ other rule speaks of the heads its alarms name.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
@@ -19,8 +19,9 @@ MODEL_RULES: frozenset[str] = frozenset({"model_logits", "loss_departure"})
 #: The rule that measures the rounding bias itself, where the others see its consequences.
 CAUSE_RULE = "delta_bias"
 
-#: Alarms "at once": the later step is at most this many times the earlier one.
-AT_ONCE = 1.25
+#: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
+#: 2,000 to 5,000 steps in the runs we have; where the rate is too high all goes within 600.
+AT_ONCE = 1000
 
 
 class Judgement(NamedTuple):
@@ -79,7 +80,6 @@ class Policy:
         # Site -> head -> "on" (switched), "undone", or "kept" (switched for good).
         self._switched: dict[str, dict[str, str]] = {}
         self._model_alarm: int | None = None
-        self._first_alarms: dict[str, Alarm] = {}
 
     def decide(self, alarms: Iterable[Alarm], step: int) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
@@ -92,7 +92,6 @@ class Policy:
             At most one decision a site to switch heads and one to undo that, in the order of sites.
         """
         for alarm in alarms:
-            self._first_alarms.setdefault(f"{alarm.rule} {alarm.site}", alarm)
             if alarm.rule == "model_logits":
                 self._model_alarm = alarm.step
             if alarm.rule not in MODEL_RULES:
@@ -123,21 +122,12 @@ class Policy:
                 decisions.append(Decision(step, site, _ascending(undo), "none", why))
         return decisions
 
-    def judge(self, sites: int) -> Judgement:
-        """Judges all alarms taken so far; see the function `judge`.
-
-        Args:
-            sites: Number of attention sites of the model.
-        """
-        return judge(tuple(self._first_alarms.values()), sites)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
         state = {
             "alarmed": self._alarmed,
             "switched": self._switched,
             "model_alarm": self._model_alarm,
-            "first_alarms": [list(astuple(alarm)) for alarm in self._first_alarms.values()],
         }
         return copy.deepcopy(state)
 
@@ -147,11 +137,6 @@ class Policy:
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
         self._model_alarm = state["model_alarm"]
-        alarms = [
-            Alarm(step, site, tuple(heads), rule, why)
-            for step, site, heads, rule, why in state["first_alarms"]
-        ]
-        self._first_alarms = {f"{alarm.rule} {alarm.site}": alarm for alarm in alarms}
 
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
         """Returns the rules that name the head now, empty where they are too few to switch."""
@@ -167,31 +152,37 @@ class Policy:
         return self.calm_steps is not None and step - max(rules.values()) >= self.calm_steps
 
 
-def judge(alarms: Sequence[Alarm], sites: int) -> Judgement:
+def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
     """Tells a rounding failure from a divergence of the learning rate, by the alarms.
 
     Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
     2510.04212, section 3.2); too high a learning rate moves all layers at once, together with the
-    loss, during or soon after the warm-up. So:
+    loss. So, with "at once" meaning within `AT_ONCE` steps:
 
     - no alarm: "stable";
     - all layers' logits run away before any head does, or at once with it: "learning-rate";
-    - heads of at most a third of the layers (one, in smaller models) are alarmed at first, or a
-      delta bias is measured in them: "rounding";
-    - else, many layers without a common rise, or a loss that departs before any head shows a
-      sign: "unclear".
+    - heads of at most a third of the layers (one, in smaller models) are alarmed at first, and
+      the loss departs later than at once (or later at all, where a delta bias is measured in
+      them), or not: "rounding";
+    - else, many layers without a common rise, or a loss that departs with the heads' first sign
+      or without any: "unclear" as long as the run goes on. Once it has ended, nothing more will
+      show single heads to blame, and the learning rate is: "learning-rate".
+
+    A delta bias in most layers does not make it rounding: where the rate is too high, the heads of
+    all layers end with one.
 
     Args:
         alarms: All alarms of the run, or at least the first of each rule and site.
         sites: Number of attention sites of the model.
+        ended: Whether this is all there will be.
 
     Returns:
         The verdict and the evidence in words.
     """
     if not alarms:
         return Judgement("stable", f"no rule has fired in any of {sites} layers")
+    undecided: Verdict = "learning-rate" if ended else "unclear"
     of_heads = [alarm for alarm in alarms if alarm.rule not in MODEL_RULES]
-    first_head = min((alarm.step for alarm in of_heads), default=None)
     first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
     first_loss = min((a.step for a in alarms if a.rule == "loss_departure"), default=None)
     loss = (
@@ -199,25 +190,42 @@ def judge(alarms: Sequence[Alarm], sites: int) -> Judgement:
         if first_loss is None
         else f"the loss departs at step {first_loss}"
     )
-    if first_model is not None and (first_head is None or first_model <= AT_ONCE * first_head):
-        moved = {a.site for a in alarms if a.site and a.step <= AT_ONCE * first_model}
+    first = min(of_heads, key=lambda alarm: alarm.step, default=None)
+    if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):
+        moved = {a.site for a in alarms if a.site and a.step <= first_model + AT_ONCE}
         return Judgement(
             "learning-rate",
             f"the logits of {len(moved)} of {sites} layers run away at once, at step "
             f"{first_model}; {loss}",
         )
-    if first_head is None or (first_loss is not None and first_loss < first_head):
-        return Judgement("unclear", f"{loss} before any head shows a sign")
-    early = [alarm for alarm in of_heads if alarm.step <= AT_ONCE * first_head]
+    if first is None:
+        return Judgement(undecided, f"{loss} before any head shows a sign")
+    early = [alarm for alarm in of_heads if alarm.step <= first.step + AT_ONCE]
     layers = sorted({alarm.site for alarm in early})
-    measured = any(alarm.rule == CAUSE_RULE for alarm in early)
-    bias = "a one-sided delta bias is measured" if measured else "no delta bias is established"
-    evidence = (
-        f"{len(layers)} of {sites} layers move ({', '.join(layers)}), from step {first_head}; "
-        f"{bias}; {loss}"
-    )
+    biased, grown = _heads_of(early, cause=True), _heads_of(early, cause=False)
     local = len(layers) <= max(1, sites // 3)
-    return Judgement("rounding" if local or measured else "unclear", evidence)
+    lead = math.inf if first_loss is None else first_loss - first.step
+    return Judgement(
+        "rounding" if local and lead > (0 if biased else AT_ONCE) else undecided,
+        f"{len(layers)} of {sites} layers move ({', '.join(layers)}), from step {first.step}; "
+        f"{first.rule}: {first.why}; {_siding(biased, grown)}; {loss}",
+    )
+
+
+def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
+    """Returns the heads named by the rule that measures the bias, or by the others."""
+    named = [alarm for alarm in alarms if (alarm.rule == CAUSE_RULE) is cause]
+    return {(alarm.site, head) for alarm in named for head in alarm.heads}
+
+
+def _siding(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
+    """Says whether the measured bias is where the growth is."""
+    if not biased:
+        return "no one-sided delta bias is established"
+    if not grown:
+        return "a one-sided delta bias is measured"
+    where = "in the heads that grow" if biased & grown else "in other heads than those that grow"
+    return f"a one-sided delta bias is measured {where}"
 
 
 def _ascending(heads: list[int]) -> tuple[int, ...]:

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Literal
 
 import pandas as pd
 
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.policy import judge
-from guardbit.records import Alarm, Sample
+from guardbit.records import Alarm, Sample, Verdict
 
 #: More heads than any attention has; beyond it a number is no head.
 MAX_HEADS = 65_536
@@ -28,14 +27,13 @@ class Replay:
     Attributes:
         alarms: In the order of their steps.
         first_alarm: Step of the first alarm, None without any.
-        verdict: What kind of run it was. What a live run calls "unclear" is called
-            "learning-rate" here: "rounding" needs evidence that single heads are to blame.
+        verdict: What kind of run it was; never "unclear", as the run has ended.
         why: The evidence in one sentence.
     """
 
     alarms: list[Alarm]
     first_alarm: int | None
-    verdict: Literal["stable", "rounding", "learning-rate"]
+    verdict: Verdict
     why: str
 
 
@@ -61,9 +59,9 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
         )
     frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
     alarms = Detectors(rules).update(samples(frame))
-    verdict, why = judge(alarms, frame.loc[frame["site"] != "", "site"].nunique())
-    first = alarms[0].step if alarms else None
-    return Replay(alarms, first, "learning-rate" if verdict == "unclear" else verdict, why)
+    sites = frame.loc[frame["site"] != "", "site"].nunique()
+    verdict, why = judge(alarms, sites, ended=True)
+    return Replay(alarms, alarms[0].step if alarms else None, verdict, why)
 
 
 def samples(frame: pd.DataFrame) -> Iterator[Sample]:

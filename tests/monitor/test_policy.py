@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -107,39 +108,77 @@ def test_resumed_equals_uninterrupted_at_every_cut():
         second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
         after = [second.decide(alarms, step) for step, alarms in script[cut:]]
         assert before + after == expected, f"cut before decision {cut}"
-        assert second.judge(12) == whole.judge(12)
 
 
 def everywhere(step, rule, layers=12):
     return [alarm(step, rule, f"h.{layer}") for layer in range(layers)]
 
 
+def loss(step):
+    return alarm(step, "loss_departure", "", ())
+
+
+@pytest.mark.parametrize("start", [0, 100_000])
 @pytest.mark.parametrize(
     "alarms, verdict, evidence",
     [
-        ([], "stable", "no rule has fired in any of 12 layers"),
-        ([alarm(7000)], "rounding", "1 of 12 layers move (h.2), from step 7000"),
+        ([alarm(7000)], "rounding", "1 of 12 layers move (h.2), from step"),
+        ([alarm(7000)], "rounding", "norm_growth: because"),
         # All layers long after one head: the consequence, not the cause.
-        ([alarm(7000), *everywhere(9500, "model_logits")], "rounding", "1 of 12"),
+        ([alarm(7000), *everywhere(8001, "model_logits")], "rounding", "1 of 12"),
         ([alarm(7000), *everywhere(8000, "model_logits")], "learning-rate", "12 of 12"),
-        (everywhere(1200, "model_logits"), "learning-rate", "at step 1200"),
-        ([alarm(9000, "loss_departure", "", ())], "unclear", "the loss departs at step 9000"),
+        (everywhere(1200, "model_logits"), "learning-rate", "run away at once, at step"),
+        ([*everywhere(1200, "model_logits"), alarm(1200)], "learning-rate", "12 of 12"),
+        # The loss leads, comes at once, or follows.
+        ([loss(9000)], "unclear", "the loss departs at step"),
+        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "the loss departs"),
+        ([alarm(7000), loss(8000)], "unclear", "the loss departs"),
+        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "the loss departs"),
+        ([alarm(7000), loss(8001)], "rounding", "the loss departs"),
+        ([alarm(7000)], "rounding", "the loss has not departed"),
+        # How many layers move.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),
         (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 layers move"),
-        (everywhere(3000, "delta_bias", 5), "rounding", "a one-sided delta bias is measured"),
+        (everywhere(3000, "delta_bias", 5), "unclear", "a one-sided delta bias is measured;"),
+        ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
+        # Whether the bias sides with the growth.
+        ([alarm(7000)], "rounding", "no one-sided delta bias is established"),
+        ([alarm(7000, "delta_bias")], "rounding", "a one-sided delta bias is measured;"),
+        (
+            [alarm(7000), alarm(7100, "delta_bias")],
+            "rounding",
+            "a one-sided delta bias is measured in the heads that grow",
+        ),
+        (
+            [alarm(7000), alarm(7100, "delta_bias", heads=(4,))],
+            "rounding",
+            "a one-sided delta bias is measured in other heads than those that grow",
+        ),
     ],
 )
-def test_verdict(alarms, verdict, evidence):
+def test_verdict(alarms, verdict, evidence, start):
+    alarms = [dataclasses.replace(one, step=one.step + start) for one in alarms]
     judgement = judge(alarms, 12)
     assert judgement.verdict == verdict
     assert evidence in judgement.why
+    # Once the run has ended, what is not rounding is the learning rate's.
+    final = "learning-rate" if verdict == "unclear" else verdict
+    assert judge(alarms, 12, ended=True) == (final, judgement.why)
 
 
-def test_the_policy_judges_what_it_was_told():
-    policy = Policy()
-    for step in (7000, 8000):
-        policy.decide([alarm(step)], step)
-    assert policy.judge(12) == judge([alarm(7000)], 12)
+@pytest.mark.parametrize("ended", [False, True])
+def test_without_an_alarm_a_run_is_stable(ended):
+    stable = ("stable", "no rule has fired in any of 12 layers")
+    assert judge([], 12, ended=ended) == stable
+
+
+@pytest.mark.parametrize("sites, verdict", [(1, "rounding"), (2, "rounding"), (5, "rounding")])
+def test_one_layer_is_few_in_any_model(sites, verdict):
+    assert judge([alarm(7000)], sites).verdict == verdict
+
+
+def test_two_layers_of_five_are_many():
+    assert judge(everywhere(7000, "norm_growth", 2), 5).verdict == "unclear"
 
 
 @pytest.mark.parametrize(

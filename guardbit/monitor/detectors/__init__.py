@@ -15,6 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
+from guardbit.monitor.detectors.evidence import measured_errors
 from guardbit.monitor.detectors.frames import (
     OVERFLOW,
     Finding,
@@ -90,25 +91,19 @@ class Detectors:
             samples: In any order; normally no step older than those of earlier calls.
 
         Returns:
-            The alarms in the order of steps, and of rules within a step.
+            The alarms in the order of steps, of rules within a step, and of layers.
         """
         alarms = []
         known = (sample for sample in samples if sample.indicator in INDICATORS)
-        for step, group in groupby(sorted(known, key=_step), key=_step):
+        for step, group in groupby(sorted(known, key=_place), key=_step):
             frame = self._frame(step, group)
             for rule in self.rules:
                 for finding in rule.examine(frame, self._rule_states[rule.name]):
                     if heads := self._not_cooling(rule.name, step, finding):
-                        run_wide = heads == (-1,)
-                        alarms.append(
-                            Alarm(
-                                step,
-                                finding.site,
-                                () if run_wide else heads,
-                                rule.name,
-                                finding.why,
-                            )
-                        )
+                        heads = () if heads == (-1,) else heads
+                        errors = measured_errors(frame, finding.site, heads)
+                        why = f"{finding.why}; {errors}" if errors else finding.why
+                        alarms.append(Alarm(step, finding.site, heads, rule.name, why))
         return alarms
 
     def state_dict(self) -> State:
@@ -180,6 +175,10 @@ class Detectors:
 
 def _step(sample: Sample) -> int:
     return sample.step
+
+
+def _place(sample: Sample) -> tuple[int, int, str]:
+    return sample.step, sample.layer, sample.site
 
 
 def _widened(values: Values, heads: int) -> Values:

@@ -39,11 +39,11 @@ class Frame:
 
     def last_of(self, indicator: str, site: str, heads: int) -> Values:
         """Returns a site's last known values, `heads` of them, NaN where nothing is known."""
-        known = self.latest.get(indicator, {}).get(site, np.empty(0))
+        known = self.latest.get(indicator, {}).get(site, np.empty(0))[:heads]
         return np.concatenate([known, np.full(heads - len(known), math.nan)])
 
-    def typical_top(self, indicator: str) -> float:
-        """Returns the lower median over the sites of the site's largest head.
+    def typical_top(self, indicator: str, quantile: float = 0.5) -> float:
+        """Returns the lower median over the sites of the site's largest head, or a quantile.
 
         One head that runs away hardly moves it; a model whose layers all move takes it along.
         The lower median keeps one of two sites from being compared with itself. In a model with
@@ -55,7 +55,7 @@ class Frame:
         sites = [known for v in self.latest.get(indicator, {}).values() if (known := finite(v))]
         tops = [max(heads) for heads in sites] if len(sites) > 1 else [v for s in sites for v in s]
         tops.sort()
-        return tops[(len(tops) - 1) // 2] if tops else math.nan
+        return tops[int((len(tops) - 1) * quantile)] if tops else math.nan
 
 
 @dataclass(frozen=True, slots=True)
