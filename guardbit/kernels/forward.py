@@ -34,7 +34,7 @@ from guardbit.kernels.primitives import (
     store_tile,
     visible_keys,
 )
-from guardbit.kernels.reference import Causal, Dropout, Forward
+from guardbit.kernels.reference import Causal, Dropout, Forward, Telemetry
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
@@ -49,8 +49,34 @@ _NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constex
 # The narrowest right operand of a product.
 _LEAST_WIDTH = tl.constexpr(16)
 
+# P-bar from 1 - 2^-9 on rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
+_UNIT_LOG2 = tl.constexpr(-math.log2(1 - 2.0**-9))
+
+# What a program reports of its rows, see `_report`.
+_NUM_REPORTED = tl.constexpr(6)
+
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
 _SMALLEST_SCALE = 2.0**-126
+
+
+@triton.jit
+def _second_near_maximum(second, exponents, row_max, tile_max, scale_log2, distance_log2):
+    """Whether a row's second largest score so far lies within a distance of its largest.
+
+    Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
+    the distance, the old one is the second score near the new.
+
+    Args:
+        second: Whether it did in earlier tiles.
+        exponents: Scores of this tile less the largest so far, in log2 units.
+        row_max: Largest s of earlier tiles.
+        tile_max: Largest s of this tile.
+        scale_log2: Factor of s in log2 units.
+        distance_log2: The distance in log2 units.
+    """
+    here = count_above(exponents, -distance_log2) > 1.0
+    second = tl.where(tile_max > row_max, here, second)
+    return second | (tl.abs(tile_max - row_max) * scale_log2 <= distance_log2)
 
 
 @triton.jit
@@ -61,6 +87,8 @@ def _attend(
     row_sum,
     rounded_sum,
     tied,
+    unit,
+    weighted,
     q,
     k_base,
     v_base,
@@ -83,6 +111,7 @@ def _attend(
     COMPENSATED: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
+    TELEMETRY: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -93,7 +122,8 @@ def _attend(
 
     Carries, a row: row_max, largest s so far; extra, what row_max heads subtract besides, in log2
     units; row_sum of P-bar, if any head is not compensated; rounded_sum, of P-bar as rounded, 16
-    times, if any is; tied, whether a second score lies within eps of row_max, in row_max heads.
+    times, if any is; tied, whether a second score lies within eps of row_max. With TELEMETRY also
+    unit, whether a second P-bar rounds to 1 in BF16, and weighted, the sum of P-bar log2 P-bar.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -111,22 +141,27 @@ def _attend(
         # maximum of 1e5 is rounded by 0.004, and P-bar of the maximum would not be 1.
         exponents = (scores - finite[:, None]) * scale_log2
         rise = (row_max - finite) * scale_log2
+        if ROW_MAX != _NO_HEAD or TELEMETRY:
+            tied = _second_near_maximum(tied, exponents, row_max, tile_max, scale_log2, eps_log2)
+        if TELEMETRY:
+            unit = _second_near_maximum(unit, exponents, row_max, tile_max, scale_log2, _UNIT_LOG2)
         if ROW_MAX != _NO_HEAD:
-            # Exact across tiles without the scores of earlier ones: when the maximum rises by no
-            # more than eps, the old one is the second score within eps of the new.
-            tied_here = count_above(exponents, -eps_log2) > 1.0
-            tied = tl.where(tile_max > row_max, tied_here, tied)
-            tied = tied | (tl.abs(tile_max - row_max) * scale_log2 <= eps_log2)
+            shifted = tied
             if ROW_MAX == _SOME_HEADS:
-                tied = tied & (code == _ROW_MAX)
+                shifted = tied & (code == _ROW_MAX)
             excess = (beta - 1.0) * tl.abs(new_max * scale_log2)
             excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
-            new_extra = tl.where(tied, shift_min_log2 + excess, 0.0)
+            new_extra = tl.where(shifted, shift_min_log2 + excess, 0.0)
             exponents -= new_extra[:, None]
             rise += extra - new_extra
             extra = new_extra
         probabilities = tl.exp2(exponents)
         rescale = tl.exp2(rise)
+        if TELEMETRY:
+            # Exponents of earlier tiles become `rise` lower; where it is -inf there were none.
+            weighted = tl.where(rescale > 0.0, (weighted + rise * row_sum) * rescale, 0.0)
+            logs = tl.where(probabilities > 0.0, probabilities * exponents, 0.0)
+            weighted += tl.sum(logs, 1)
         rounded = round_nearest(probabilities, dtype)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         weights = rounded
@@ -138,10 +173,34 @@ def _attend(
             # By a tensor core: widening and adding the rounded numbers costs more.
             ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
             rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
-        if COMPENSATED != _ALL_HEADS:
+        if COMPENSATED != _ALL_HEADS or TELEMETRY:
             row_sum = row_sum * rescale + tl.sum(probabilities, 1)
         row_max = new_max
-    return accumulator, row_max, extra, row_sum, rounded_sum, tied
+    return accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted
+
+
+@triton.jit
+def _report(pointer, inside, row_max, tied, unit, row_sum, weighted):
+    """Stores what a program saw of its rows: six FP32 numbers, see `Telemetry`.
+
+    Args:
+        pointer: Where to.
+        inside: Which rows exist.
+        row_max: Largest score of each row.
+        tied: Whether a second score lies within eps of it.
+        unit: Whether a second P-bar rounds to 1 in BF16.
+        row_sum: Sum of P-bar.
+        weighted: Sum of P-bar log2 P-bar.
+    """
+    counted = inside & (tl.abs(row_max) < float("inf"))
+    tl.store(pointer, tl.sum(tl.where(counted, 1.0, 0.0), 0))
+    tl.store(pointer + 1, tl.sum(tl.where(counted & tied, 1.0, 0.0), 0))
+    tl.store(pointer + 2, tl.sum(tl.where(counted & unit, 1.0, 0.0), 0))
+    tl.store(pointer + 3, tl.max(tl.where(inside, row_max, float("-inf")), 0))
+    tl.store(pointer + 4, tl.sum(tl.where(counted, row_max, 0.0), 0))
+    row_sum = tl.where(counted, row_sum, 1.0)
+    entropy = tl.log(row_sum) - weighted / row_sum * LN_2
+    tl.store(pointer + 5, tl.sum(tl.where(counted, entropy, 0.0), 0))
 
 
 @triton.jit(
@@ -159,6 +218,7 @@ def forward_kernel(
     codes_pointer,
     numbers_pointer,
     word_pointer,
+    telemetry_pointer,
     q_batch,
     q_head,
     q_row,
@@ -193,6 +253,7 @@ def forward_kernel(
     STOCHASTIC: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
+    TELEMETRY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -201,7 +262,8 @@ def forward_kernel(
     """One program: one tile of ROWS queries of one head; heavy causal tiles come first.
 
     COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
-    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
+    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`. With TELEMETRY, each
+    program reports its rows.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -234,25 +296,30 @@ def forward_kernel(
     row_sum = tl.zeros((ROWS,), tl.float32)
     rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
     tied = tl.zeros((ROWS,), tl.int1)
+    unit = tl.zeros((ROWS,), tl.int1)
+    weighted = tl.zeros((ROWS,), tl.float32)
     # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
     # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
     if whole_end > 0:
-        accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
-            accumulator, row_max, extra, row_sum, rounded_sum, tied,
+        accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
             scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+            COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
-        accumulator, row_max, extra, row_sum, rounded_sum, tied = _attend(
-            accumulator, row_max, extra, row_sum, rounded_sum, tied,
+        accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
             scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+            COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
 
+    if TELEMETRY:
+        report = telemetry_pointer + program.to(tl.int64) * _NUM_REPORTED
+        _report(report, positions < rows, row_max * scale, tied, unit, row_sum, weighted)
     if COMPENSATED == _ALL_HEADS:
         row_sum = tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH)
     elif COMPENSATED == _SOME_HEADS:
@@ -299,6 +366,7 @@ def forward(
     offset: int = 0,
     heads: Sequence[int] | None = None,
     dropout: Dropout | None = None,
+    telemetry: bool = False,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
 
@@ -319,6 +387,8 @@ def forward(
         offset: Last word of the random numbers' counter, modulo 2^32.
         heads: The query heads to compute, C of them; None for all.
         dropout: What to drop from P-bar; None for nothing.
+        telemetry: Whether to say what the rows look like, too; in the same launch, by a kernel of
+            its own, so that nobody else pays. The bits of the rest are the same.
 
     Returns:
         See `Forward`, with C for H; out and residual lie in memory as q does.
@@ -344,17 +414,23 @@ def forward(
     compensated = "compensated" in stabilizers
     residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
     if not out.numel():
-        return Forward(out, lse, residual)
+        nothing = torch.zeros(0, len(numbers), 0, _NUM_REPORTED.value, device=q.device)
+        return Forward(out, lse, residual, _summed(nothing) if telemetry else None)
 
     width = launch.padded_width(head_dim)
     kernel = "compensated_forward" if compensated else "forward"
     size = tiles.tile(launch.capability_of(q), width, kernel)
     if dropout is not None:
         size = size.for_dropout
+    row_tiles = triton.cdiv(rows, size.rows)
+    reports = lse  # never written to without telemetry
+    if telemetry:
+        shape = (batch, len(numbers), row_tiles, _NUM_REPORTED.value)
+        reports = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = max(abs(scale), _SMALLEST_SCALE)
     with launch.device_of(q):
-        forward_kernel[(triton.cdiv(rows, size.rows) * batch * len(numbers),)](
+        forward_kernel[(row_tiles * batch * len(numbers),)](
             q,
             k,
             v,
@@ -364,6 +440,7 @@ def forward(
             codes,
             launch.device_numbers(numbers, q.device),
             lse if dropout is None else dropout.word,
+            reports,
             *q.stride()[:3],
             *k.stride()[:3],
             *v.stride()[:3],
@@ -390,6 +467,7 @@ def forward(
             STOCHASTIC=_share(stabilizers, "stochastic"),
             ROW_MAX=_share(stabilizers, "row_max"),
             DROPOUT=dropout is not None,
+            TELEMETRY=telemetry,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,
@@ -397,7 +475,15 @@ def forward(
             **size.options,
             **launch.COMPILER_OPTIONS,
         )
-    return Forward(out, lse, residual)
+    return Forward(out, lse, residual, _summed(reports) if telemetry else None)
+
+
+def _summed(reports: Tensor) -> Telemetry:
+    """Adds up what the programs reported, FP32 (B, C, row tiles, 6), in FP64 and one order."""
+    lowest = reports.new_full((reports.shape[1], 1), -math.inf)
+    largest = torch.cat([reports[..., 3].transpose(0, 1).flatten(1), lowest], 1).amax(1).double()
+    rows, maxima, units, _, row_max, entropy = reports.double().sum((0, 2)).unbind(-1)
+    return Telemetry(rows, maxima, units, largest, row_max / rows, entropy / rows)
 
 
 def _share(stabilizers: Sequence[str], name: str) -> int:

@@ -39,6 +39,7 @@ FLOATS = {
 POINTERS = {
     "forward": {
         "lse": "fp32", "residual": "i8", "codes": "i8", "numbers": "i32", "word": "i64",
+        "telemetry": "fp32",
     },
     "query_gradients": {
         **dict.fromkeys(("lse", "delta", "log_sum", "bias"), "fp32"),
@@ -117,6 +118,7 @@ def compile_all(architecture):
                 "STOCHASTIC": some_heads,
                 "ROW_MAX": some_heads,
                 "DROPOUT": False,
+                "TELEMETRY": False,
             },
         ),
         "query_gradients": (backward.query_gradients_kernel, "bf16", {"DROPOUT": False}),

@@ -236,3 +236,86 @@ def test_refusals():
         forward.forward(q, k, v, causal="bottom", scale=1.0, stabilizers=["none"] * 2)
     with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
         forward.forward(q.float(), k, v, stabilizers=["none"] * 2, **options)
+
+
+def telemetry_in_fp64(q, k, v, causal, scale, eps):
+    """Row by row from whole matrices, one tuple a head."""
+    heads = []
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = q.double() @ k.mT * scale
+    rows, keys = scores.shape[2:]
+    shift = keys - rows if causal is True else 0
+    for head in range(q.shape[1]):
+        found = []
+        for batch in range(q.shape[0]):
+            for row in range(rows):
+                seen = keys if causal is False else max(0, min(keys, row + 1 + shift))
+                s = scores[batch, head, row, :seen]
+                if seen == 0:
+                    continue
+                distance = s.max() - s
+                p = s.softmax(0)
+                units = (torch.exp(-distance) >= 1 - 2.0**-9).sum() > 1
+                entropy = -torch.special.xlogy(p, p).sum()
+                found.append(((distance <= eps).sum() > 1, units, s.max(), entropy))
+        ties, units, largest, entropy = (torch.stack(x).double() for x in zip(*found, strict=True))
+        heads.append(
+            (len(found), ties.sum(), units.sum(), largest.max(), largest.mean(), entropy.mean())
+        )
+    return torch.tensor(heads, dtype=torch.float64).T
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 2, 40, 70, 16), (1, 4, 4, 33, 20, 32)])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_telemetry_agrees_with_fp64_and_changes_no_bit(shape, causal):
+    q, k, v = inputs(shape)
+    settings = {"causal": causal, "scale": 0.7, "eps": 1e-3, "stabilizers": STABILIZERS}
+    plain = forward.forward(q, k, v, **settings)
+    result = forward.forward(q, k, v, **settings, telemetry=True)
+    assert plain.telemetry is None
+    for ours, without in zip(result[:3], plain[:3], strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), without.nan_to_num(7.0))
+    expected = telemetry_in_fp64(q, k, v, causal, 0.7, 1e-3)
+    found = torch.stack(result.telemetry).cpu()
+    assert torch.equal(found[:3], expected[:3])
+    assert expected[1].sum() > 0, "every third key is the same: there are ties"
+    # FP32 sums of up to 40 rows.
+    torch.testing.assert_close(found[3:], expected[3:], rtol=1e-5, atol=1e-5)
+
+
+def test_telemetry_sees_ties_across_tiles_and_not_those_of_lower_scores():
+    # Scores of the first of 16 features times 1: the largest stands in the last of three tiles.
+    keys, width = 200, 16
+    q = torch.zeros(1, 4, 1, width, device=DEVICE).bfloat16()
+    q[..., 0] = 1.0
+    k = torch.zeros(1, 4, keys, width, device=DEVICE).bfloat16()
+    k[:, 0, [3, 199], 0] = 5.0  # a tie across tiles
+    k[:, 1, [3, 70], 0] = 4.0  # a tie of what is not the largest
+    k[:, 1, 199, 0] = 5.0
+    k[:, 2, 199, 0] = 5.0
+    k[:, 2, 3, 0] = 4.96875  # neither within eps nor as P-bar, which is 0.969, a second 1
+    k[:, 3, :, 0] = -3.0  # all alike
+    stabilizers = ("none",) * 4
+    told = forward.forward(
+        q, k, k, causal=False, scale=1.0, stabilizers=stabilizers, telemetry=True
+    ).telemetry
+    assert told.rows.tolist() == [1, 1, 1, 1]
+    assert told.multiple_maxima.tolist() == [1, 0, 0, 1]
+    assert told.unit_probabilities.tolist() == [1, 0, 0, 1]
+    assert told.max_logit.tolist() == [5, 5, 5, -3]
+    assert told.mean_entropy[3].item() == pytest.approx(math.log(keys), rel=1e-6)
+
+
+def test_telemetry_of_nothing_and_of_rows_that_do_not_count():
+    q, k, v = inputs((1, 2, 2, 5, 3, 16))
+    q[:, 1, 4] = math.nan
+    told = forward.forward(
+        q, k, v, causal=True, scale=1.0, stabilizers=("none",) * 2, telemetry=True
+    ).telemetry
+    assert told.rows.tolist() == [3, 2], "two rows see no key, one is NaN"
+    assert told.mean_row_max.isfinite().all()
+    empty = forward.forward(
+        q[:0], k[:0], v[:0], causal=True, scale=1.0, stabilizers=("none",) * 2, telemetry=True
+    ).telemetry
+    assert empty.rows.tolist() == [0, 0]
+    assert empty.max_logit.tolist() == [-math.inf] * 2

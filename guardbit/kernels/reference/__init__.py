@@ -7,7 +7,7 @@ modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_backward, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Causal, Dropout
-from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
+from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, Telemetry, forward
 
 __all__ = [
     "STABILIZERS",
@@ -16,6 +16,7 @@ __all__ = [
     "Forward",
     "Gradients",
     "Shadow",
+    "Telemetry",
     "backward",
     "delta_bias",
     "exact_backward",
