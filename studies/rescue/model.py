@@ -1,0 +1,139 @@
+"""GPT-2 small without biases, trained as in the study; sizes can be changed for a quick look."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of the model and of a batch."""
+
+    layers: int = 12
+    heads: int = 12
+    width: int = 768
+    context: int = 1024
+    vocabulary: int = 16_384
+    sequences: int = 16
+
+
+class Attention(nn.Module):
+    """Causal self-attention through PyTorch's own function."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.c_attn = nn.Linear(size.width, 3 * size.width, bias=False)
+        self.c_proj = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, C) to (B, N, C)."""
+        b, n, c = x.shape
+        q, k, v = self.c_attn(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(b, n, c))
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(size.width, bias=False)
+        self.attn = Attention(size)
+        self.ln_2 = nn.LayerNorm(size.width, bias=False)
+        self.c_fc = nn.Linear(size.width, 4 * size.width, bias=False)
+        self.c_proj = nn.Linear(4 * size.width, size.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, C) to (B, N, C)."""
+        x = x + self.attn(self.ln_1(x))
+        return x + self.c_proj(F.gelu(self.c_fc(self.ln_2(x))))
+
+
+class Net(nn.Module):
+    """The language model; its embeddings are tied."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(size.vocabulary, size.width)
+        self.wpe = nn.Embedding(size.context, size.width)
+        self.h = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.ln_f = nn.LayerNorm(size.width, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # GPT-2's: residual branches start smaller by the square root of their number.
+                depth = math.sqrt(2 * size.layers) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 / depth)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy in nats of (B, N + 1) tokens."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = self.wte(inputs) + self.wpe.weight[: inputs.size(1)]
+        for block in self.h:
+            x = block(x)
+        logits = F.linear(self.ln_f(x), self.wte.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class GPT2(L.LightningModule):
+    """Draws its batches itself, from tokens on the device: step and seed decide, nothing else.
+
+    Args:
+        size: Sizes.
+        tokens: Corpus, `(T,)`.
+        learning_rate: Reached after the warm-up, then constant.
+        warmup_steps: Steps of the linear warm-up.
+        seed: Of the weights and of the batches.
+        compiled: Whether to compile the model.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        tokens: Tensor,
+        learning_rate: float,
+        warmup_steps: int,
+        seed: int,
+        compiled: bool,
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = Net(size)
+        if compiled:
+            self.net.compile()
+        self.size, self.learning_rate, self.warmup_steps = size, learning_rate, warmup_steps
+        self.seed = seed
+        self.register_buffer("tokens", tokens, persistent=False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Loss of the batch of this optimizer step."""
+        # 2^20 steps never share a generator's seed.
+        generator = torch.Generator().manual_seed((self.seed << 20) + self.global_step)
+        length = self.size.context + 1
+        last = self.tokens.numel() - length
+        starts = torch.randint(last, (self.size.sequences, 1), generator=generator)
+        places = starts.to(self.tokens.device, non_blocking=True) + torch.arange(
+            length, device=self.tokens.device
+        )
+        return self.net(self.tokens[places].long())
+
+    def configure_optimizers(self) -> dict:
+        """AdamW without weight decay, as in the study."""
+        optimizer = torch.optim.AdamW(
+            self.net.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }

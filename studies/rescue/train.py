@@ -1,0 +1,154 @@
+"""One run of the rescue study, or several side by side.
+
+    python -m studies.rescue.train --arm stock --backend flash --seed 0 --steps 17000
+    python -m studies.rescue.train --arm rescue --seed 0 --minutes 9 --folder runs/rescue
+
+Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`; `from_start` runs the
+stabilizer in all heads from the second step on. Within a seed all arms see the same batches and
+start from the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader
+
+from guardbit import AttentionMonitor, AutoStabilizer
+from studies.rescue import corpus
+from studies.rescue.model import GPT2, Size
+
+ARMS = ("stock", "rescue", "from_start")
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "any": None,
+}
+
+
+class FromTheStart(Callback):
+    """Switches all heads after the first step, when the sites are known."""
+
+    def __init__(self, monitor: AttentionMonitor, stabilizer: str) -> None:
+        self.monitor, self.stabilizer, self.done = monitor, stabilizer, False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Switches once."""
+        if not self.done and self.monitor.session is not None:
+            self.monitor.session.instrumentation.switch("*", self.stabilizer)
+            self.done = True
+
+
+class Clock(Callback):
+    """Writes down when every 100th step ended: the slow-down after a switch is read off it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.start = path, time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Appends step and seconds."""
+        if trainer.global_step % 100 == 0:
+            with self.path.open("a") as file:
+                file.write(f"{trainer.global_step},{time.monotonic() - self.start:.3f}\n")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arm", choices=ARMS, required=True)
+    parser.add_argument("--backend", choices=BACKENDS, default="any", help="of PyTorch's attention")
+    parser.add_argument("--stabilizer", default="compensated")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--warmup-steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=17_000)
+    parser.add_argument("--minutes", type=float, help="stop after so many, whatever the step")
+    parser.add_argument("--every-n-train-steps", type=int, default=50)
+    parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
+    parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
+    parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--checkpoint", action="store_true", help="keep one to go on from")
+    parser.add_argument("--resume", action="store_true", help="go on from the kept checkpoint")
+    for field in fields(Size):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    return parser.parse_args(arguments)
+
+
+def run_name(options: argparse.Namespace) -> str:
+    """Name of the run's folder: whatever distinguishes arms."""
+    stabilizer = "" if options.arm == "stock" else f"-{options.stabilizer}"
+    rate = f"lr{options.learning_rate:.1e}"
+    return f"{options.arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}"
+
+
+def main(arguments: list[str]) -> Path:
+    """Trains one run and returns its folder."""
+    options = parse(arguments)
+    size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
+    tokens, facts = corpus.prepare(options.corpus, options.corpus_bytes, size.vocabulary)
+    model = GPT2(
+        size,
+        # INT16 on the device: half of INT32, and 16,384 entries fit.
+        torch.from_numpy(np.asarray(tokens).astype(np.int16)),
+        options.learning_rate,
+        options.warmup_steps,
+        options.seed,
+        compiled=options.device == "cuda",
+    )
+    folder = options.folder / run_name(options)
+    folder.mkdir(parents=True, exist_ok=True)
+    monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
+    callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv")]
+    if options.arm == "rescue":
+        callbacks.append(AutoStabilizer(options.stabilizer))
+    elif options.arm == "from_start":
+        callbacks.append(FromTheStart(monitor, options.stabilizer))
+    if options.checkpoint:
+        callbacks.append(ModelCheckpoint(folder, "kept", save_on_train_epoch_end=True))
+    about = {
+        "command": " ".join(["python -m studies.rescue.train", *arguments]),
+        "arm": options.arm,
+        "backend": options.backend,
+        "stabilizer": None if options.arm == "stock" else options.stabilizer,
+        "learning_rate": options.learning_rate,
+        "seed": options.seed,
+        "size": asdict(size),
+        "corpus": facts,
+        "device": torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else platform.processor(),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    (folder / "about.json").write_text(json.dumps(about, indent=2))
+    trainer = L.Trainer(
+        accelerator=options.device, devices=1, precision="bf16-mixed", max_steps=options.steps,
+        max_epochs=-1, max_time=None if options.minutes is None else {"minutes": options.minutes},
+        gradient_clip_val=1.0, callbacks=callbacks, logger=False,
+        enable_checkpointing=options.checkpoint, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    backend = BACKENDS[options.backend]
+    # The model draws its own batches; the loader only counts.
+    counter = DataLoader(range(options.steps))
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        trainer.fit(model, counter, ckpt_path=str(folder / "kept.ckpt") if options.resume else None)
+    print(f"{folder}: {trainer.global_step} steps", flush=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
