@@ -98,9 +98,24 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
         report = subprocess.run(
             [tool, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
         ).stdout
+    if architecture == 90 and constants["WIDTH"] in (64, 128):
+        assert "C7515" not in assembled(compiled.asm["ptx"]), "asynchronous products are serialized"
     found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
     assert found, report
     return {"spilled": int(found[1]) + int(found[2]), "shared": compiled.metadata.shared}
+
+
+def assembled(ptx):
+    """What ptxas says of a kernel for sm_90. It warns where a wgmma waits for the one before."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(90).path, "--verbose", "--gpu-name=sm_90a", file.name]
+        return subprocess.run(
+            [*command, "--output-file=/dev/null"], capture_output=True, text=True, check=True
+        ).stderr
 
 
 def compile_all(architecture):
