@@ -1,4 +1,4 @@
-"""The command line: `guardbit demo | report | replay`.
+"""The command line: `guardbit demo | report | live | replay`.
 
 What a command needs is imported inside it, so that help is quick and no command imports torch that
 does not compute with it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import json
 import math
 import warnings
@@ -20,6 +21,7 @@ import typer
 if TYPE_CHECKING:
     import pandas as pd
 
+    from guardbit.dashboards.report import Run as ReportedRun
     from guardbit.monitor.detectors import Rule
     from guardbit.records import Alarm
 
@@ -32,18 +34,39 @@ app = typer.Typer(
 )
 
 RunPath = Annotated[
-    Path, typer.Argument(help="Folder of a run, or a CSV of its samples.", show_default=False)
+    Path,
+    typer.Argument(
+        help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's scalars.",
+        show_default=False,
+    ),
 ]
+
+#: What a report of samples without a journal says about its events.
+REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
+
+
+class ReportFormat(enum.StrEnum):
+    """The formats of `guardbit.dashboards.report`, which is imported when a report is written."""
+
+    html = "html"
+    png = "png"
+    pdf = "pdf"
+    md = "md"
 
 
 @contextlib.contextmanager
 def _refusing(*errors: type[Exception]) -> Iterator[None]:
     """Turns the user's errors into a sentence and exit code 2, and warnings into sentences."""
+    said: set[str] = set()
+
+    def say_once(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            typer.echo(f"guardbit: {message}", err=True)
+
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_, **__: typer.echo(
-            f"guardbit: {message}", err=True
-        )
+        warnings.showwarning = say_once
         try:
             yield
         except errors as error:
@@ -82,28 +105,94 @@ def _main(
 
 @app.command()
 def report(
-    path: RunPath,
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's "
+            "scalars; two to four stand side by side.",
+            show_default=False,
+        ),
+    ],
     output: Annotated[
         Path | None,
         typer.Option(
-            help="The HTML file, or its folder; by default in the run's folder or beside the CSV.",
+            help="The file, or its folder; by default in the run's folder or beside the CSV.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[
+        ReportFormat | None,
+        typer.Option(
+            help="One page that opens offline, a folder of pictures, printable pages, or Markdown; "
+            "by default what the output's name says, else html.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a run's report: one self-contained HTML file, and its figures as PNGs beside it."""
-    from guardbit.dashboards.report import write_report
-    from guardbit.store import read_events, read_metadata
+    """Write the report of a run, or of several side by side."""
+    from guardbit.dashboards.report import write_reports
 
     with _refusing(OSError, ValueError):
-        frame, events, metadata = _read_samples(path), read_events(path), read_metadata(path)
-    name = path.resolve().name.removesuffix(".gz").removesuffix(".csv")
-    if output is None:
-        output = path if path.is_dir() else path.with_name(f"{name}-report.html")
-    if output.is_dir():
-        output /= "report.html"
-    with _refusing(OSError):
-        typer.echo(write_report(frame, events, metadata, output, title=name))
+        if format is None:
+            suffix = "" if output is None else output.suffix.removeprefix(".").lower()
+            known = set(ReportFormat)
+            format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
+        place = _report_path(paths, output, format)
+        runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+        typer.echo(write_reports(runs, place, format=format.value))
+
+
+def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
+    """Where a report goes: a file, or the folder of the PNGs."""
+    name = "report" if len(paths) == 1 else "comparison"
+    name += "_pictures" if format is ReportFormat.png else f".{format.value}"
+    if output is not None:
+        # A name without a suffix is a folder's, whether it exists already or not.
+        is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)
+        return output / name if is_folder else output
+    if len(paths) > 1:
+        return Path(name)
+    path = paths[0]
+    return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
+
+
+def _read_whole(path: Path, name: str) -> ReportedRun:
+    import pandas as pd
+
+    from guardbit.dashboards.report import Run
+    from guardbit.records import Event
+    from guardbit.store import is_run, read_events, read_metadata
+
+    frame = _read_samples(path)
+    if is_run(path):
+        return Run(name, frame, read_events(path), read_metadata(path))
+    # Other people's data has no journal: the detectors tell what they would have said.
+    from guardbit.monitor.replay import replay as replay_frame
+
+    result = replay_frame(frame)
+    events = [
+        Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
+        for alarm in result.alarms
+    ]
+    last = int(frame["step"].to_numpy().max())
+    events.append(Event(last, "verdict", "", (), result.why, rule=result.verdict))
+    table = pd.DataFrame([dataclasses.asdict(event) for event in events])
+    return Run(name, frame, table, {"events": REPLAYED})
+
+
+def _name(path: Path) -> str:
+    return path.resolve().name.removesuffix(".gz").removesuffix(".csv")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names of runs, with as many of their folders as tell them apart."""
+    names = [_name(path) for path in paths]
+    folders = [path.resolve().parent for path in paths]
+    while len(set(names)) < len(names) and any(folder.name for folder in folders):
+        names = [f"{folder.name}/{name}" for folder, name in zip(folders, names, strict=True)]
+        folders = [folder.parent for folder in folders]
+    return names
 
 
 @app.command()
@@ -116,7 +205,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="RULE.NAME=NUMBER",
-            help="A rule's threshold, such as norm_growth.ratio=3; may be repeated.",
+            help="A rule's threshold, such as norm_growth.rise=0.5; may be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -189,6 +278,37 @@ def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[
             raise ValueError(f"--threshold {key} must be {kind}, got {number!r}") from None
         by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
     return tuple(by_name.values())
+
+
+@app.command()
+def live(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="Folder of the run; it need not exist yet.", show_default=False
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
+    ] = 0,
+) -> None:
+    """Show a run as a page in the browser while it goes on; Ctrl-C ends it."""
+    with _refusing(OSError, ValueError):
+        if path.is_file():
+            raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
+        try:
+            from guardbit.dashboards.live import LiveServer, RunWatcher
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"live needs the package {error.name}: pip install 'guardbit[live]'"
+            ) from None
+        server = LiveServer(RunWatcher(path), port=port)
+        typer.echo(
+            f"Live page of {path}: {server.address}\n"
+            f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
+            "then the same address there.\nCtrl-C ends the page; the run goes on."
+        )
+        server.run()
 
 
 @app.command()

@@ -37,7 +37,7 @@ NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
 WIDTH = NUM_HEADS * HEAD_DIM
 SICK_LAYER, SICK_HEAD = 1, 2
 SICK_SITE = f"h.{SICK_LAYER}.attn"
-SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 8.0
+SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 20.0
 NUM_STEPS, ILL_STEP, SAMPLED_EVERY = 300, 150, 10
 
 _MODEL = (
@@ -163,7 +163,7 @@ def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
 
     The first positions are given one large embedding, so that their keys come out alike. The
     head's W_Q is aligned with what all tokens have in common, its W_K with what sets the first
-    positions apart, and both are made large. Then every query's largest scores, in the hundreds,
+    positions apart, and both are made large. Then every query's largest scores, in the thousands,
     lie on the same few keys and tie: the condition of arXiv 2510.04212, section 3.3.2.
 
     Args:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -116,8 +118,8 @@ def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> N
 
 def test_replay_takes_other_thresholds() -> None:
     path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
-    # An infinite slope and level switch the two rules off that see this run first.
-    arguments = ["--threshold", "norm_growth.slope=inf", "--threshold", "logit_outlier.level=inf"]
+    # An infinite rise and level switch the two rules off that see this run first.
+    arguments = ["--threshold", "norm_growth.rise=inf", "--threshold", "logit_outlier.level=inf"]
     rules = {
         alarm["rule"] for alarm in json.loads(invoke("replay", path, "--json").stdout)["alarms"]
     }
@@ -133,9 +135,9 @@ def test_replay_takes_other_thresholds() -> None:
         ("norm_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'norm_growth=3'; there are "),
         ("no_rule.slope=3", "got 'no_rule.slope=3'; there are norm_growth."),
         ("norm_growth.name=3", "got 'norm_growth.name=3'"),
-        ("norm_growth.slope=steep", "norm_growth.slope must be a number, got 'steep'"),
-        ("norm_growth.slope=nan", "norm_growth.slope must be a number, got 'nan'"),
-        ("norm_growth.samples=2.5", "norm_growth.samples must be a whole number, got '2.5'"),
+        ("norm_growth.rise=steep", "norm_growth.rise must be a number, got 'steep'"),
+        ("norm_growth.rise=nan", "norm_growth.rise must be a number, got 'nan'"),
+        ("norm_growth.window=2.5", "norm_growth.window must be a whole number, got '2.5'"),
     ],
 )
 def test_bad_thresholds_are_refused(small_run: Path, threshold: str, message: str) -> None:
@@ -212,6 +214,80 @@ def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
         result = invoke("report", path, *arguments)
         assert (result.exit_code, result.stdout) == (0, f"{page}\n")
         assert page.is_file()
+
+
+def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
+    small_run: Path, tmp_path: Path
+) -> None:
+    for arguments, place in [
+        (("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
+        (("--output", tmp_path / "a.md"), tmp_path / "a.md"),
+        (("--output", tmp_path / "o", "--format", "md"), tmp_path / "o" / "report.md"),
+        (("--output", tmp_path / "p", "--format", "png"), tmp_path / "p"),
+        (("--format", "md"), small_run / "report.md"),
+        (("--format", "pdf"), small_run / "report.pdf"),
+    ]:
+        result = invoke("report", small_run, *arguments)
+        assert (result.exit_code, result.stdout) == (0, f"{place}\n")
+        assert place.exists()
+    assert (tmp_path / "a.md").read_text(encoding="utf-8").startswith("# ")
+    assert (small_run / "report.pdf").read_bytes().startswith(b"%PDF-")
+    assert (tmp_path / "p" / "summary.png").is_file()
+
+
+def test_two_runs_stand_side_by_side_and_are_told_apart(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "version_1" / small_run.name
+    shutil.copytree(small_run, other)
+    result = invoke("report", small_run, other, "--format", "md")
+    assert (result.exit_code, result.stdout) == (0, "comparison.md\n")
+    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
+    assert "| version\\_1/run |" in text
+
+
+def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -> None:
+    page = tmp_path / "r.md"
+    result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
+    assert (result.exit_code, result.stderr) == (0, "")
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("# Single heads show the signs of a rounding failure")
+    assert "The first alarm came at step" in text and "found in the samples" in text
+
+
+def test_a_warning_about_one_file_is_said_once(small_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(small_run, run)
+    (run / "session-0002-00000000.json").write_text("{")
+    shutil.copy(
+        next(run.glob("samples-*")), run / "samples-0002-00000000-00000000-00000000.parquet"
+    )
+    result = invoke("report", run, "--format", "md")
+    assert result.exit_code == 0
+    assert result.stderr.count("left out the session file") == 1
+
+
+def test_live_shows_folders_only_and_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
+    (tmp_path / "run.csv").write_text(HEADER)
+    check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
+    monkeypatch.setattr(live.LiveServer, "run", lambda self: self._socket.close())
+    result = invoke("live", tmp_path / "not_yet")
+    assert result.exit_code == 0
+    assert re.search(r"http://127\.0\.0\.1:\d+/[\w-]{24}/", result.stdout)
+
+
+def test_live_without_its_packages_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in list(sys.modules):
+        if name.startswith("guardbit.dashboards.live"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    check_refused(invoke("live", tmp_path), "pip install 'guardbit[live]'")
 
 
 def test_a_report_that_cannot_be_written_is_refused(small_run: Path, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ NAMES = [
 #: Parameters in their order; those after "*" by name only.
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
-    " num_audited_heads=1, rules, dirpath=None, strict=False",
+    " num_audited_heads=1, image_every_n_samples=None, rules, dirpath=None, strict=False",
     "AutoStabilizer": "stabilizer='compensated', *, agreeing_rules=1, agreement_steps=2000,"
     " calm_steps=5000, dry_run=False",
     "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"

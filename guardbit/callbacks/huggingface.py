@@ -62,7 +62,7 @@ class HuggingFaceMonitor(TrainerCallback):
         dirpath: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads)
+        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,

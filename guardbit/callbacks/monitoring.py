@@ -13,21 +13,23 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession, check_settings
-
-#: Scalars logged at every sampled step -> the indicator whose largest value over heads they are.
-LOGGED_KEYS: dict[str, str] = {
-    "guardbit/w_q_spectral_norm": "w_q_spectral_norm",
-    "guardbit/max_logit": "max_logit",
-    "guardbit/multiple_maxima": "multiple_maxima",
-    "guardbit/delta_bias_cumulative": "delta_bias_cumulative",
-    "guardbit/dq_relative_error": "dq_relative_error",
-}
+from guardbit.records import Alarm
+from guardbit.store import LOGGED_KEYS
 
 #: Scalars logged at every sampled step that count heads.
 COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
+#: Scalars logged at every sampled step that tell of the worst head.
+WORST_KEYS: tuple[str, ...] = (
+    "guardbit/worst_layer",
+    "guardbit/worst_head",
+    "guardbit/worst_excess",
+)
+#: Under these keys texts and pictures go to the loggers that take them.
+ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
 
 
 class AttentionMonitor(pl.Callback):
@@ -44,12 +46,19 @@ class AttentionMonitor(pl.Callback):
     ``guardbit/multiple_maxima``        largest share of rows with more than one maximum
     ``guardbit/delta_bias_cumulative``  largest running sum of delta_lp - delta_hp, by size
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads
+    ``guardbit/loss``                   training loss, the latest recorded one
+    ``guardbit/grad_norm``              gradient norm before clipping
+    ``guardbit/worst_layer``            layer of the head farthest above its own normal
+    ``guardbit/worst_head``             that head within its layer
+    ``guardbit/worst_excess``           how far, times its normal (`guardbit.dashboards.excess`)
     ``guardbit/alarmed_heads``          heads a rule has named so far
     ``guardbit/switched_heads``         heads on a stabilized kernel
     ==================================  ===========================================================
 
-    The progress bar shows the largest `max_logit` and the alarmed heads. An error inside the
-    monitor is logged once and turns the stage concerned off; training goes on.
+    The keys are stable. New alarms go as text to ``guardbit/alarms`` of loggers that take text
+    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar shows the largest
+    `max_logit`, the alarmed heads, and layer and head of the worst one. An error inside the monitor
+    is logged once and turns the stage concerned off; training goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -58,6 +67,8 @@ class AttentionMonitor(pl.Callback):
         num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
             all. Sums over rows are then over these.
         num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn.
+        image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
+            sampled step; None for never, as drawing takes about 0.2 s.
         rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory.
         strict: Raise the monitor's own errors instead of going on without it.
@@ -74,16 +85,22 @@ class AttentionMonitor(pl.Callback):
         indicators: Sequence[str] | None = None,
         num_rows: int | None = None,
         num_audited_heads: int = 1,
+        image_every_n_samples: int | None = None,
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads)
+        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
         self.num_rows = num_rows
+        if image_every_n_samples is not None and image_every_n_samples < 1:
+            raise ValueError(
+                f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
+            )
         self.num_audited_heads = num_audited_heads
+        self.image_every_n_samples = image_every_n_samples
         self.rules = rules
         self.dirpath = dirpath
         self.strict = strict
@@ -94,11 +111,22 @@ class AttentionMonitor(pl.Callback):
         self._restored: dict[str, Any] = {}
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
+        self._logged = LoggedRun()
+        self._num_logged = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
+        # Lightning sets the attribute from another class, where type checkers do not see it.
+        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
+        if len(monitors) > 1:
+            raise ValueError(
+                f"the Trainer has {len(monitors)} callbacks of AttentionMonitor's kind; a model is"
+                " watched by one"
+            )
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
+        self._logged, self._num_logged = LoggedRun(), 0
         dirpath = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "guardbit"
         self.session = MonitorSession(
             pl_module,
@@ -120,7 +148,8 @@ class AttentionMonitor(pl.Callback):
         if self.session is None or not state:
             return
         # The callback may have watched another run before; that state is from later steps.
-        if state["last_step"] is None or state["last_step"] < trainer.global_step:
+        last_step = state.get("last_step")
+        if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
 
     def on_train_batch_start(
@@ -162,9 +191,9 @@ class AttentionMonitor(pl.Callback):
         if trainer.global_step == self._step:
             return
         was_sampled = session.is_sampled
-        session.end_step()
+        alarms = session.end_step()
         if was_sampled:
-            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
+            session.attempt("logging", lambda: self._log(session, alarms, trainer, pl_module))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
@@ -208,21 +237,50 @@ class AttentionMonitor(pl.Callback):
         session.grad_norm(get_total_norm(list(self._grad_norms.values())))
 
     def _log(
-        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule
+        self,
+        session: MonitorSession,
+        alarms: Sequence[Alarm],
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
     ) -> None:
         scalars, num_alarmed = session.scalars, session.num_alarmed_heads
-        stabilizers = session.instrumentation.stabilizers().values()
-        num_switched = sum(name != "none" for names in stabilizers for name in names)
+        scalars = {**scalars, **self._logged.take(session.samples)}
+        stabilizers = session.instrumentation.stabilizers()
+        num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
         metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
         metrics.update(zip(COUNTED_KEYS, (num_alarmed, num_switched), strict=True))
+        worst = self._logged.worst()
+        if worst is not None:
+            metrics.update(zip(WORST_KEYS, worst, strict=True))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._step)
+        for alarm in self._logged.news(alarms) if trainer.is_global_zero else ():
+            heads = ", ".join(map(str, alarm.heads))
+            text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
+            for logger in trainer.loggers:
+                send_text(logger, ALARMS_KEY, text, self._step)
+        self._log_map(session, stabilizers, trainer)
         shown = {"alarmed_heads": float(num_alarmed)}
         if "max_logit" in scalars:
             shown["max_logit"] = scalars["max_logit"]
+        if worst is not None:
+            shown |= {"worst_layer": float(worst.layer), "worst_head": float(worst.head)}
         pl_module.log_dict(
             {name: torch.tensor(value, dtype=torch.float32) for name, value in shown.items()},
             prog_bar=True,
             logger=False,
             batch_size=1,
         )
+
+    def _log_map(
+        self, session: MonitorSession, stabilizers: Mapping[str, Sequence[str]], trainer: pl.Trainer
+    ) -> None:
+        """Every so many samples, the model map to the loggers that take pictures."""
+        self._num_logged += 1
+        every = self.image_every_n_samples
+        if every is None or self._num_logged % every or not trainer.is_global_zero:
+            return
+        picture = self._logged.picture(session.alarmed_heads, stabilizers)
+        if picture is not None:
+            for logger in trainer.loggers:
+                send_picture(logger, MAP_KEY, picture, self._step)

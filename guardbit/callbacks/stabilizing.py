@@ -24,7 +24,8 @@ class AutoStabilizer(pl.Callback):
         dry_run: Decide and record, but switch nothing.
 
     Raises:
-        ValueError: If an argument is out of range, or at setup, if no `AttentionMonitor` is there.
+        ValueError: If an argument is out of range, or at setup, if there is not one
+            `AttentionMonitor` and one `AutoStabilizer`.
     """
 
     def __init__(
@@ -55,6 +56,10 @@ class AutoStabilizer(pl.Callback):
             raise ValueError(
                 f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has {len(monitors)};"
                 " pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
+            )
+        if sum(isinstance(callback, AutoStabilizer) for callback in callbacks) > 1:
+            raise ValueError(
+                "the Trainer has several AutoStabilizers; an AttentionMonitor takes one"
             )
         # A copy, because the same callback may serve several runs, each with its own memory.
         monitors[0].policy = copy.deepcopy(self.policy)

@@ -15,6 +15,7 @@ from typing import Literal, cast
 import numpy as np
 import pandas as pd
 
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
@@ -138,6 +139,56 @@ def worst_layer(frame: pd.DataFrame, indicator: str = "w_q_spectral_norm") -> in
     return heads[0][0] if heads else None
 
 
+def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
+    """How far each head's worst indicator is above its own normal (`guardbit.dashboards.excess`).
+
+    Args:
+        frame: The samples.
+        step: The last step taken into account; None for all.
+
+    Returns:
+        Index MultiIndex (layer, head), ascending, every recorded head; columns excess (float64; NaN
+        without any of the indicators), indicator (the worst one's name) and value (its latest).
+    """
+    samples = check_samples(frame)
+    samples = _rows(samples, samples["site"] != "")
+    pairs = cast(pd.DataFrame, samples[["layer", "head"]].drop_duplicates())
+    heads = pd.MultiIndex.from_frame(pairs).sort_values()
+    if step is not None:
+        samples = _rows(samples, samples["step"] <= step)
+    table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
+    for indicator, floor in EXCESS_INDICATORS.items():
+        measured = by_head(samples, indicator)
+        if measured.empty:
+            continue
+        found = pd.DataFrame(
+            {
+                "excess": times_normal(measured.to_numpy(), floor),
+                "indicator": indicator,
+                "value": measured.ffill().iloc[-1],
+            },
+            index=measured.columns,
+        ).reindex(heads)
+        worse = found["excess"].gt(table["excess"]) | (
+            table["excess"].isna() & found["excess"].notna()
+        )
+        table = table.mask(worse, found)
+    return table.astype({"excess": float, "value": float})
+
+
+def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:
+    """The events of some steps, both ends included."""
+    if events is None or events.empty:
+        return events
+    return _rows(events, (events["step"] >= first) & (events["step"] <= last))
+
+
+def steps(frame: pd.DataFrame) -> tuple[int, int]:
+    """The first and the last recorded step of a run that has samples."""
+    recorded = check_samples(frame)["step"].to_numpy()
+    return int(recorded.min()), int(recorded.max())
+
+
 def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
     """Site name to layer, for every site with a sample."""
     samples = check_samples(frame)
@@ -214,16 +265,37 @@ def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dic
 
 
 def notable_heads(
-    frame: pd.DataFrame, events: pd.DataFrame | None, indicator: str, count: int = 3
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    indicator: str,
+    count: int = 3,
+    *,
+    smallest: bool = False,
 ) -> list[Head]:
     """The heads a figure highlights: the first to alarm, then the largest magnitudes.
 
-    The last place is kept for the largest magnitude, so that no figure greys out its own peak.
+    Magnitudes count from the middle of the run on, so that nothing stands out for its warm-up. The
+    last place is kept for the largest, so that no figure greys out its own peak.
+
+    Args:
+        frame: The samples.
+        events: The journal.
+        indicator: What the figure shows.
+        count: Heads at most.
+        smallest: Take the smallest magnitudes instead of the largest.
     """
-    recorded = set(by_head(frame, indicator).columns)
-    alarmed = [head for head in first_events(frame, events, "alarm") if head in recorded]
-    largest = worst_heads(frame, indicator, count)
-    return list(dict.fromkeys([*alarmed[: count - 1], *largest]))[:count]
+    table = by_head(frame, indicator)
+    alarmed = [head for head in first_events(frame, events, "alarm") if head in table.columns]
+    later = table.iloc[len(table) // 2 :].abs()
+    extremes = later.min() if smallest else later.max()
+    extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")
+    extreme = [(int(layer), int(head)) for layer, head in extremes.head(count).index]
+    return list(dict.fromkeys([*alarmed[: count - 1], *extreme]))[:count]
+
+
+def recorded_indicators(frame: pd.DataFrame) -> set[str]:
+    """The indicators with at least one sample."""
+    return set(check_samples(frame)["indicator"].unique())
 
 
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
@@ -247,12 +319,13 @@ def heads_to_watch(
 ) -> pd.DataFrame:
     """The heads a person should look at, worst first, with their latest values.
 
-    Heads with an alarm come first, in the order of their first alarm; then the heads with the
-    largest latest magnitude of the first recorded indicator of `HEAD_INDICATORS`.
+    Heads with an alarm come first, in the order of their first alarm; then those that are farthest
+    above their own normal (`excess`), and, where that is the same, those with the largest latest
+    magnitude of the first recorded indicator of `HEAD_INDICATORS`.
 
     Returns:
         At most `count` rows; columns layer, head, site, alarm_step (NaN without an alarm), rule,
-        stabilizer, then those of `latest_values`.
+        stabilizer, excess, then those of `latest_values`.
     """
     latest = latest_values(frame)
     alarms = first_events(frame, events, "alarm")
@@ -269,11 +342,14 @@ def heads_to_watch(
         for head in latest.index
     ]
     columns = ["layer", "head", "site", "alarm_step", "rule", "stabilizer"]
-    table = pd.concat([pd.DataFrame(known, columns=columns), latest.reset_index(drop=True)], axis=1)
+    table = pd.DataFrame(known, columns=columns)
     if table.empty:
         return table
+    table["excess"] = excess(frame)["excess"].reindex(latest.index).to_numpy()
+    table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
     table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
-    table = table.sort_values(["alarm_step", "largest"], ascending=[True, False], kind="stable")
+    order = ["alarm_step", "excess", "largest"]
+    table = table.sort_values(order, ascending=[True, False, False], kind="stable")
     return table.drop(columns=["largest"]).head(count).reset_index(drop=True)
 
 

@@ -9,6 +9,8 @@ What happens in a call is decided in `guardbit.kernels.op`, when it runs.
 from __future__ import annotations
 
 import math
+import operator
+import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, overload
 
@@ -33,6 +35,9 @@ site_stack: list[Tensor] = []
 #: Is told the tensors of every eager `flash_attention` call inside an instrumented module, before
 #: it runs; set by the monitor.
 call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
+
+# The thread whose modules `site_stack` is about.
+_owner = 0
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 
@@ -142,26 +147,32 @@ def flash_attention(
     stabilizers = check_stabilizers(stabilizer, q.size(1))
     if not isinstance(causal, bool) and causal != "top-left":
         raise ValueError(f"causal is {causal!r}; allowed are False, True and 'top-left'")
+    numbers = {"beta": beta, "eps": eps, "dropout_p": dropout_p}
+    for name, value in (numbers if scale is None else {"scale": scale, **numbers}).items():
+        if not isinstance(value, int | float) and not hasattr(value, "__float__"):
+            raise ValueError(f"{name} is {value!r}; it must be a number")
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"scale is {scale}; it must be finite, or None for 1 / sqrt(D)")
     if not 1.0 < beta < math.inf:
         raise ValueError(f"beta is {beta}; it must be greater than 1 and finite")
     if not 0.0 < eps < math.inf:
         raise ValueError(f"eps is {eps}; it must be greater than 0 and finite")
+    seed = _whole("seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed is {seed}; it must fit 64 bits with sign")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(dispatch.BACKENDS)}")
-    if site_stack and not torch.compiler.is_compiling():
+    inside = is_inside_site()
+    if inside and not torch.compiler.is_compiling():
         for listener in call_listeners:
             listener(q, k, v)
     out, lse = op.attention(
         q,
         k,
         v,
-        site_stack[-1] if site_stack else _NO_SITE_TENSOR,
+        site_stack[-1] if inside else _NO_SITE_TENSOR,
         [STABILIZERS.index(name) for name in stabilizers],
         op.CAUSAL_CODES[causal],
         1.0 / math.sqrt(q.size(-1)) if scale is None else scale,
@@ -175,6 +186,27 @@ def flash_attention(
         torch.compiler.is_compiling(),
     )
     return (out, lse) if return_lse else out
+
+
+def is_inside_site() -> bool:
+    """Whether the caller runs inside an instrumented module."""
+    return bool(site_stack) and (torch.compiler.is_compiling() or not is_other_thread())
+
+
+def is_other_thread() -> bool:
+    """Whether the caller's thread is not the one whose modules `site_stack` is about.
+
+    Another thread may run another model meanwhile. Autograd's own threads, which recompute under
+    activation checkpointing, count as the model's.
+    """
+    return threading.get_ident() != _owner and torch._C._current_graph_task_id() == -1
+
+
+def own_site_stack(thread: int | None = None) -> int:
+    """Makes `site_stack` a thread's, by default the caller's; returns the one it was before."""
+    global _owner
+    before, _owner = _owner, threading.get_ident() if thread is None else thread
+    return before
 
 
 def switchable_attention(
@@ -248,6 +280,15 @@ def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[
     return names
 
 
+def _whole(name: str, value: int) -> int:
+    if isinstance(value, int):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
+
+
 def is_autocast(x: Tensor) -> bool:
     """Whether autocast is on for x's device; on meta, which has none, the question is an error."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
@@ -266,6 +307,8 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+        if x.is_nested or x.layout is not torch.strided:
+            raise ValueError(f"{name} is a nested or sparse tensor; expected a dense one")
         if x.dim() != 4:
             raise ValueError(f"{name} has {x.dim()} dimensions; expected 4: (B, H, N, D)")
         if x.dtype not in _DTYPES:

@@ -86,6 +86,11 @@ def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(STABILIZERS[code] for code in codes)
 
 
+@lru_cache
+def _kernel_name(backend: SDPBackend) -> str:
+    return backend.name  # which searches all names
+
+
 # Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
 # Not in inference mode, whose tensors a later training step could not save for its backward.
 
@@ -154,7 +159,7 @@ def _attention(
         settings = stock.Settings(causal != 0, scale, dropout_p)
         drawn = _drawn(dropout_p, random, generator_state)
         out, lse, stock_backend = stock.forward(q, k, v, settings, training, drawn)
-        state.launches["forward", stock_backend.name] += 1
+        state.launches["forward", _kernel_name(stock_backend)] += 1
     if plan.own:
         on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
         if dropout_p > 0:
@@ -316,7 +321,7 @@ def _attention_backward(
         rest = d_out.index_fill(1, _index(plan.own, q.device), 0) if plan.own else d_out
         drawn = _drawn(dropout_p, random, generator_state)
         gradients = stock.backward(rest, q, k, v, out, lse, stock_backend, settings, drawn)
-        state.launches["backward", stock_backend.name] += 1
+        state.launches["backward", _kernel_name(stock_backend)] += 1
     if plan.own:
         tensors = (d_out, q, k, v, out, lse, kept)
         if gradients is not None:
@@ -413,9 +418,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         q, k, v, site, _, causal, scale, _, _, _, dropout_p, _, use_stock, _, traced = arguments
-        op = _with_dropout if dropout_p > 0 else _without_dropout
-        with torch._C._AutoDispatchBelowAutograd():
-            outputs = op(*arguments)
+        outputs = _below_autograd(arguments)
         ctx.save_for_backward(q, k, v, *outputs, site)
         ctx.arguments = (causal, scale, dropout_p, use_stock, traced)
         ctx.mark_non_differentiable(*outputs[1:])
@@ -432,6 +435,20 @@ class _Attention(torch.autograd.Function):
         else:
             gradients = _backward_of_create_graph(d_out, ctx.saved_tensors, ctx.arguments)
         return (*gradients, *(None,) * 12)
+
+
+def _below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    op = _with_dropout if arguments[10] > 0 else _without_dropout
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
+    # A compiled graph runs its forward without autograd, which would cost a third of the call.
+    q, k, v = arguments[:3]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(*arguments)
+    return _below_autograd(arguments)
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):
@@ -470,7 +487,7 @@ for _name, _fake in (
     ("attention_with_dropout", _attention_with_dropout_fake),
 ):
     _library.impl(_name, _attention, "CompositeExplicitAutograd")
-    _library.impl(_name, _Attention.apply, "Autograd")
+    _library.impl(_name, _differentiable, "Autograd")
     torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
 _library.impl("attention_backward", _attention_backward, "CompositeExplicitAutograd")
 torch.library.register_fake("guardbit::attention_backward", _attention_backward_fake, lib=_library)

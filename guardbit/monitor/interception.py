@@ -36,6 +36,9 @@ from guardbit.kernels.attention import (
     MIN_HEAD_DIM,
     call_listeners,
     is_autocast,
+    is_inside_site,
+    is_other_thread,
+    own_site_stack,
     site_stack,
     switchable_attention,
 )
@@ -130,7 +133,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`; see there."""
-    if site_stack:
+    if is_inside_site():
         site = site_stack[-1]
         heads = _heads_of(query, key)
         refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -270,11 +273,15 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         comptime(_note_traced_inputs)
     elif "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
+    elif _frames and is_other_thread():
+        return  # as above: calls of the model that came second keep PyTorch's function
     else:
         if _frames and _frames[0].module is module:
             # The outermost module was never left: PyTorch runs no hooks after KeyboardInterrupt.
             _frames.clear()
             site_stack.clear()
+        if not _frames:
+            own_site_stack()
         _frames.append(_Frame(module, args, kwargs))
     # One function for all modules, which reads the number off the module: the compiler then sees
     # an input of the graph and can serve many layers with one.
@@ -284,15 +291,17 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         site_stack.pop()
-    elif _frames and _frames[-1].module is module:  # else another hook failed before `_enter`
+    elif _frames and _frames[-1].module is module and not is_other_thread():
+        # Else another hook failed before `_enter`.
         _frames.pop()
         site_stack.pop()
 
 
 # Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
-# compiled, they would be compiled anew for every shape. Inside a compiled module they are inlined.
-for _hook in (_enter, _leave):
-    skip_code(_hook.__code__)
+# compiled, they would be compiled anew for every shape, and so would what they call. Inside a
+# compiled module they are inlined.
+for _function in (_enter, _leave, is_other_thread, own_site_stack):
+    skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that
 # are compiled one by one would each be compiled anew. The ids are taken from PyTorch's counter.
@@ -477,6 +486,7 @@ def rerun(
     depth, num_frames = len(site_stack), len(_frames)
     state = switchboard.site_state(number)
     launches, requested = state.launches.copy(), state.requested
+    owner = own_site_stack()
     _probed_site = number
     _probed_calls.clear()
     site_stack.append(torch.tensor(number))
@@ -504,6 +514,7 @@ def rerun(
         state.launches, state.requested = launches, requested
         del site_stack[depth:]
         del _frames[num_frames:]
+        own_site_stack(owner)
     if not _probed_calls:
         raise RuntimeError("the module did not call attention when it was run again")
     return _probed_calls.pop()
@@ -518,13 +529,14 @@ def _batch_size(inputs: ModuleInputs) -> int | None:
 
 def _make(x: Any, batch: int | None, generator: torch.Generator) -> Any:
     if isinstance(x, TensorSpec):
+        device = generator.device  # the module's; it may have been moved since the inputs were seen
         shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
         if x.dtype.is_complex:
-            return torch.randn(shape, generator=generator, dtype=torch.complex64, device=x.device)
+            return torch.randn(shape, generator=generator, dtype=torch.complex64, device=device)
         if x.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, device=x.device)
+            return torch.randn(shape, generator=generator, device=device)
         fill = torch.ones if x.dtype == torch.bool else torch.zeros
-        return fill(shape, dtype=x.dtype, device=x.device)
+        return fill(shape, dtype=x.dtype, device=device)
     if isinstance(x, tuple):
         return tuple(_make(item, batch, generator) for item in x)
     return x
@@ -621,10 +633,10 @@ def _multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Te
         position = _positions[name]
         return args[position] if position < len(args) else kwargs.get(name, default)
 
-    if _probed_site is not None and len(args) <= _positions["need_weights"]:
+    if _probed_site is not None and is_inside_site() and len(args) <= _positions["need_weights"]:
         # With weights to return, attention is written out where no call shows its queries.
         kwargs["need_weights"] = False
-    elif site_stack and given("need_weights", True):
+    elif is_inside_site() and given("need_weights", True):
         site = site_stack[-1]
         refusal = "it returns attention weights (need_weights=True), which no fused kernel computes"
         width, num_heads = given("embed_dim_to_check"), given("num_heads")
@@ -645,7 +657,7 @@ _CHECKPOINT_OPTIONS = frozenset(inspect.signature(_original_checkpoint).paramete
 @functools.wraps(_original_checkpoint)
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lets a recomputation *inside* an attention module know which module it belongs to."""
-    if not site_stack or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not is_inside_site():
         return _original_checkpoint(function, *args, **kwargs)
     if _probed_site is not None:
         # A checkpoint hides how q comes about from autograd.

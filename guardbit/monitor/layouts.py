@@ -23,6 +23,7 @@ may ask again with the product in their place (`guardbit.monitor.projections`).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -109,10 +110,15 @@ class HeadRows:
 
         Raises:
             IndexError: There is no such head.
+            TypeError: The head is no whole number.
             ValueError: The parameter is missing.
             LayoutUnavailable: It has another shape than when its rows were found.
         """
         heads = self.rows.shape[0]
+        try:
+            head = operator.index(head)
+        except TypeError:
+            raise TypeError(f"head is {head!r}; it must be a whole number") from None
         if not 0 <= head < heads:
             raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
         return self._matrix(parameters)[self.rows[head]].float()

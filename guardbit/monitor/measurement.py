@@ -21,6 +21,10 @@ _NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"
 _AUDITED = frozenset({"dq_relative_error", "dq_coherent_error"})
 
 
+class NoAttentionSeenError(RuntimeError):
+    """No step so far has called attention where GuardBit sees it."""
+
+
 class _KnownSite(NamedTuple):
     """A site as the metrics count it."""
 
@@ -127,7 +131,7 @@ class Measurement:
             (site, indicator) -> `(H,)`, on the device.
 
         Raises:
-            RuntimeError: If no attention was called at all.
+            NoAttentionSeenError: If no attention was called so far.
         """
         columns: dict[tuple[str, str], Tensor] = {}
         metrics = self._metrics
@@ -141,8 +145,8 @@ class Measurement:
                     columns[site.name, name] = values[site.layer, : site.num_heads]
         sites = self._instrumentation.sites
         if not sites:
-            raise RuntimeError(
-                "the model ran and called no attention that GuardBit sees: it watches calls of"
+            raise NoAttentionSeenError(
+                "the model has called no attention that GuardBit sees so far: it watches calls of"
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )
@@ -250,6 +254,10 @@ def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
 
 def _number(value: Tensor | float) -> Tensor | float:
     """One number without its history; a view, so no kernel runs, unless ranks hold shares of it."""
+    if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
+        raise ValueError(
+            f"expected one real number, got {value.dtype} of shape {tuple(value.shape)}"
+        )
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)

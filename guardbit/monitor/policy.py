@@ -65,6 +65,12 @@ class Policy:
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
+        whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
+        if calm_steps is not None:
+            whole["calm_steps"] = calm_steps
+        for name, value in whole.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name} must be a whole number, got {value!r}")
         if agreeing_rules < 1:
             raise ValueError(f"agreeing_rules must be >= 1, got {agreeing_rules}")
         if agreement_steps < 0:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import operator
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from guardbit.kernels import switchboard
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.measurement import Measurement
+from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.sites import Instrumentation, Site, instrument
 from guardbit.records import (
@@ -46,6 +47,9 @@ T = TypeVar("T")
 
 # Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
 _MICRO_BATCHES = 1024
+
+# Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
+_STATE_FORMAT = 1
 
 
 class MonitorSession:
@@ -74,6 +78,7 @@ class MonitorSession:
     Attributes:
         loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be
             set before a sampled step ends; `delta_bias` is divided by it.
+        samples: What the last sampled step measured.
         scalars: Values of the last sampled step for loggers and progress bars: of each indicator
             the value largest in size over all heads.
 
@@ -96,7 +101,11 @@ class MonitorSession:
         dirpath: str | os.PathLike[str] | None = None,
         strict: bool = False,
     ) -> None:
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads)
+        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
+        if policy is not None and not isinstance(policy, Policy):
+            raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
+        if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
+            raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
         self.every_n_train_steps = every_n_train_steps
         self.indicators = INDICATORS if indicators is None else tuple(indicators)
         self.num_rows = num_rows
@@ -107,6 +116,7 @@ class MonitorSession:
         self.strict = strict
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
+        self.samples: list[Sample] = []
         self.detectors = Detectors(rules)
         self.instrumentation: Instrumentation = instrument(model, sites)
         self._measurement = Measurement(
@@ -125,6 +135,8 @@ class MonitorSession:
         self._loaded_stabilizers: dict[str, list[str]] = {}
         self._writer: RunWriter | None = None
         self._off: set[str] = set()
+        self._said: set[str] = set()
+        self._closed = False
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -146,9 +158,18 @@ class MonitorSession:
     def begin_batch(self, step: int) -> None:
         """Is told that a micro-batch of optimizer step `step` begins.
 
+        Once the session is closed, nothing happens any more.
+
         Raises:
-            ValueError: At the first call, if `dirpath` is no place for a run's telemetry.
+            ValueError: If the step is no whole number from 0, or, at the first call, if `dirpath`
+                is no place for a run's telemetry.
         """
+        step = _checked_step(step)
+        if self._closed:
+            if "closed" not in self._said:
+                self._said.add("closed")
+                log.warning("the session is closed: step %d and later ones are not watched", step)
+            return
         if self._writer is None and self.dirpath is not None and "store" not in self._off:
             self._open_store(self.dirpath, step)
         if step != self._step:
@@ -169,6 +190,11 @@ class MonitorSession:
     def is_sampled(self) -> bool:
         """Whether the current step is sampled."""
         return self._is_sampled
+
+    @property
+    def alarmed_heads(self) -> Mapping[str, Collection[int]]:
+        """The heads a rule has named so far, by site."""
+        return self._measurement.suspects
 
     @property
     def num_alarmed_heads(self) -> int:
@@ -208,9 +234,13 @@ class MonitorSession:
             return []
         self._is_sampled = False
         self._capture.disarm()
+        # Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
+        if not ranks.all_agree("metrics" not in self._off, "metrics"):
+            self.attempt("metrics", _failed_elsewhere)
         columns = self.attempt("metrics", self._measure) or {}
         samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
         samples = ranks.of_rank_zero(samples)
+        self.samples = samples
         self.scalars = _largest(samples)
         self.attempt("store", lambda: self._store_samples(samples))
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
@@ -231,6 +261,11 @@ class MonitorSession:
 
     def close(self) -> None:
         """Writes what is left, and takes the instrumentation out of the model."""
+        if self._closed:
+            return
+        # Gone from the model in a moment; `state_dict` goes on telling it.
+        self._loaded_stabilizers = self._stabilizers()
+        self._closed, self._step = True, None
         self._capture.disarm()
         writer = self._writer
         if writer is not None:
@@ -254,15 +289,16 @@ class MonitorSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only."""
-        # A site shows its stabilizers only once it has been called.
-        stabilizers = {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
         return {
+            "format": _STATE_FORMAT,
             "last_step": self._last_ended,
             "detectors": self.detectors.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
             "stabilizers": {
-                name: list(names) for name, names in stabilizers.items() if set(names) != {"none"}
+                name: list(names)
+                for name, names in self._stabilizers().items()
+                if set(names) != {"none"}
             },
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
@@ -272,9 +308,21 @@ class MonitorSession:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the session stood whose `state_dict` this is.
 
+        From another version's state only the switched heads are taken over; the rest begins anew.
+
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
+        if state.get("format") != _STATE_FORMAT:
+            stabilizers = state.get("stabilizers", {})
+            self.instrumentation.load_stabilizers(stabilizers)
+            self._loaded_stabilizers = stabilizers
+            log.warning(
+                "the state is of another version of GuardBit: the heads it has switched stay"
+                " switched (%s), detectors and sums begin anew",
+                ", ".join(stabilizers) or "none",
+            )
+            return
         self.detectors.load_state_dict(state["detectors"])
         # What a dry run decided was not done: the policy begins anew.
         same_mode = state["dry_run"] == self.dry_run
@@ -292,8 +340,21 @@ class MonitorSession:
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
 
+    def _stabilizers(self) -> dict[str, list[str]]:
+        # A site shows its stabilizers only once it has been called.
+        return {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
+
     def _measure(self) -> dict[tuple[str, str], Tensor]:
-        columns = self._measurement.columns(self.loss_scale, usable="capture" not in self._off)
+        try:
+            columns = self._measurement.columns(self.loss_scale, usable="capture" not in self._off)
+        except NoAttentionSeenError as error:
+            # A step may pass attention by: one that was skipped, or a discriminator's.
+            if self.strict:
+                raise
+            if "unseen" not in self._said:
+                self._said.add("unseen")
+                self.record(Event(self._step or 0, "monitor_error", "", (), str(error)))
+            return {}
         if list(self.instrumentation.sites) != self._described:
             self._describe_run(self.instrumentation.sites)
         return columns
@@ -429,6 +490,7 @@ def check_settings(
     indicators: Sequence[str] | None,
     num_rows: int | None,
     num_audited_heads: int,
+    rules: tuple[Rule, ...],
 ) -> None:
     """Refuses settings of `MonitorSession` that make no sense, in one sentence.
 
@@ -448,6 +510,12 @@ def check_settings(
     for setting, names in (("sites", sites), ("indicators", indicators)):
         if isinstance(names, str):
             raise ValueError(f"{setting} is {names!r}; it must be a list of names, [{names!r}] say")
+        if names is None:
+            continue
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{setting} is {names!r}; it must be a list of names, or None for all")
+        if not names:
+            raise ValueError(f"{setting} is empty; name at least one, or pass None for all")
     for name in indicators or ():
         if name not in INDICATORS:
             raise ValueError(f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}")
@@ -455,6 +523,21 @@ def check_settings(
         raise ValueError(f"num_rows is {num_rows}; it must be at least 1, or None for all rows")
     if num_audited_heads < 0:
         raise ValueError(f"num_audited_heads is {num_audited_heads}; it must be at least 0")
+    Detectors(rules)
+
+
+def _failed_elsewhere() -> None:
+    raise RuntimeError("the stage failed on another rank")
+
+
+def _checked_step(step: int) -> int:
+    try:
+        checked = operator.index(step)
+    except TypeError:
+        checked = -1
+    if checked < 0:
+        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
+    return checked
 
 
 def _largest(samples: list[Sample]) -> dict[str, float]:

@@ -118,6 +118,7 @@ class Site:
 
         Raises:
             IndexError: If there is no such head.
+            TypeError: If the head is no whole number.
             LayoutUnavailable: If it cannot be known which rows they are, saying why.
         """
         layout, weights = self._settled_layout()
@@ -156,6 +157,7 @@ class Site:
             raise self._layout
         return self._layout
 
+    @torch.inference_mode(False)  # which would leave no history to read
     def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
         """Asks the innermost module that has weight matrices, then those around it."""
         record = self._record()
@@ -219,7 +221,10 @@ class Instrumentation:
         Raises:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
             IndexError: If a head is out of range.
+            TypeError: If the site is no text.
         """
+        if not isinstance(site, str):
+            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
         matching = _select(self.sites, [site], "attention site")
         refused = [target for target in matching.values() if target.refusal is not None]
         if refused and (not _is_pattern(site) or len(refused) == len(matching)):
@@ -289,7 +294,10 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     Raises:
         ValueError: If the model has no module that could call attention where GuardBit sees it, a
             name matches none, or the model is instrumented already.
+        TypeError: If the model is no `nn.Module`.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; expected an nn.Module")
     for name, module in model.named_modules():
         if interception.is_attached(module):
             raise ValueError(f"the model is instrumented already (module '{name}')")

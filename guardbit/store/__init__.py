@@ -20,7 +20,17 @@ those steps again. It does so from its first sample or event on: a run that is s
 before it has recorded anything hides nothing. The files of hidden steps stay on disk.
 """
 
-from guardbit.store.reading import read_events, read_metadata, read_run
+from guardbit.store.following import RunFollower
+from guardbit.store.logged import LOGGED_KEYS
+from guardbit.store.reading import is_run, read_events, read_metadata, read_run
 from guardbit.store.writing import RunWriter
 
-__all__ = ["RunWriter", "read_events", "read_metadata", "read_run"]
+__all__ = [
+    "LOGGED_KEYS",
+    "RunFollower",
+    "RunWriter",
+    "is_run",
+    "read_events",
+    "read_metadata",
+    "read_run",
+]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import warnings
@@ -23,6 +25,7 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
 )
+from guardbit.store.tensorboard import is_tensorboard_log, read_tensorboard
 
 Part = TypeVar("Part")
 
@@ -34,8 +37,9 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the samples of a run, also while it is being written.
 
     Args:
-        path: Folder of a run, or a CSV file (`.csv`, `.csv.gz`) with the columns below; a CSV's
-            other columns are passed over.
+        path: Folder of a run; a CSV file (`.csv`, `.csv.gz`) with the columns below, whose other
+            columns are passed over; or a TensorBoard log, file or folder, with the scalars that
+            `AttentionMonitor` logs, which are the largest over all heads.
 
     Returns:
         One row a measured value, with the columns step (int64), site (str; "" for the whole run),
@@ -50,9 +54,12 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
             can be read.
 
     Warns:
-        UserWarning: A segment cannot be read (cut short, say) and is left out.
+        UserWarning: A segment cannot be read (cut short, say), or the last line of a CSV is cut
+            short, and is left out.
     """
     path = _existing(path)
+    if is_tensorboard_log(path) and not is_run(path):
+        return _tidy(read_tensorboard(path))
     if path.is_file():
         return _tidy(_read_csv(path))
     parts = [
@@ -66,7 +73,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the events of a run, also while it is being written.
 
     Args:
-        path: Folder of a run, or a CSV file of samples, which holds no events.
+        path: Folder of a run; or a CSV file or TensorBoard log, which hold no events.
 
     Returns:
         One row an event, with the columns step (int64), kind (str), site (str), heads (tuple of
@@ -82,7 +89,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     path = _existing(path)
     rows: list[dict[str, Any]] = []
-    if path.is_dir():
+    if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
         for events, last_step in _read_segments(path, "events", _load_events):
             rows += [event for event in events if event["step"] <= last_step]
     frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
@@ -95,7 +102,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads what describes a run as a whole.
 
     Args:
-        path: Folder of a run, or a CSV file of samples, which has no metadata.
+        path: Folder of a run; or a CSV file or TensorBoard log, which have no metadata.
 
     Returns:
         The metadata of all its sessions; where two give the same key, the later one's.
@@ -109,11 +116,20 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = _existing(path)
     metadata: dict[str, Any] = {}
-    if path.is_dir():
+    if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
         sessions = _list_run(path).sessions
         for key in sorted(sessions):
             metadata |= _load_session(sessions[key])["metadata"]
     return metadata
+
+
+def is_run(path: str | os.PathLike[str]) -> bool:
+    """Whether this is the folder of a run, and not somebody else's file."""
+    path = Path(path)
+    if not path.is_dir():
+        return False
+    listing = list_folder(path)
+    return bool(listing.sessions) or any(listing.segments.values())
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:
@@ -124,11 +140,10 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 
 
 def _list_run(folder: Path) -> Listing:
-    listing = list_folder(folder)
-    if not (listing.sessions or any(listing.segments.values())):
+    if not is_run(folder):
         state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
         raise ValueError(f"there is no run at {folder}: the folder {state}")
-    return listing
+    return list_folder(folder)
 
 
 def _load_session(path: Path) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def _load_session(path: Path) -> dict[str, Any]:
         return {"start_step": None, "metadata": {}}
 
 
-def _last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
+def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
     """Yields the sessions that recorded something, oldest first, and the last step each counts for.
 
     A session counts up to the smallest step that a later one started from.
@@ -169,7 +184,7 @@ def _read_segments(
         listing = _list_run(folder)
         parts: list[tuple[Part, float]] = []
         try:
-            for key, last_step in _last_steps(listing):
+            for key, last_step in last_steps(listing):
                 segments = listing.segments[kind].get(key, [])
                 parts += [(part, last_step) for part in _load_uncovered(segments, load)]
         except FileNotFoundError:
@@ -230,24 +245,46 @@ def _read_csv(path: Path) -> pd.DataFrame:
             f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
         )
     try:
+        with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
+            text = file.read()
+    except (OSError, EOFError) as error:
+        raise ValueError(f"cannot read a run from {path}: {error}") from error
+    whole, newline, last = text.rpartition(b"\n")
+    if newline and last:
+        # No end of line: its writer may have been killed in the middle of it, or is at it.
+        try:
+            if last.count(b",") >= text.partition(b"\n")[0].count(b","):
+                return _parse_csv(text, path)
+        except ValueError:
+            pass
+        text = whole + newline
+        warnings.warn(
+            f"left out line {text.count(newline) + 1} of {path}, the last one, which is cut short",
+            stacklevel=3,
+        )
+    return _parse_csv(text, path)
+
+
+def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
+    try:
         # A site may be called "NA" or "null": only a value can be missing.
         table = pd.read_csv(
-            path,
+            io.BytesIO(text),
             keep_default_na=False,
             na_values={"value": ["", "nan", "NaN"]},
             dtype={"site": "str", "indicator": "str", "value": "float64"},
         )
-    except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"cannot read a run from {path}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
     _check_columns(table.columns, path)
     table = table.loc[:, COLUMNS]
     for name in ("step", "layer", "head"):
         numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
-        broken = numbers.mod(1).ne(0)
+        broken = numbers.mod(1).ne(0) | numbers.abs().ge(2**63)
         if broken.any():
             raise ValueError(
                 f"cannot read a run from {path}: {name} must be a whole number in every row, "
-                f"one row has {table.loc[broken, name].iloc[0]!s}"
+                f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
             )
         table[name] = numbers.astype("int64")
     return table

@@ -1,9 +1,10 @@
 """One rank of a Lightning run over two processes; started by `test_distributed`.
 
-    python -m torch.distributed.run --nproc-per-node 2 distributed_run.py STRATEGY FOLDER
+    python -m torch.distributed.run --nproc-per-node 2 distributed_run.py ddp|fsdp2 cpu|cuda FOLDER
 
 Trains the tiny GPT of `conftest.py` unwatched, watched, and with heads that are switched, and
-writes what rank 0 and rank 1 saw to FOLDER/STRATEGY-RANK.pt.
+writes what rank 0 and rank 1 saw to FOLDER/STRATEGY-RANK.pt. Algorithms are deterministic: on GPUs
+the same run twice would not end with the same bits otherwise.
 """
 
 import importlib.util
@@ -69,7 +70,7 @@ class Watcher(pl.Callback):
         self.norms[trainer.global_step - 1] = torch.linalg.matrix_norm(heads, 2).tolist()
 
 
-def train(strategy, folder, monitor=None, stabilizer=None):
+def train(strategy, accelerator, folder, monitor=None, stabilizer=None):
     model = Sharded() if strategy == "fsdp2" else tiny.TinyGPT()
     watcher = [] if monitor is None else [Watcher(monitor)]
     callbacks = [callback for callback in (stabilizer, monitor, *watcher) if callback is not None]
@@ -77,31 +78,33 @@ def train(strategy, folder, monitor=None, stabilizer=None):
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         if strategy == "fsdp2"
         else "ddp",
-        accelerator="cpu", devices=2, max_steps=7, precision="bf16-true" if strategy == "fsdp2" else
-        "bf16-mixed", callbacks=callbacks, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        accelerator=accelerator, devices=2, deterministic="warn", max_steps=7,
+        precision="bf16-true" if strategy == "fsdp2" else "bf16-mixed", callbacks=callbacks,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     torch.manual_seed(1)
     trainer.fit(model, torch.utils.data.DataLoader(tiny.Tokens(64), batch_size=2))
     weights = {
-        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu()
         for name, p in model.named_parameters()
     }
     return weights, watcher[0] if watcher else None
 
 
-def main(strategy, folder):
+def main(strategy, accelerator, folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     folder = Path(folder)
-    plain, _ = train(strategy, folder)
+    plain, _ = train(strategy, accelerator, folder)
     watching = AttentionMonitor(3, dirpath=folder / f"{strategy}-watched", strict=True)
-    watched, watcher = train(strategy, folder, watching)
+    watched, watcher = train(strategy, accelerator, folder, watching)
     rules = (FiresAtSecondSample(), *DEFAULT_RULES)
     acting = AttentionMonitor(3, rules=rules, dirpath=folder / f"{strategy}-acted", strict=True)
-    acted, actor = train(strategy, folder, acting, AutoStabilizer())
+    acted, actor = train(strategy, accelerator, folder, acting, AutoStabilizer())
     rank = torch.distributed.get_rank()
     found = {
+        "backend": torch.distributed.get_backend(),
         "plain": plain,
         "watched": watched,
         "acted": acted,

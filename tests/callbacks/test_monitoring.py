@@ -16,8 +16,9 @@ from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.callbacks.monitoring import COUNTED_KEYS, LOGGED_KEYS
+from guardbit.callbacks.monitoring import COUNTED_KEYS, WORST_KEYS
 from guardbit.records import HEAD_INDICATORS
+from guardbit.store import LOGGED_KEYS
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -310,20 +311,22 @@ def test_the_keys_logged_are_the_keys_documented(trains, tmp_path):
     assert [step for step, _ in ours] == [0, 2, 4]
     assert ours[0][1].keys() == documented_keys() - {"guardbit/dq_relative_error"}
     assert ours[1][1].keys() == ours[2][1].keys() == documented_keys()
-    assert documented_keys() == {*LOGGED_KEYS, *COUNTED_KEYS}
+    assert documented_keys() == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS}
     frame = read_run(tmp_path / "guardbit")  # beside the first logger's files
     for step, metrics in ours:
         now = frame[frame.step == step]
         for key, indicator in LOGGED_KEYS.items():
             if key in metrics:
-                heads = now[now.indicator == indicator].value
+                heads = now[now.indicator == indicator].value.to_list()
                 assert metrics[key] == max(heads, key=abs)
         assert metrics["guardbit/alarmed_heads"] == metrics["guardbit/switched_heads"] == 0
+        # Three samples know no normal.
+        assert metrics["guardbit/worst_excess"] == 1
     with open(f"{table.log_dir}/metrics.csv") as lines:
         rows = list(csv.DictReader(lines))
     assert documented_keys() <= rows[0].keys()
     assert [int(row["step"]) for row in rows if row["guardbit/max_logit"]] == [0, 2, 4]
-    assert Bars.seen[-1].keys() == {"alarmed_heads", "max_logit"}
+    assert Bars.seen[-1].keys() == {"alarmed_heads", "max_logit", "worst_layer", "worst_head"}
     assert Bars.seen[-1]["max_logit"] == pytest.approx(ours[2][1]["guardbit/max_logit"])
 
 
@@ -413,8 +416,7 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
         trains.fit(
             AttentionMonitor(2, dirpath=tmp_path / "run"), model=trains.TinyGPT(NoAttention())
         )
-    messages = [r.getMessage() for r in caplog.records if "stage" in r.getMessage()]
-    assert len(messages) == 1 and "called no attention" in messages[0]
+    assert sum("called no attention" in message for message in caplog.messages) == 1
     frame = read_run(tmp_path / "run")
     assert set(frame.indicator) == {"loss", "grad_norm"} and len(values(frame, "loss")) == 8
     errors = read_events(tmp_path / "run")
@@ -424,6 +426,26 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
             AttentionMonitor(2, dirpath=tmp_path / "strict", strict=True),
             model=trains.TinyGPT(NoAttention()),
         )
+
+
+def test_a_first_step_that_passes_attention_by_does_not_end_the_watch(trains, tmp_path):
+    class SkipsTheFirst(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) if batch_idx else None
+
+    trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"), model=SkipsTheFirst())
+    frame = read_run(tmp_path / "run")
+    for indicator in ("max_logit", "w_q_spectral_norm"):
+        assert sorted(set(frame[frame.indicator == indicator].step)) == [2, 4, 6]
+    assert read_events(tmp_path / "run").kind.tolist() == ["monitor_error"]
+
+
+def test_one_trainer_has_one_monitor(trains):
+    class Mine(AttentionMonitor):
+        pass
+
+    with pytest.raises(ValueError, match="2 callbacks of AttentionMonitor's kind"):
+        trains.fit(AttentionMonitor(), Mine())
 
 
 def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog):
@@ -486,6 +508,12 @@ def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
         ({"every_n_train_steps": 1.5}, "every_n_train_steps is 1.5; it must be a whole number"),
         ({"every_n_train_steps": "50"}, "every_n_train_steps is '50'; it must be a whole number"),
         ({"indicators": ["loss", "delta"]}, "indicator 'delta' is unknown; allowed are w_q"),
+        ({"indicators": []}, "indicators is empty; name at least one, or pass None for all"),
+        ({"sites": ()}, "sites is empty; name at least one, or pass None for all"),
+        ({"sites": [None]}, r"sites is \[None\]; it must be a list of names, or None for all"),
+        ({"indicators": 3}, "indicators is 3; it must be a list of names, or None for all"),
+        ({"rules": None}, "rules is None; it must be a tuple of rules"),
+        ({"rules": (3,)}, "3 is no rule: it needs a name and a method examine"),
         ({"indicators": "loss"}, "indicators is 'loss'; it must be a list"),
         ({"sites": "*.attn"}, r"sites is '\*.attn'; it must be a list"),
         ({"num_rows": 0}, "num_rows is 0; it must be at least 1, or None"),

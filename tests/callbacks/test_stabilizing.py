@@ -152,6 +152,8 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
 def test_it_needs_a_monitor(trains):
     with pytest.raises(ValueError, match=r"acts on one AttentionMonitor, and the Trainer has 0"):
         trains.fit(AutoStabilizer())
+    with pytest.raises(ValueError, match="several AutoStabilizers; an AttentionMonitor takes one"):
+        trains.fit(AttentionMonitor(), AutoStabilizer(), AutoStabilizer("stochastic"))
 
 
 @pytest.mark.parametrize("settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}])
@@ -244,6 +246,20 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
             assert value is None or isinstance(value, bool | int | float | str), type(value)
 
     check(state)
+
+
+def test_of_a_checkpoint_by_another_version_the_switch_is_kept(trains, tmp_path, caplog):
+    trained(trains, tmp_path, "compensated", 8)
+    path = tmp_path / "until-8" / "step=8.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    old = {"stabilizers": checkpoint["callbacks"]["AttentionMonitor"]["stabilizers"], "alarms": 3}
+    assert old["stabilizers"], "there is a switch to keep"
+    checkpoint["callbacks"]["AttentionMonitor"] = old
+    torch.save(checkpoint, path)
+    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, model=resumable(trains), ckpt_path=path, max_steps=12)
+    assert sum("state is of another version" in message for message in caplog.messages) == 1
+    assert monitor.state_dict()["stabilizers"] == old["stabilizers"]
 
 
 def test_a_checkpoint_of_other_rules_is_refused_before_the_first_step(trains, tmp_path):

@@ -54,6 +54,8 @@ def run() -> Run:
         "multiple_maxima_bf16": np.clip(0.06 * noise + 0.3 * sick, 0, 0.95),
         "delta_bias_cumulative": 0.2 * (noise - 1) + sign * 5 * sick,
         "dq_relative_error": 0.01 * noise,
+        "attention_entropy": 4 * noise * np.exp(-sick),
+        "delta_bias_abs": 1e-3 * noise * np.where(steps > 3100, 1 / (1 + 9 * (sick > 0)), 1),
     }
     loss_steps = np.arange(0, SAMPLES * EVERY, 20)
     loss = 2 + 8 * np.exp(-loss_steps / 300) + generator.normal(0, 0.05, loss_steps.size)

@@ -566,3 +566,62 @@ def test_bad_arguments_are_refused():
         Detectors(cool_down_steps=-1)
     with pytest.raises(ValueError, match=r"is of the rules \['delta_bias'\]"):
         Detectors((LogitOutlier(),)).load_state_dict(Detectors((DeltaBias(),)).state_dict())
+
+
+# What makes no rule.
+
+
+@pytest.mark.parametrize("rule", DEFAULT_RULES, ids=lambda rule: rule.name)
+def test_thresholds_that_make_no_sense_are_named(rule):
+    fields = [f.name for f in dataclasses.fields(rule) if f.name not in ("name", "bets")]
+    for name in fields:
+        for value in (-1, -1e-9, NAN, "1", None, True):
+            with pytest.raises(ValueError, match=rf"{rule.name}\.{name} is {value!s}|'{value}'"):
+                dataclasses.replace(rule, **{name: value})
+        assert getattr(dataclasses.replace(rule, **{name: 7}), name) == 7
+
+
+def test_windows_and_medians_hold_something():
+    for make in (lambda: NormGrowth(window=0), lambda: LossDeparture(samples=0)):
+        with pytest.raises(ValueError, match="is 0; it must be >= 1"):
+            make()
+    with pytest.raises(ValueError, match="bets is empty"):
+        DeltaBias(bets=())
+
+
+def test_what_is_no_rule_is_refused():
+    for rules, message in (
+        (NormGrowth(), "it must be a tuple of rules"),
+        (("norm_growth",), "'norm_growth' is no rule"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Detectors(rules)
+
+
+def test_high_stakes_never_owe():
+    """With a stake above 1 / (1 + tolerated) a bet could lose more than all."""
+    detectors = Detectors((DeltaBias(tolerated=1.0, bets=(1.0,)),))
+    for step in range(20):
+        detectors.update([sample(step, "delta_bias", [-1]), sample(step, "delta_bias_abs", [1])])
+        wealth = detectors.state_dict()["rules"]["delta_bias"]["h.0"]
+        assert np.min(wealth) >= 0
+
+
+def test_steps_may_be_counted_from_below_zero():
+    rows = [[[9e5], [9e5], [9e5]], [[9e5], [9e5], [9e5]]]
+    series = {f"h.{i}": [row[i] for row in rows] for i in range(3)}
+    steps = {start: range(start, start + 20, 10) for start in (-500, 500)}
+    found = {
+        start: [
+            (alarm.step - start, alarm.site, alarm.rule)
+            for alarm in run(Detectors(), series, "max_logit", steps[start])
+        ]
+        for start in steps
+    }
+    assert found[-500] == found[500] != []
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+def test_a_loss_that_is_not_finite_is_a_departure(broken):
+    losses = {"": [[1.0]] * 10 + [[broken]] * 10}
+    assert [a.rule for a in run(Detectors(), losses, "loss")] == ["loss_departure"]

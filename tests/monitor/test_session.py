@@ -302,6 +302,64 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
     pd.testing.assert_frame_equal(read_events(tmp_path / "whole"), read_events(tmp_path / "parts"))
 
 
+def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    loop.session.instrumentation.switch(SITES[0], "compensated", heads=[1])
+    before = loop.session.state_dict()
+    loop.session.close()
+    assert loop.session.state_dict() == before
+    assert before["stabilizers"] == {SITES[0]: ["none", "compensated"]}
+    loop.run([1, 2])  # and closes it again
+    assert sampled(tmp_path) == [0]
+    assert caplog.messages == ["the session is closed: step 1 and later ones are not watched"]
+
+
+def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
+    loop = Loop(every_n_train_steps=1, strict=True)
+    old = {"stabilizers": {SITES[0]: ["none", "compensated"]}, "unknown": 1}
+    loop.session.load_state_dict(old)
+    assert len(caplog.messages) == 1 and f"stay switched ({SITES[0]})" in caplog.messages[0]
+    loop.run([0, 1], close=False)
+    assert loop.session.instrumentation.stabilizers()[SITES[0]] == ["none", "compensated"]
+    loop.session.close()
+
+
+@pytest.mark.parametrize("step", [1.5, "1", None, -1])
+def test_what_is_no_step_is_refused(step):
+    loop = Loop()
+    with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
+        loop.session.begin_batch(step)
+    loop.session.close()
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), torch.tensor(1j), "x"])
+def test_what_is_no_loss_turns_off_the_losses_alone(tmp_path, caplog, loss):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    with loop.session.step(0) as record:
+        loop.backward(0)
+        record.loss(loss)
+    loop.run([1])
+    assert sampled(tmp_path) == [0, 1] and values(tmp_path, "loss") == {}
+    assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"policy": "compensated"}, "policy is 'compensated'; it must be a guardbit.Policy"),
+        ({"policy": Policy}, "it must be a guardbit.Policy, or None"),
+        ({"dirpath": 3}, "dirpath is 3; it must be a path, or None"),
+        ({"indicators": []}, "indicators is empty"),
+        ({"sites": []}, "sites is empty"),
+    ],
+)
+def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        MonitorSession(model, **settings)
+    MonitorSession(model).close()
+
+
 def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
     dry = Loop(dirpath=tmp_path, policy=Policy(), dry_run=True, **settings).run([0, 1], close=False)
@@ -537,9 +595,11 @@ WORKER = textwrap.dedent(
         policy=test_session.Policy(),
         dirpath=f"{folder}/run" if rank == 0 else None,
     )
-    for step in range(3):
+    for step in range(5):
         if rank == 1 and step == 2:
             test_session.dispatch.delta_bias = test_session.fail
+        if rank == 1 and step == 3:
+            test_session.indicators.spectral_norms = test_session.fail
         with loop.session.step(step) as record:
             # Only rank 1 sees the loud rows.
             x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
@@ -584,11 +644,14 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path):
             worker.kill()
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
-    assert (zero[1], one[1]) == ([], ["capture"])
+    assert (zero[1], one[1]) == (["metrics"], ["capture", "metrics"])
+    (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
+    assert (error.step, error.why) == (4, "metrics: the stage failed on another rank")
     assert zero[2] == one[2], "the losses too, of which each rank has its own"
-    assert values(tmp_path / "run", "loss") == {0: 0.0, 1: 0.0, 2: 0.0}, "rank 0's"
+    assert values(tmp_path / "run", "loss") == dict.fromkeys(range(5), 0.0), "rank 0's"
     # Where one rank cannot measure, as at step 2, none does, and nobody waits for it for ever.
     assert sampled(tmp_path / "run") == [0, 1]
+    assert sorted(values(tmp_path / "run", "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3]
     # Rank 0 alone would have seen nothing loud.
     with torch.no_grad():
         x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)

@@ -73,6 +73,9 @@ def test_what_cannot_be_instrumented(model, inst):
     with pytest.raises(ValueError, match=r"instrumented already \(module '0'\)"):
         guardbit.instrument(nn.Sequential(model.h[0]), sites=["0.attn"])
     stock = F.scaled_dot_product_attention
+    for nothing in (None, [model], type(model)):
+        with pytest.raises(TypeError, match=r"the model is a \w+; expected an nn.Module"):
+            guardbit.instrument(nothing)
     with pytest.raises(ValueError, match="Linear has no module that could call attention"):
         guardbit.instrument(nn.Linear(2, 2))
     assert F.scaled_dot_product_attention is stock
@@ -229,6 +232,9 @@ def test_rows_after_one_step(how, model, tiny, tokens):
         for head in (-1, 4):
             with pytest.raises(IndexError, match=r"0\.\.3"):
                 site.query_weight(head)
+        for head in (1.5, None, "1"):
+            with pytest.raises(TypeError, match=rf"head is {head!r}; it must be a whole number"):
+                site.query_weight(head)
     finally:
         inst.remove()
 
@@ -355,6 +361,7 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
     [
         (("h.2.attn", "none"), ValueError, "no attention site is called 'h.2.attn'; there are h.0"),
         (("x*", "none"), ValueError, r"no attention site is called 'x\*'; there are h.0.attn, h.1"),
+        ((None, "none"), TypeError, "site is None; it must be a name or a pattern"),
         (("h.0", "none"), ValueError, "no attention site is called 'h.0'"),
         (("h.0.attn", "none", 3), ValueError, "heads is 3; expected a list of whole numbers"),
         (("h.0.attn", "none", [1.5]), ValueError, "expected a list of whole numbers"),
@@ -475,3 +482,21 @@ def test_accumulated_and_repeated_backwards(model, inst, tiny, tokens):
     torch.testing.assert_close(
         once["embed.weight"], single["embed.weight"], rtol=1e-4, atol=1e-6
     )  # FP32: another kernel, the same gradient
+
+
+def test_weights_are_found_in_inference_mode_and_after_a_move(tiny, tokens):
+    with torch.device("meta"):
+        model = tiny.GPT()
+    inst = guardbit.instrument(model)
+    try:
+        model(tokens.to("meta"))  # what the first call looks like is remembered
+        model.to_empty(device="cpu")
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+        with torch.inference_mode():
+            model(tokens)
+            found = inst.sites["h.1.attn"].query_weights()
+        assert torch.equal(found, model.h[1].attn.qkv.weight[:64].view(4, 16, 64))
+    finally:
+        inst.remove()

@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pandas as pd
@@ -268,6 +269,7 @@ CSV = """step,site,layer,head,indicator,value,comment
 200,NA,2,1,brand_new_indicator,-1.5e-3,"a, b"
 200,h.1.attn,1,1,max_logit,,unmeasured
 """
+CSV_COLUMNS = 7
 CSV_ROWS = [
     (0, "", -1, -1, "loss", "nan"),
     (200, "h.1.attn", 1, 0, "max_logit", "inf"),
@@ -297,8 +299,8 @@ def test_a_csv_reads_as_a_run(tmp_path: Path, name: str) -> None:
         ("a.csv", b"\xff\xfe\x00\x01", "cannot read a run from .*a.csv: "),
         ("a.csv.gz", b"step,site\n", "cannot read a run from .*a.csv.gz: Not a gzipped file"),
         ("a.csv.gz", GZIPPED[:40], "cannot read a run from .*a.csv.gz: "),
-        ("a.csv", CSV.replace("200,h", "2.5,h").encode(), "step must be a whole .* row has .*2.5"),
-        ("a.csv", CSV.replace("200,h", "x,h").encode(), "step must be a whole .* one row has x"),
+        ("a.csv", CSV.replace("200,h", "2.5,h").encode(), "step must be .* row 1 below .* has 2.5"),
+        ("a.csv", CSV.replace("200,h", "x,h").encode(), "step must be .* row 1 below .* has x"),
         ("a.csv", CSV.replace(",1,0,", ",1,,").encode(), "head must be a whole number in every"),
         ("a.csv", CSV.replace("inf", "much").encode(), "cannot read a run .* 'much'"),
         ("a.parquet", b"PAR1", "from the file .*a.parquet: a folder, a .csv or a .csv.gz"),
@@ -311,3 +313,42 @@ def test_what_is_no_run_is_one_clear_sentence(
     with pytest.raises(ValueError, match=message) as caught:
         read_run(tmp_path / name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["run.csv", "run.csv.gz"])
+def test_of_a_csv_cut_in_a_line_the_rest_is_read(tmp_path: Path, name: str) -> None:
+    whole = CSV.encode()
+    last = whole.rindex(b"\n", 0, -1) + 1
+    for cut in range(last, len(whole), 9 if name.endswith("gz") else 2):
+        path = tmp_path / name
+        text = whole[:cut]
+        path.write_bytes(gzip.compress(text, 1, mtime=0) if name.endswith("gz") else text)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            frame = read_run(path)
+        lines = text.count(b"\n")
+        commas = text.rpartition(b"\n")[2].count(b",")
+        if text.endswith(b"\n"):
+            assert not caught
+        elif commas < CSV_COLUMNS - 1:  # in the last field nothing tells whether it is whole
+            assert [str(w.message) for w in caught] == [
+                f"left out line {lines + 1} of {path}, the last one, which is cut short"
+            ]
+            pd.testing.assert_frame_equal(frame, read_whole(tmp_path, text))
+
+
+def read_whole(folder: Path, text: bytes) -> pd.DataFrame:
+    """What is read of the whole lines alone."""
+    path = folder / "whole.csv"
+    path.write_bytes(text[: text.rindex(b"\n") + 1])
+    return read_run(path)
+
+
+def test_a_broken_line_in_the_middle_of_a_csv_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    path.write_text(CSV.replace("0,,-1,-1,loss,nan,", "0,,-1"))
+    with pytest.raises(ValueError, match="row 2 below the header has"):
+        read_run(path)
+    path.write_text(CSV.replace("200,NA", "99999999999999999999,NA"))
+    with pytest.raises(ValueError, match="row 3 below the header has 9999"):
+        read_run(path)

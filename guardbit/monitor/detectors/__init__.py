@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -56,22 +56,27 @@ class Detectors:
     """Samples in, alarms out; one object for a live run and for a replay.
 
     Args:
-        rules: The rules, each with its own name.
+        rules: The rules, each with its own name; none where samples are only to be recorded.
         cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
 
     Raises:
-        ValueError: If two rules share a name or the cool-down is negative.
+        ValueError: If something is no rule, two rules share a name, or the cool-down is negative.
     """
 
     def __init__(
         self, rules: tuple[Rule, ...] = DEFAULT_RULES, *, cool_down_steps: int = 1000
     ) -> None:
+        if not isinstance(rules, Sequence):
+            raise ValueError(f"rules is {rules!r}; it must be a tuple of rules")
+        for rule in rules:
+            if not isinstance(getattr(rule, "name", None), str) or not hasattr(rule, "examine"):
+                raise ValueError(f"{rule!r} is no rule: it needs a name and a method examine")
         names = [rule.name for rule in rules]
         if len(set(names)) < len(names):
             raise ValueError(f"each rule of Detectors needs a name of its own, got {names}")
         if cool_down_steps < 0:
             raise ValueError(f"cool_down_steps of Detectors must be >= 0, got {cool_down_steps}")
-        self.rules = rules
+        self.rules = tuple(rules)
         self.cool_down_steps = cool_down_steps
         self._rule_states: dict[str, State] = {name: {} for name in names}
         self._last_step: dict[str, dict[str, int]] = {}
@@ -146,7 +151,7 @@ class Detectors:
         now: dict[str, dict[str, Values]] = {}
         for sample in samples:
             last_step = self._last_step.setdefault(sample.indicator, {})
-            if not sample.values or step <= last_step.get(sample.site, -1):
+            if not sample.values or step <= last_step.get(sample.site, -math.inf):
                 continue
             last_step[sample.site] = step
             values = np.array(sample.values, np.float64).clip(-OVERFLOW, OVERFLOW)

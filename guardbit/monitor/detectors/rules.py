@@ -8,9 +8,11 @@ it ended; "the failing run" is `fails-sdpa-lr1.5e-3`, whose loss leaves its tren
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,19 @@ from guardbit.monitor.detectors.frames import (
 
 def _heads(mask: np.ndarray) -> tuple[int, ...]:
     return tuple(np.flatnonzero(mask).tolist())
+
+
+def _check_thresholds(rule: Any, **smallest: int) -> None:
+    """Refuses thresholds that are no numbers or below 0, or below what `smallest` says."""
+    for field in dataclasses.fields(rule):
+        if field.name == "name":
+            continue
+        value, bound = getattr(rule, field.name), smallest.get(field.name, 0)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"{rule.name}.{field.name} is {number!r}; it must be a number")
+            if not number >= bound:
+                raise ValueError(f"{rule.name}.{field.name} is {number}; it must be >= {bound}")
 
 
 def _smaller_of_last_two(state: State, site: str, values: Values) -> Values:
@@ -85,6 +100,9 @@ class NormGrowth:
     logit: float = 4096.0
     logit_ratio: float = 10.0
     window: int = 2000
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self, window=1)
 
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns the heads that have risen above the typical top by enough."""
@@ -154,6 +172,9 @@ class LogitOutlier:
     ratio: float = 10.0
     growth: float = 4.0
 
+    def __post_init__(self) -> None:
+        _check_thresholds(self)
+
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns the heads beyond level, peers and their own past on two samples in a row."""
         if not frame.of("max_logit"):
@@ -200,6 +221,9 @@ class ModelLogits:
     saturated: float = 8192.0
     sites: int = 3
 
+    def __post_init__(self) -> None:
+        _check_thresholds(self)
+
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns, where the quartile is too high, every measured site's high heads."""
         measured = frame.of("max_logit")
@@ -237,8 +261,8 @@ class MultipleMaxima:
     Attributes:
         share: Smallest share of rows that fires, 0 to 1.
         ratio: Smallest ratio to the typical top.
-        growth: Smallest ratio to the head's first value.
-        logit: Smallest largest logit of the head, where that is known.
+        growth: Smallest ratio to the head's first value, if its logits were not flat then.
+        logit: Smallest largest logit of the head, where that is known; below it, they are flat.
     """
 
     name: str = "multiple_maxima"
@@ -246,6 +270,9 @@ class MultipleMaxima:
     ratio: float = 4.0
     growth: float = 2.0
     logit: float = 16.0
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self)
 
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns the heads whose share stands out on two samples in a row."""
@@ -255,9 +282,10 @@ class MultipleMaxima:
         findings = []
         for site, shares in frame.of("multiple_maxima").items():
             lasting = _smaller_of_last_two(state.setdefault("last", {}), site, shares)
-            first = _first_known(state.setdefault("first", {}), site, shares)
-            bound = np.maximum(max(self.share, self.ratio * typical), self.growth * first)
             flat = frame.last_of("max_logit", site, len(shares)) < self.logit
+            # Ties of a head with flat logits say nothing of those it has later.
+            first = _first_known(state.setdefault("first", {}), site, np.where(flat, 0.0, shares))
+            bound = np.maximum(max(self.share, self.ratio * typical), self.growth * first)
             if heads := _heads((lasting >= bound) & ~flat):
                 top = max(heads, key=lambda head: lasting[head])
                 why = (
@@ -295,7 +323,8 @@ class DeltaBias:
         tolerated: Mean of x that is still called healthy, 0 to 1.
         samples_to_false_alarm: Mean number of samples to a false alarm, a head and sign.
         floor: Smallest delta_bias_abs taken at face value, relative to the model's largest.
-        bets: Stakes, each below 1 / (1 + tolerated), so that M stays positive.
+        bets: Stakes; one above 1 / (1 + tolerated), with which M could fall below 0, counts as
+            that.
     """
 
     name: str = "delta_bias"
@@ -303,6 +332,11 @@ class DeltaBias:
     samples_to_false_alarm: float = 1e4
     floor: float = 0.01
     bets: tuple[float, ...] = (0.2, 0.5, 0.85)
+
+    def __post_init__(self) -> None:
+        _check_thresholds(self)
+        if not self.bets:
+            raise ValueError(f"{self.name}.bets is empty; it takes at least one stake")
 
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns the heads whose delta bias is one-sided beyond reasonable doubt."""
@@ -332,7 +366,8 @@ class DeltaBias:
         fresh = np.zeros((2, len(self.bets))).tolist()
         wealth = np.array(kept + [fresh] * (len(ratio) - len(kept)))
         gain = np.stack([ratio, -ratio], 1)[:, :, None] - self.tolerated
-        played = (wealth + 1.0) * (1.0 + np.array(self.bets) * gain)
+        bets = np.minimum(self.bets, 1.0 / (1.0 + self.tolerated))
+        played = (wealth + 1.0) * (1.0 + bets * gain)
         # Without the cap a long alarm would take as long to fade as it lasted.
         cap = len(self.bets) * self.samples_to_false_alarm
         seen = ~np.isnan(ratio)
@@ -347,7 +382,7 @@ class LossDeparture:
 
     It is no early sign; it dates the failure, and tells a divergence without any sign in the
     heads from a stable run. The statistic is the median of the last `samples` losses less the
-    smallest such median so far. NaN and inf count as the largest number.
+    smallest such median so far. What is not finite, -inf too, counts as the largest number.
 
     Largest rise in the stable runs 0.33 nats (all at step 6,440, over the same hard batches), in
     the failing run 0.34; the learning-rate runs rise by 2.5 and 2.9, most of it before step 2,000.
@@ -364,12 +399,15 @@ class LossDeparture:
     spread: float = 3.0
     samples: int = 8
 
+    def __post_init__(self) -> None:
+        _check_thresholds(self, samples=1)
+
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Returns one finding without heads, at site "", where the loss has risen."""
         findings = []
         for site, (loss, *_) in frame.of("loss").items():
             recent = state.setdefault("recent", [])
-            recent.append(float(np.nan_to_num(loss, nan=OVERFLOW)))
+            recent.append(float(loss) if abs(loss) < OVERFLOW else OVERFLOW)
             del recent[: -self.samples]
             if len(recent) < self.samples:
                 continue

@@ -12,17 +12,22 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
 
-from guardbit.dashboards import figures
+from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
+from guardbit.dashboards.figures.lines import apart
+from guardbit.dashboards.frames import MARKS
 
-RUNS = Path(__file__).parents[1] / "data" / "runs"
+RUNS = Path(__file__).parents[2] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
 NO_EVENTS = pd.DataFrame(columns=EVENTS)
-HIGHLIGHTS = [colour for colour, _ in figures.HIGHLIGHTS]
+HIGHLIGHTS = [colour for colour, _ in palette.HIGHLIGHTS]
 charts = pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.name)
+over_steps = pytest.mark.parametrize(
+    "chart", [chart for chart in CHARTS if chart.name != "model_map"], ids=lambda chart: chart.name
+)
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +240,7 @@ def test_a_short_loss_is_not_smoothed():
     assert axes.get_title(loc="left") == "Training loss"
 
 
-@charts
+@over_steps
 def test_events_are_marked_the_same_way_everywhere(drawn, chart):
     marked = [
         axes for axes in drawn[chart.name].axes if axes.get_xlabel() or axes.get_title("left")
@@ -249,7 +254,7 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
             if name.endswith("-markers"):
                 kind = (line.get_marker(), to_hex(line.get_markerfacecolor()))
                 markers[name] = (list(line.get_xdata()), *kind)
-            elif name:
+            elif name in MARKS:
                 vertical.setdefault(name, []).append((line.get_xdata()[0], line.get_linestyle()))
         assert vertical == {
             "alarm": [(2950, "--"), (3100, "--")],
@@ -257,9 +262,9 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
             "undo": [(4500, ":")],
         }
         assert markers == {
-            "alarm-markers": ([2950, 3100], "v", figures.INK),
-            "switch-markers": ([3100], "D", figures.INK),
-            "undo-markers": ([4500], "D", figures.PAPER),
+            "alarm-markers": ([2950, 3100], "v", palette.INK),
+            "switch-markers": ([3100], "D", palette.INK),
+            "undo-markers": ([4500], "D", palette.PAPER),
         }
     key = [text.get_text() for text in drawn[chart.name].axes[0].get_legend().get_texts()]
     assert key == ["alarm, first at step 2,950", "switch, step 3,100", "undo, step 4,500"]
@@ -277,8 +282,10 @@ def test_many_alarms_keep_their_markers_but_one_line(run):
     assert list(markers[0].get_xdata()) == steps
 
 
-@charts
+@over_steps
 def test_every_figure_shows_the_same_range_of_steps(run, drawn, chart):
+    if chart.name == "switch_before_and_after":
+        pytest.skip("has a test of its own")
     # The loss was last recorded at 4,980, the heads at 4,950.
     assert drawn[chart.name].axes[0].get_xlim() == (0, 4980)
     assert drawn[chart.name].get_size_inches()[0] * 100 == 1000
@@ -288,7 +295,8 @@ def test_every_figure_shows_the_same_range_of_steps(run, drawn, chart):
 def test_axes_carry_their_units(drawn, chart):
     axes = [axes for axes in drawn[chart.name].axes if axes.get_ylabel()]
     assert len(axes) == len(drawn[chart.name].axes)
-    assert "optimizer step" in {axes.get_xlabel() for axes in axes}
+    across = "head" if chart.name == "model_map" else "optimizer step"
+    assert across in {axes.get_xlabel() for axes in axes}
 
 
 @charts
@@ -311,6 +319,11 @@ def test_a_run_without_the_indicator_draws_nothing(run, chart):
 @charts
 def test_one_sample_is_enough(run, chart):
     first = run.frame[run.frame["step"] == 0]
+    switched = run.events[run.events["kind"] == "switch"].assign(step=0)
+    if chart.name == "switch_before_and_after":
+        assert chart.draw(first, None) is None
+        FigureCanvasAgg(chart.draw(first, switched)).draw()
+        return
     figure = chart.draw(first, None)
     FigureCanvasAgg(figure).draw()
     assert figure.axes[0].get_legend() is None
@@ -330,7 +343,7 @@ def test_no_text_leaves_the_canvas_and_no_names_overlap(run, chart):
         titles = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label]
         ticks = [*axes.get_xticklabels(), *axes.get_yticklabels()]
         notes = [text for text in axes.texts if isinstance(text, Annotation)]
-        names += [note.get_window_extent(renderer) for note in notes]
+        names += [note.get_window_extent(renderer) for note in notes if note.arrow_patch]
         for text in [*titles, *notes, *ticks]:
             if text.get_text() and text.get_visible():
                 assert text.get_fontsize() >= 9
@@ -346,7 +359,7 @@ def test_no_text_leaves_the_canvas_and_no_names_overlap(run, chart):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=3))
 def test_names_are_moved_apart_in_order_and_stay_in_the_panel(heights):
-    moved = figures._apart(sorted(heights), gap=0.1)
+    moved = apart(sorted(heights), gap=0.1)
     assert moved == sorted(moved)
     assert max(moved) <= 1
     gaps = np.diff(moved)
@@ -356,7 +369,7 @@ def test_names_are_moved_apart_in_order_and_stay_in_the_panel(heights):
         np.testing.assert_allclose(moved, sorted(heights))
 
 
-@pytest.mark.parametrize("colour", [*HIGHLIGHTS, figures.INK])
+@pytest.mark.parametrize("colour", [*HIGHLIGHTS, palette.INK])
 def test_colours_stand_out_from_paper(colour):
     # WCAG 2.1, success criterion 1.4.11: graphics need a contrast of 3 to 1.
     channels = np.array(to_rgb(colour))

@@ -9,8 +9,10 @@ import pandas as pd
 import pytest
 from PIL import Image
 
-from guardbit.dashboards.figures import CHARTS, HIGHLIGHTS, INK
-from guardbit.dashboards.report import LABELS, write_report
+from guardbit.dashboards.figures import CHARTS
+from guardbit.dashboards.palette import HIGHLIGHTS, INK
+from guardbit.dashboards.report import write_report
+from guardbit.dashboards.report.words import LABELS
 from guardbit.records import INDICATORS
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
@@ -82,9 +84,9 @@ def small_run(site="h.0.attn", heads=2):
 
 
 def run_without_figures():
-    """No chart draws the entropy, so that pages about something else are quick to write."""
+    """No chart draws a step's delta bias, so that pages about something else are quick to write."""
     samples = small_run()
-    return samples[samples["indicator"] != "loss"].assign(indicator="attention_entropy")
+    return samples[samples["indicator"] != "loss"].assign(indicator="delta_bias")
 
 
 def journal(*events):
@@ -186,10 +188,12 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
         "norm_trend",
         "compensated",
     ]
-    assert float(cells[start + 5]) == pytest.approx(
+    # Its logit has grown e^7 times, all others have stayed where they were.
+    assert cells[start + 5] == "> 1,000 ×"
+    assert float(cells[start + 6]) == pytest.approx(
         run.values["w_q_spectral_norm"][2, 7, -1], rel=5e-3
     )
-    assert "−" in cells[cells.index("layer 2 · head 3") + 9]  # its cumulative delta bias
+    assert "−" in cells[cells.index("layer 2 · head 3") + 10]  # its cumulative delta bias
     assert "10 of 144 shown" in page.text
 
 
@@ -306,7 +310,12 @@ def test_what_is_not_drawn_is_said_and_an_older_picture_goes(tmp_path):
     (folder / "multiple_maxima.png").write_bytes(b"old")
     (folder / "mine.png").write_bytes(b"kept")
     page = write(tmp_path, small_run(), None, None)
-    assert {path.name for path in folder.iterdir()} == {"loss.png", "max_logit.png", "mine.png"}
+    assert {path.name for path in folder.iterdir()} == {
+        "loss.png",
+        "max_logit.png",
+        "mine.png",
+        "model_map.png",
+    }
     assert any("multiple_maxima_bf16" in sentence for sentence in page.of("li"))
     assert not any("max_logit" in sentence for sentence in page.of("li"))
 

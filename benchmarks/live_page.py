@@ -1,0 +1,82 @@
+"""How long the live page of a long, large run takes: first answer, later answers, memory.
+
+    python benchmarks/live_page.py --layers 80 --heads 64 --samples 5000
+
+writes a run of that size (two indicators) into a temporary folder, reads it as `guardbit live`
+does, and prints one line a figure. Times are of the server, without network and browser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from guardbit.dashboards.live import RunWatcher
+from guardbit.records import Sample
+from guardbit.store import RunWriter
+
+INDICATORS = ("w_q_spectral_norm", "max_logit")
+
+
+def made_up_samples(layers: int, heads: int, step: int) -> Iterator[Sample]:
+    """One sampled step."""
+    generator = np.random.default_rng(step)
+    for layer in range(layers):
+        for indicator in INDICATORS:
+            values = (1 + step / 1e5) * generator.lognormal(0, 0.1, heads)
+            yield Sample(step, f"h.{layer}.attn", layer, indicator, tuple(values.tolist()))
+    yield Sample(step, "", -1, "loss", (2.0 + 8 / (1 + step / 1000),))
+
+
+def milliseconds(answer: Callable[[], object]) -> float:
+    """How long an answer takes."""
+    start = time.perf_counter()
+    answer()
+    return 1000 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Writes the run, reads it, and prints the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--heads", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=5000)
+    settings = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        with RunWriter(folder, flush_every=4096) as writer:
+            for sample in range(settings.samples):
+                writer.add(made_up_samples(settings.layers, settings.heads, 50 * sample))
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"on disk                   {size / 2**20:8.0f} MiB")
+        watcher = RunWatcher(folder)
+        watcher.start()
+        print(f"first answer              {milliseconds(lambda: watcher.state(-1, None)):8.1f} ms")
+        start, slowest = time.perf_counter(), 0.0
+        while watcher.state(-1, None)["last_step"] < 50 * (settings.samples - 1):
+            slowest = max(slowest, milliseconds(lambda: watcher.state(-1, None)))
+            time.sleep(0.05)
+        print(f"whole run read            {time.perf_counter() - start:8.1f} s")
+        print(f"slowest answer meanwhile  {slowest:8.1f} ms")
+        time.sleep(2)
+        middle = 25 * settings.samples
+        for name, answer in {
+            "newest state": lambda: watcher.state(-1, None),
+            "map of another step": lambda: watcher.state(-1, middle),
+            "one head": lambda: watcher.head(settings.layers // 2, 3),
+            "curves of all heads": lambda: watcher.curves("max_logit"),
+        }.items():
+            print(f"{name:25} {milliseconds(answer):8.1f} ms")
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(f"memory above the writer's {max(after - before, 0) / 2**10:8.0f} MiB (at most)")
+        watcher.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What reaches Lightning's loggers and its progress bar beside the scalars of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from lightning.pytorch.loggers import Logger
+
+from guardbit.dashboards.history import History
+from guardbit.records import RUN_INDICATORS, Alarm, Sample
+
+#: Enough to know a head's normal, and little enough to cost no time.
+_BUCKETS = 64
+
+
+class WorstHead(NamedTuple):
+    """The head farthest above its own normal, and how far (`guardbit.dashboards.excess`)."""
+
+    layer: int
+    head: int
+    excess: float
+
+
+class LoggedRun:
+    """What the loggers of a run have to know of its past; begun anew when a run is resumed."""
+
+    def __init__(self) -> None:
+        self._history = History(_BUCKETS)
+        self._layer_of: dict[str, int] = {}
+        self._told: set[tuple[str, str, tuple[int, ...]]] = set()
+
+    def take(self, samples: Iterable[Sample]) -> dict[str, float]:
+        """Takes in a sampled step; returns the latest values of the whole run's indicators."""
+        latest: dict[str, float] = {}
+        for sample in samples:
+            if sample.indicator in RUN_INDICATORS:
+                latest[sample.indicator] = sample.values[0]
+            elif sample.layer >= 0:
+                self._layer_of[sample.site] = sample.layer
+                values = np.array(sample.values)
+                steps, layers = (
+                    np.full(len(values), number) for number in (sample.step, sample.layer)
+                )
+                self._history.add(sample.indicator, steps, layers, np.arange(len(values)), values)
+        return latest
+
+    def worst(self) -> WorstHead | None:
+        """The worst head; None before anything was measured."""
+        excess, _, _ = self._history.excess()
+        if np.isnan(excess).all():
+            return None
+        layer, head = np.unravel_index(int(np.nanargmax(excess)), excess.shape)
+        return WorstHead(int(layer), int(head), float(excess[layer, head]))
+
+    def picture(
+        self, alarmed: Mapping[str, Collection[int]], stabilizers: Mapping[str, Sequence[str]]
+    ) -> np.ndarray | None:
+        """The model map, uint8 (height, width, 3); None before anything was measured."""
+        # Not before it is asked for: most runs log no pictures and need no matplotlib.
+        from guardbit.dashboards.figures.maps import draw_model_map
+        from guardbit.dashboards.figures.style import pixels
+
+        excess, _, _ = self._history.excess()
+        if np.isnan(excess).all():
+            return None
+        layer_of = self._layer_of
+        framed = [
+            (layer_of[site], head)
+            for site, heads in alarmed.items()
+            if site in layer_of
+            for head in heads
+        ]
+        dotted = [
+            (layer_of[site], head)
+            for site, names in stabilizers.items()
+            if site in layer_of
+            for head, name in enumerate(names)
+            if name != "none"
+        ]
+        return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
+
+    def news(self, alarms: Sequence[Alarm]) -> list[Alarm]:
+        """The alarms that name a rule, a site and heads for the first time."""
+        new: list[Alarm] = []
+        for alarm in alarms:
+            key = (alarm.rule, alarm.site, alarm.heads)
+            if key not in self._told:
+                self._told.add(key)
+                new.append(alarm)
+        return new
+
+
+def send_text(logger: Logger, key: str, text: str, step: int) -> None:
+    """Hands a text over to a logger that takes texts (W&B, TensorBoard); others are passed over."""
+    experiment = getattr(logger, "experiment", None)
+    if hasattr(logger, "log_text"):
+        to: Any = logger
+        to.log_text(key, columns=["step", "text"], data=[[step, text]], step=step)
+    elif hasattr(experiment, "add_text"):
+        experiment.add_text(key, text, step)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def send_picture(logger: Logger, key: str, picture: np.ndarray, step: int) -> None:
+    """Hands a picture over to a logger that takes pictures; others are passed over.
+
+    Args:
+        logger: Any logger of Lightning's.
+        key: What it is called.
+        picture: uint8, (height, width, 3).
+        step: Optimizer step.
+    """
+    experiment = getattr(logger, "experiment", None)
+    if hasattr(logger, "log_image"):
+        to: Any = logger
+        to.log_image(key, images=[picture], step=step)
+    elif hasattr(experiment, "add_image"):
+        experiment.add_image(key, picture, step, dataformats="HWC")  # pyright: ignore[reportOptionalMemberAccess]

@@ -1,0 +1,94 @@
+"""How far a head is above its own normal, in numbers that compare across indicators.
+
+What all heads share is no sign of illness: healthy norms grow tenfold while a run warms up, and
+every batch has its own scale. So a head's value counts relative to the median head of the same
+step. Its normal is the lower quartile of that share so far, which stays put until the head has
+been ill for three quarters of the run. The excess is the factor by which the latest share is above
+the normal and its noise: 1 is normal, 10 is ten times the upper end of the normal range.
+
+In the recorded stable runs of GPT-2 small (10,000 steps, four kinds of arithmetic) the largest
+excess of any layer is 12, in the failing one 300 by the time the loss departs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.floating]
+
+#: Indicators that say by their size how ill a head is -> what is added before taking ratios, so
+#: that a share of rows that rises from nothing to next to nothing is no excess. The share in BF16
+#: scores is left out (it nears 1 in healthy heads), the entropy (low in many healthy heads), and
+#: the signed sums, which have a figure of their own.
+EXCESS_INDICATORS: Mapping[str, float] = {
+    "w_q_spectral_norm": 0.0,
+    "w_k_spectral_norm": 0.0,
+    "qk_spectral_norm": 0.0,
+    "max_logit": 0.0,
+    "multiple_maxima": 0.01,
+    "delta_bias_abs": 0.0,
+    "dq_relative_error": 0.0,
+}
+
+#: With fewer heads measured at a step their median is no clock.
+_FEWEST_PEERS = 4
+#: Before this many samples a head has no normal.
+_FEWEST_SAMPLES = 5
+_NORMAL_QUANTILE = 0.25
+#: Noise is allowed three standard deviations.
+_NOISE_SPAN = 3.0
+#: Overflown values count as this, which is far beyond any healthy one.
+_LARGEST = 1e30
+
+
+def times_normal(values: Values, floor: float = 0.0) -> Values:
+    """Returns each head's excess at the last sample.
+
+    Args:
+        values: One indicator, (samples, heads), oldest first; NaN where a head was not measured,
+            for which its last measured value stands.
+        floor: Added to every value before ratios are taken.
+
+    Returns:
+        (heads,), at least 1; 1 where there are too few samples to know a normal, NaN for a head
+        that was never measured (a value at or below zero is no measurement).
+    """
+    if not len(values):
+        return np.full(values.shape[1], np.nan)
+    raised = np.minimum(values + floor, _LARGEST)
+    logs = np.log(np.where(raised > 0, raised, np.nan))
+    if logs.shape[1] >= _FEWEST_PEERS:
+        median, count = _quantile(logs.T, 0.5)
+        logs = logs - np.where(count >= _FEWEST_PEERS, median, np.nan)[:, None]
+    logs = _without_gaps(logs)
+    normal, count = _quantile(logs, _NORMAL_QUANTILE)
+    steps, _ = _quantile(np.abs(np.diff(logs, axis=0)), 0.5)
+    # The median step of a sequence does not see a lasting jump; 1.4826 turns it into a standard
+    # deviation of differences, the root of 2 into one of values.
+    noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
+    latest = np.take_along_axis(logs, np.maximum(count - 1, 0)[None], axis=0)[0]
+    excess = np.exp(np.maximum(latest - normal - _NOISE_SPAN * noise, 0.0))
+    return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
+
+
+def _without_gaps(values: Values) -> Values:
+    """Moves each column's numbers to its top, in their order, and its NaNs below them."""
+    missing = np.isnan(values)
+    if not missing.any():
+        return values
+    return np.take_along_axis(values, np.argsort(missing, axis=0, kind="stable"), axis=0)
+
+
+def _quantile(values: Values, quantile: float) -> tuple[Values, npt.NDArray[np.intp]]:
+    """Lower quantile along the first axis and the count behind it, NaN left out.
+
+    NumPy's nanquantile goes through the columns one by one in Python, 100 times as long.
+    """
+    if not len(values):
+        return np.full(values.shape[1:], np.nan), np.zeros(values.shape[1:], dtype=np.intp)
+    count = np.isfinite(values).sum(axis=0)
+    index = (quantile * np.maximum(count - 1, 0)).astype(np.intp)
+    return np.take_along_axis(np.sort(values, axis=0), index[None], axis=0)[0], count

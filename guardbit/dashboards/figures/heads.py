@@ -1,0 +1,137 @@
+"""One indicator of every head over steps: spectral norm, max logit, entropy, delta bias."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures.lines import draw_heads, label_ends
+from guardbit.dashboards.figures.scales import has_finite, plain, scale
+from guardbit.dashboards.figures.style import canvas, finish, styled
+from guardbit.dashboards.palette import INK
+
+#: Half width of the band in standard deviations: 95 % of a normal distribution.
+BAND = 1.96
+
+
+@styled
+def spectral_norm_of_heads(
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, layer: int | None = None
+) -> Figure | None:
+    """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3.
+
+    Args:
+        frame: The samples.
+        events: The journal.
+        layer: The layer; by default the first to alarm, else the one with the largest norm.
+    """
+    if layer is None:
+        layer = next((head[0] for head in frames.first_events(frame, events, "alarm")), None)
+    if layer is None:
+        layer = frames.worst_layer(frame)
+    samples = frames.check_samples(frame)
+    of_layer = cast(pd.DataFrame, samples[samples["layer"] == layer])
+    table = frames.by_head(of_layer, "w_q_spectral_norm")
+    if not has_finite(table):
+        return None
+    figure, (axes,) = canvas(
+        f"W_Q spectral norm of layer {layer}" + (", every head" if len(table.columns) > 1 else "")
+    )
+    axes.set_ylabel("largest singular value")
+    draw_heads(axes, table, frames.notable_heads(of_layer, events, "w_q_spectral_norm"))
+    axes.set_ylim(bottom=0)
+    finish([axes], frame, events)
+    label_ends(axes)
+    return figure
+
+
+@styled
+def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+    """Largest attention score of every head over steps, after scaling, on a log axis.
+
+    Values at or below zero have no place on a log axis and are left out.
+    """
+    table = frames.by_head(frame, "max_logit")
+    table = table.where(table > 0)
+    if not has_finite(table):
+        return None
+    figure, (axes,) = canvas("Max logit of every head")
+    draw_heads(axes, table, frames.notable_heads(frame, events, "max_logit"))
+    axes.set_ylabel("largest attention score" + scale(axes, table.to_numpy()))
+    finish([axes], frame, events)
+    label_ends(axes)
+    return figure
+
+
+@styled
+def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+    """Mean entropy of the attention rows of every head over steps, in nats.
+
+    The heads of lowest entropy stand out, beside those that alarmed: a head that looks at one key
+    only has entropy 0.
+    """
+    table = frames.by_head(frame, "attention_entropy")
+    if not has_finite(table):
+        return None
+    figure, (axes,) = canvas("Attention entropy of every head")
+    notable = frames.notable_heads(frame, events, "attention_entropy", smallest=True)
+    draw_heads(axes, table, notable)
+    axes.set_ylabel("mean entropy of a row (nats)")
+    axes.set_ylim(bottom=0)
+    finish([axes], frame, events)
+    label_ends(axes)
+    return figure
+
+
+@styled
+def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+    """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a).
+
+    The band belongs to the highlighted head that ends farthest beyond its own. It is where the sum
+    of a head's errors would stay if each were as likely positive as negative: 0 +- 1.96 times the
+    root of the sum of their squares, 95 % at any one step.
+    """
+    table = frames.by_head(frame, "delta_bias_cumulative")
+    if not has_finite(table):
+        return None
+    figure, (axes,) = canvas("Cumulative delta bias of every head")
+    axes.axhline(0, color=INK, linewidth=0.9)
+    axes.set_ylabel("sum of δ_lp − δ_hp\nover the sampled steps")
+    notable = frames.notable_heads(frame, events, "delta_bias_cumulative")
+    named = draw_heads(axes, table, notable)
+    if named:
+        _draw_band(axes, named)
+    axes.yaxis.set_major_formatter(FuncFormatter(plain))
+    finish([axes], frame, events)
+    label_ends(axes)
+    return figure
+
+
+def _draw_band(axes: Axes, named: Sequence[Line2D]) -> None:
+    bands: list[tuple[float, Line2D, np.ndarray, np.ndarray]] = []
+    for line in named:
+        steps, sums = (np.asarray(data, dtype=float) for data in line.get_data())
+        measured = np.isfinite(sums)
+        steps, sums = steps[measured], sums[measured]
+        width = BAND * np.sqrt(np.cumsum(np.diff(sums, prepend=0.0) ** 2))
+        beyond = abs(sums[-1]) / width[-1] if width[-1] > 0 else 0.0
+        bands.append((beyond, line, steps, width))
+    _, line, steps, width = max(bands, key=lambda band: band[0])
+    axes.fill_between(
+        steps, -width, width, color=line.get_color(), alpha=0.16, linewidth=0, zorder=1.1
+    )
+    axes.annotate(
+        f"band: 95 % of where the errors of\n{line.get_label()} stay if they cancel",
+        xy=(0.012, 0.97),
+        xycoords="axes fraction",
+        va="top",
+        fontsize=9,
+    )

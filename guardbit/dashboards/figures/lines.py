@@ -1,0 +1,119 @@
+"""Lines of heads: grey for all, coloured and named for the few that matter."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures.scales import finite, has_finite
+from guardbit.dashboards.figures.style import panel_inches
+from guardbit.dashboards.frames import Head
+from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS
+
+#: Marks the lines that are named at their ends.
+NAMED = "named"
+#: Inches between the names of two lines.
+NAME_HEIGHT = 0.195
+
+
+def draw_heads(
+    axes: Axes, table: pd.DataFrame, notable: Sequence[Head], *, context: bool = True
+) -> list[Line2D]:
+    """A grey line for every head, and a coloured one on top for the notable ones.
+
+    Args:
+        axes: Where to draw.
+        table: A column a head, of all heads, whose number decides on names.
+        notable: The heads that stand out, most important first.
+        context: Whether to draw the others.
+
+    Returns:
+        The coloured lines, labelled with their heads.
+    """
+    in_layer = Counter(layer for layer, _ in table.columns)
+    drawable = [head for head in table.columns if has_finite(cast(pd.Series, table[head]))]
+    others = [head for head in drawable if head not in notable] if context else []
+    notable = [head for head in notable if head in drawable]
+    # Hundreds of lines are a texture, in which a single one must still be seen.
+    alpha = float(np.clip(12 / max(len(others), 1), 0.08, 0.4))
+    # An underscore keeps a line out of legends; rasterized, hundreds of lines stay a small file.
+    for layer, head in others:
+        axes.plot(
+            points(table, (layer, head)),
+            color=CONTEXT,
+            alpha=alpha,
+            linewidth=0.9,
+            rasterized=True,
+            label="_" + frames.head_label(layer, head, in_layer[layer]),
+        )
+    named: list[Line2D] = []
+    for (layer, head), (colour, line_style) in zip(notable, HIGHLIGHTS, strict=False):
+        (line,) = axes.plot(
+            points(table, (layer, head)),
+            color=colour,
+            linestyle=line_style,
+            gid=NAMED,
+            label=frames.head_label(layer, head, in_layer[layer]),
+        )
+        named.append(line)
+    return named
+
+
+def points(table: pd.DataFrame, head: Head) -> pd.Series:
+    """A head's points; its line spans the steps at which only other heads were measured."""
+    return finite(cast(pd.Series, table[head]).dropna())
+
+
+def label_ends(axes: Axes) -> None:
+    """Names each highlighted line at its last point, moved apart where the names would touch."""
+    lines = [line for line in axes.get_lines() if line.get_gid() == NAMED]
+    axes.autoscale_view(scaley=False)
+    low, high = axes.get_ylim()
+    to_axes = axes.transScale + axes.transLimits
+    ends = [_last_point(line) for line in lines]
+    order = sorted(range(len(lines)), key=lambda index: ends[index][1])
+    heights = [float(to_axes.transform(ends[index])[1]) for index in order]
+    for index, height in zip(order, apart(heights, NAME_HEIGHT / panel_inches(axes)), strict=True):
+        line = lines[index]
+        axes.annotate(
+            str(line.get_label()),
+            xy=ends[index],
+            xytext=(1.025, height),
+            textcoords="axes fraction",
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 1.2,
+                "relpos": (0, 0.5),
+                "shrinkA": 1,
+                "shrinkB": 0,
+            },
+        )
+    axes.set_ylim(low, high)
+
+
+def _last_point(line: Line2D) -> tuple[float, float]:
+    steps, values = (np.asarray(data, dtype=float) for data in line.get_data())
+    measured = np.flatnonzero(np.isfinite(values))
+    return float(steps[measured[-1]]), float(values[measured[-1]])
+
+
+def apart(heights: Sequence[float], gap: float) -> list[float]:
+    """Moves ascending heights at least `gap` apart, and below 1 as far as they fit."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + gap) if moved else height)
+    ceiling = 1.0
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], ceiling)
+        ceiling = moved[index] - gap
+    return moved

@@ -1,0 +1,212 @@
+"""Heat maps: layers by steps, and the whole model at one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures.scales import (
+    LOG_FROM_RATIO,
+    edges,
+    finite,
+    has_finite,
+    log_ticks,
+)
+from guardbit.dashboards.figures.style import (
+    HEAT,
+    PANEL_HEIGHT,
+    WIDTH,
+    canvas,
+    finish,
+    place_key,
+    styled,
+)
+from guardbit.dashboards.frames import Head
+from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
+
+#: Light within ink, so that it is seen on any colour of the ramp.
+DOT: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "o",
+    "color": INK,
+    "markerfacecolor": PAPER,
+    "markeredgewidth": 1.2,
+}
+
+
+@styled
+def spectral_norm_by_layer(
+    frame: pd.DataFrame, events: pd.DataFrame | None = None
+) -> Figure | None:
+    """W_Q spectral norm, layers x steps: a heat map of each layer's largest head.
+
+    The paper's figure 11. The colour scale is logarithmic, as healthy norms grow tenfold too.
+    Cells without a finite value stay blank.
+    """
+    table = frames.by_layer(frame, "w_q_spectral_norm")
+    if not has_finite(table):
+        return None
+    table = finite(table)
+    figure, (axes,) = canvas("W_Q spectral norm of the largest head of each layer")
+    low, high = float(np.nanmin(table)), float(np.nanmax(table))
+    logarithmic = low > 0 and high / low > LOG_FROM_RATIO
+    mesh = axes.pcolormesh(
+        edges(table.index.to_numpy(dtype=float)),
+        np.arange(len(table.columns) + 1) - 0.5,
+        np.ma.masked_invalid(table.to_numpy().T),
+        cmap=HEAT,
+        norm=LogNorm(low, high) if logarithmic else Normalize(low, high),
+        rasterized=True,
+        gid="map",
+    )
+    _name_rows(axes, table.columns.to_list())
+    axes.set_ylabel("layer")
+    axes.grid(False)
+    bar = _colour_bar(figure, axes, mesh)
+    bar.set_label("largest singular value" + (", log scale" if logarithmic else ""))
+    if logarithmic:
+        log_ticks(bar.ax.yaxis, high / low)
+    finish([axes], frame, events)
+    return figure
+
+
+@styled
+def model_map(
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
+) -> Figure | None:
+    """Layers x heads, one cell a head: how far its worst indicator is above its own normal.
+
+    What normal is, and which indicators count, says `guardbit.dashboards.excess`. A framed cell
+    has had an alarm, a dot marks one that runs on a stabilized kernel; blank ones were never
+    measured.
+
+    Args:
+        frame: The samples.
+        events: The journal.
+        step: The map shows what was known after this step; None for the end of the run.
+    """
+    table = frames.excess(frame, step)
+    if not has_finite(table["excess"]):
+        return None
+    layer, head = (np.asarray(table.index.get_level_values(level)) for level in (0, 1))
+    cells = np.full((layer.max() + 1, head.max() + 1), np.nan)
+    cells[layer, head] = table["excess"]
+    last = frames.steps(frame)[1] if step is None else step
+    known = frames.between(events, 0, last)
+    current = frames.current_stabilizers(frame, known)
+    return draw_model_map(
+        cells,
+        last,
+        list(frames.first_events(frame, known, "alarm")),
+        [head for head, name in current.items() if name != "none"],
+    )
+
+
+@styled
+def draw_model_map(
+    cells: np.ndarray, step: int, alarmed: Sequence[Head], stabilized: Sequence[Head]
+) -> Figure:
+    """The model map of what is known already.
+
+    Args:
+        cells: The excess of each head, (layers, heads), NaN where nothing was measured.
+        step: The step it stands for.
+        alarmed: The heads to frame.
+        stabilized: The heads to dot.
+    """
+    height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
+    figure, (axes,) = canvas(f"Model map at step {step:,}", panel_height=height)
+    mesh = axes.pcolormesh(
+        np.arange(cells.shape[1] + 1) - 0.5,
+        np.arange(len(cells) + 1) - 0.5,
+        np.ma.masked_invalid(np.clip(cells, 1, MOST_EXCESS)),
+        cmap=HEAT,
+        norm=LogNorm(1, MOST_EXCESS),
+        edgecolors=PAPER,
+        linewidth=min(1.5, 40 / max(cells.shape)),
+        gid="map",
+    )
+    _name_rows(axes, list(range(len(cells))))
+    axes.set_ylabel("layer")
+    # One value a layer may be the largest over its heads: their numbers are then not known.
+    one_value = cells.shape[1] == 1
+    axes.set_xlabel("one value a layer" if one_value else "head")
+    axes.set_xticks([] if one_value else range(0, cells.shape[1], math.ceil(cells.shape[1] / 16)))
+    axes.grid(False)
+    key = _mark_heads(axes, alarmed, stabilized, cells.shape)
+    if key:
+        place_key(axes, key)
+    bar = _colour_bar(figure, axes, mesh)
+    bar.set_label("worst indicator, times its own normal")
+    bar.ax.yaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100]))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{'≥ ' if value >= MOST_EXCESS else ''}{value:g}×")
+    )
+    return figure
+
+
+def _mark_heads(
+    axes: Axes, alarmed: Sequence[Head], stabilized: Sequence[Head], shape: tuple[int, ...]
+) -> list[Line2D]:
+    """Frames the alarmed heads and dots the stabilized ones; returns the key."""
+    for layer, head in alarmed:
+        axes.add_patch(
+            Rectangle(
+                (head - 0.5, layer - 0.5),
+                1,
+                1,
+                fill=False,
+                edgecolor=INK,
+                linewidth=2,
+                clip_on=False,
+                gid="alarm",
+            )
+        )
+    if stabilized:
+        layers, heads = zip(*stabilized, strict=True)
+        cells = axes.get_position()
+        inches = min(cells.width * WIDTH / shape[1], PANEL_HEIGHT / shape[0])
+        axes.plot(
+            heads,
+            layers,
+            **DOT,
+            markersize=float(np.clip(0.35 * inches * 72, 2.5, 9)),
+            clip_on=False,
+            gid="stabilized",
+        )
+    key: list[Line2D] = []
+    frame_style: dict[str, Any] = {"marker": "s", "markerfacecolor": "none", "markeredgewidth": 1.6}
+    for heads, label, style in (
+        (alarmed, "had an alarm", {"linestyle": "none", "color": INK, **frame_style}),
+        (stabilized, "stabilized now", DOT),
+    ):
+        if heads:
+            count = f"{len(heads)} head{'s' * (len(heads) > 1)} {label}"
+            key.append(Line2D([], [], **style, markersize=7, label=count))
+    return key
+
+
+def _name_rows(axes: Axes, layers: list[int]) -> None:
+    every = math.ceil(len(layers) / 16)
+    axes.set_yticks(range(0, len(layers), every), [str(layer) for layer in layers[::every]])
+
+
+def _colour_bar(figure: Figure, axes: Axes, mesh: Any) -> Any:
+    place = axes.get_position()
+    bar = figure.colorbar(
+        mesh, cax=figure.add_axes((place.x1 + 0.015, place.y0, 0.014, place.height))
+    )
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return bar

@@ -1,0 +1,217 @@
+"""One style for all figures: canvas, range of steps, marks of events.
+
+No pyplot, hence no global state: the figures show in a notebook and nowhere else by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures.scales import plain
+from guardbit.dashboards.frames import MARKS, Mark
+from guardbit.dashboards.palette import HEAT_STOPS, INK, PAPER
+
+Arguments = ParamSpec("Arguments")
+Drawn = TypeVar("Drawn", bound=Figure | None)
+
+HEAT = LinearSegmentedColormap.from_list("guardbit-heat", HEAT_STOPS)
+
+#: Marker and line style of each mark; drawn in ink, so that they are never taken for data.
+MARK_STYLES: dict[Mark, tuple[str, str, str]] = {
+    "alarm": ("v", "--", INK),
+    "switch": ("D", "-", INK),
+    "undo": ("D", ":", PAPER),
+}
+#: Inches above the panel: an alarm and the switch it causes share a step.
+MARK_HEIGHTS: dict[Mark, float] = {"alarm": 0.06, "switch": 0.185, "undo": 0.185}
+KEY_HEIGHT = 0.3
+#: Beyond this many, vertical lines would hide the data: only the first keeps its line.
+MOST_LINES = 6
+
+#: 1,000 pixels wide at 100 dots an inch; 10 points are then 14 pixels.
+WIDTH, PANEL_HEIGHT = 10.0, 3.0
+#: Inches around the panels, the same in every figure, so that steps stand below one another; the
+#: right margin holds the names of the lines, a colour bar or a second axis.
+LEFT, RIGHT, TOP, BOTTOM, BETWEEN, LEGEND = 1.15, 1.5, 0.9, 0.6, 0.45, 0.3
+
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 12.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.edgecolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "grid.linewidth": 0.7,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.direction": "out",
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "figure.facecolor": PAPER,
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+}
+
+
+def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
+    """Draws in the style, and leaves the caller's own settings as they are."""
+
+    @functools.wraps(draw)
+    def in_style(*arguments: Arguments.args, **options: Arguments.kwargs) -> Drawn:
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return in_style
+
+
+def canvas(
+    title: str, panels: int = 1, below: float = 0.0, panel_height: float = PANEL_HEIGHT
+) -> tuple[Figure, list[Axes]]:
+    """Panels one above the other that share their steps, with `below` inches spare under them."""
+    bottom = BOTTOM + below
+    height = TOP + panels * panel_height + (panels - 1) * BETWEEN + bottom
+    figure = Figure(figsize=(WIDTH, height))
+    grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
+    figure.subplots_adjust(
+        left=LEFT / WIDTH,
+        right=1 - RIGHT / WIDTH,
+        top=1 - TOP / height,
+        bottom=bottom / height,
+        hspace=BETWEEN / panel_height,
+    )
+    grid[0, 0].set_title(title, pad=40)
+    return figure, list(grid[:, 0])
+
+
+def finish(
+    all_axes: Sequence[Axes],
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    steps: tuple[int, int] | None = None,
+) -> None:
+    """The range of steps, by default the run's, and the marks of its events."""
+    first, last = frames.steps(frame) if steps is None else steps
+    all_axes[-1].set_xlim(first, max(last, first + 1))
+    all_axes[-1].set_xlabel("optimizer step")
+    all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
+    all_axes[-1].xaxis.set_major_formatter(FuncFormatter(plain))
+    if steps is not None:
+        events = frames.between(events, first, last)
+    for axes in all_axes:
+        _mark_events(axes, events)
+    key = _event_key(events)
+    if key:
+        place_key(all_axes[0], key)
+
+
+def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
+    """A legend in the line below the title."""
+    axes.legend(
+        handles=list(key),
+        loc="lower left",
+        bbox_to_anchor=(0, _above(axes, KEY_HEIGHT)),
+        ncols=len(key),
+        handlelength=0.8,
+        handletextpad=0.5,
+        borderpad=0,
+        borderaxespad=0,
+    )
+
+
+def panel_inches(axes: Axes) -> float:
+    """Height of a panel."""
+    return axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
+
+
+def _above(axes: Axes, inches: float) -> float:
+    """A height above the panel, in parts of it."""
+    return 1 + inches / panel_inches(axes)
+
+
+def _mark_events(axes: Axes, events: pd.DataFrame | None) -> None:
+    # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
+    over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
+    halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
+    for mark in MARKS:
+        marker, line_style, face = MARK_STYLES[mark]
+        steps = frames.marked_steps(events, mark)
+        for step in steps if len(steps) <= MOST_LINES else steps[:1]:
+            axes.axvline(
+                step,
+                color=INK,
+                linestyle=line_style,
+                linewidth=1.0,
+                path_effects=halo,
+                zorder=3 if over_map else 1.2,
+                gid=mark,
+            )
+        axes.plot(
+            steps,
+            [_above(axes, MARK_HEIGHTS[mark])] * len(steps),
+            transform=axes.get_xaxis_transform(),
+            linestyle="none",
+            marker=marker,
+            markersize=5.5,
+            color=INK,
+            markerfacecolor=face,
+            clip_on=False,
+            gid=f"{mark}-markers",
+        )
+
+
+def mark_handle(mark: Mark, label: str) -> Line2D:
+    """A mark as a legend shows it."""
+    marker, _, face = MARK_STYLES[mark]
+    return Line2D(
+        [],
+        [],
+        linestyle="none",
+        marker=marker,
+        markersize=5.5,
+        color=INK,
+        markerfacecolor=face,
+        label=label,
+    )
+
+
+def _event_key(events: pd.DataFrame | None) -> list[Line2D]:
+    key: list[Line2D] = []
+    for mark in MARKS:
+        steps = frames.marked_steps(events, mark)
+        if steps:
+            where = f"step {steps[0]:,}" if len(steps) == 1 else f"first at step {steps[0]:,}"
+            key.append(mark_handle(mark, f"{mark}, {where}"))
+    return key
+
+
+def pixels(figure: Figure) -> np.ndarray:
+    """The figure as it looks on a screen, uint8 (height, width, 3)."""
+    drawn = FigureCanvasAgg(figure)
+    drawn.draw()
+    return np.asarray(drawn.buffer_rgba())[..., :3].copy()

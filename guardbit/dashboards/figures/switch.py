@@ -1,0 +1,113 @@
+"""Before and after a switch: what it did to the heads that were switched, and to the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends
+from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
+from guardbit.dashboards.figures.style import canvas, finish, styled
+from guardbit.dashboards.frames import Head
+from guardbit.dashboards.palette import HIGHLIGHTS, INK, PAPER
+
+#: What the switch is meant to change, then what it must not harm.
+PANELS: tuple[tuple[str, str], ...] = (
+    ("delta_bias_abs", "Σ |δ_lp − δ_hp|"),
+    ("w_q_spectral_norm", "W_Q norm"),
+    ("max_logit", "max logit"),
+    ("loss", "loss"),
+)
+#: Samples shown on either side of the switch.
+SAMPLES_AROUND = 40
+#: Inches.
+LOW_PANEL = 1.7
+
+
+@styled
+def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+    """The switched heads' indicators and the loss around the first switch.
+
+    The first to be switched are drawn, at most three. Dotted lines are the medians of the first
+    head, and of the loss, on either side; their numbers stand above them.
+    """
+    switched = frames.first_events(frame, events, "switch")
+    if not switched:
+        return None
+    step = min(event.step for event in switched.values())
+    heads = [head for head, event in switched.items() if event.step == step][: len(HIGHLIGHTS)]
+    first, last = _window(frame, step)
+    panels = {
+        indicator: table
+        for indicator, _ in PANELS
+        if has_finite(_of_heads(table := _table(frame, indicator).loc[first:last], heads))
+    }
+    if not panels:
+        return None
+    figure, all_axes = canvas(
+        f"Before and after the switch at step {step:,}", len(panels), panel_height=LOW_PANEL
+    )
+    for axes, (indicator, table) in zip(all_axes, panels.items(), strict=True):
+        shown = _of_heads(table, heads)
+        if indicator == "loss":
+            axes.plot(smooth(shown.iloc[:, 0]), color=INK, linewidth=1.1, label="loss", gid=NAMED)
+        else:
+            draw_heads(axes, table, heads, context=False)
+        axes.set_ylabel(
+            dict(PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
+        )
+        axes.margins(y=0.2)
+        _draw_medians(axes, shown.iloc[:, 0].dropna(), step)
+    finish(all_axes, frame, events, (first, last))
+    for axes in all_axes:
+        label_ends(axes)
+    return figure
+
+
+def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
+    """The steps of at most `SAMPLES_AROUND` samples of heads on either side."""
+    samples = frames.check_samples(frame)
+    steps = np.unique(samples["step"].to_numpy()[(samples["site"] != "").to_numpy()])
+    before, after = steps[steps <= step][-SAMPLES_AROUND:], steps[steps > step][:SAMPLES_AROUND]
+    around = np.concatenate([before, after])
+    return int(around[0]), int(around[-1])
+
+
+def _table(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
+    if indicator == "loss":
+        return finite(frames.of_run(frame, indicator)).to_frame()
+    return finite(frames.by_head(frame, indicator))
+
+
+def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
+    if not isinstance(table.columns, pd.MultiIndex):
+        return table
+    return cast(pd.DataFrame, table[[head for head in heads if head in table.columns]])
+
+
+def _draw_medians(axes: Axes, series: pd.Series, step: int) -> None:
+    """The median on either side of the step, as a dotted line with its number."""
+    # The sample of the switch's own step was measured before the switch took effect.
+    for side, part in (("before", series.loc[:step]), ("after", series.loc[step + 1 :])):
+        if part.empty:
+            continue
+        median = float(part.median())
+        axes.hlines(
+            median, part.index[0], part.index[-1], color=INK, linewidth=1, linestyle=":", gid=side
+        )
+        axes.annotate(
+            f"median {side}: {median:.3g}",
+            xy=(float(np.mean([part.index[0], part.index[-1]])), median),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+        )

@@ -1,0 +1,189 @@
+"""The web server behind the live page: this machine only, one run only, nothing but its numbers.
+
+What is served is a fixed list of addresses: the page, its three files, and three questions about
+the run that are answered as JSON. No address names a file of the run or of anything else. All of
+them begin with a token that only the person who started the server knows, so that other people on
+the machine and other pages in the browser cannot read along; requests that name another host are
+refused, which is what a page uses that has pointed its own name at this machine (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+from collections.abc import Callable
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from guardbit.dashboards.live.watcher import RunWatcher
+
+HOST = "127.0.0.1"
+#: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
+ALLOWED_HOSTS = (HOST, "localhost")
+
+#: Files of the page -> their media types.
+ASSETS = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+    "uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+}
+#: The page runs its own scripts only, talks to this server only, and stands in no frame.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
+    "style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+
+
+class LiveServer:
+    """Serves one run's live page on 127.0.0.1.
+
+    Args:
+        watcher: What is known of the run; started and stopped with the server.
+        port: Port to listen on; 0 for any free one.
+
+    Attributes:
+        address: The page's address, with its token.
+        port: The port it listens on.
+
+    Raises:
+        OSError: The port is taken, or not allowed.
+    """
+
+    def __init__(self, watcher: RunWatcher, *, port: int = 0) -> None:
+        self._watcher = watcher
+        self._socket = socket.socket()
+        # A port that an earlier server has just left is free.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((HOST, port))
+            # From here on the address works: who asks early waits until `run` answers.
+            self._socket.listen(128)
+        except OSError:
+            self._socket.close()
+            raise
+        self.port: int = self._socket.getsockname()[1]
+        token = secrets.token_urlsafe(18)
+        self.address = f"http://{HOST}:{self.port}/{token}/"
+        config = uvicorn.Config(
+            application(watcher, token), log_level="error", access_log=False, server_header=False
+        )
+        self._server = uvicorn.Server(config)
+
+    def run(self) -> None:
+        """Serves until interrupted (Ctrl-C), or until `stop`."""
+        self._watcher.start()
+        try:
+            self._server.run(sockets=[self._socket])
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._watcher.stop()
+            self._socket.close()
+
+    def stop(self) -> None:
+        """Ends `run`, which may be in another thread."""
+        self._server.should_exit = True
+
+
+def application(watcher: RunWatcher, token: str) -> Starlette:
+    """The application: a fixed list of addresses below the token."""
+
+    def state(request: Request) -> Response:
+        step = _whole(request, "step", -1)
+        return _json(watcher.state(_whole(request, "since", -1), None if step < 0 else step))
+
+    def head(request: Request) -> Response:
+        return _json(watcher.head(_whole(request, "layer", -1), _whole(request, "head", -1)))
+
+    def curves(request: Request) -> Response:
+        return _json(watcher.curves(request.query_params.get("indicator", "")))
+
+    return Starlette(
+        routes=[
+            *[Route(f"/{address}", _asset(*ASSETS[address])) for address in ASSETS],
+            Route("/state", state),
+            Route("/head", head),
+            Route("/curves", curves),
+        ],
+        middleware=[
+            Middleware(_Headers),
+            Middleware(
+                TrustedHostMiddleware, allowed_hosts=list(ALLOWED_HOSTS), www_redirect=False
+            ),
+            Middleware(_Token, token=token),
+        ],
+        exception_handlers={LookupError: _refused(404), ValueError: _refused(400)},
+    )
+
+
+class _Headers:
+    """Sets `HEADERS` on every answer, refusals included."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(HEADERS)
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
+
+
+class _Token:
+    """Lets through what begins with the token, and takes it off; all else does not exist."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given, slash, rest = scope["path"].removeprefix("/").partition("/")
+            if not (slash and secrets.compare_digest(given.encode(), self._token)):
+                refusal = Response("Not found. The address ends in a token.", status_code=404)
+                await refusal(scope, receive, send)
+                return
+            scope = {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}
+        await self._app(scope, receive, send)
+
+
+def _asset(name: str, media_type: str) -> Callable[[Request], Response]:
+    content = resources.files("guardbit.dashboards.live").joinpath("assets", name).read_bytes()
+    return lambda request: Response(content, media_type=media_type)
+
+
+def _json(content: dict[str, Any]) -> Response:
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    return Response(text, media_type="application/json")
+
+
+def _refused(status: int) -> Callable[[Request, Exception], Response]:
+    return lambda request, error: Response(str(error), status_code=status, media_type="text/plain")
+
+
+def _whole(request: Request, name: str, default: int) -> int:
+    value = request.query_params.get(name, "")
+    try:
+        return int(value) if value else default
+    except ValueError:
+        raise ValueError(f"{name} must be a whole number, got {value[:40]!r}") from None

@@ -1,0 +1,316 @@
+"""What the report of one run says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures import CHARTS
+from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
+from guardbit.dashboards.report import words
+from guardbit.dashboards.report.document import (
+    Block,
+    Bullets,
+    Document,
+    Heading,
+    Moment,
+    Paragraph,
+    Picture,
+    Table,
+    Tile,
+    Timeline,
+)
+from guardbit.records import Event
+
+#: A wider table of heads does not fit the page.
+HEAD_COLUMNS = (
+    "w_q_spectral_norm",
+    "max_logit",
+    "multiple_maxima",
+    "multiple_maxima_bf16",
+    "delta_bias_cumulative",
+    "dq_relative_error",
+)
+MOST_ALARMS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as reports take it.
+
+    Attributes:
+        title: What it is called.
+        frame: Samples, as `guardbit.read_run` returns them.
+        events: Journal, as `guardbit.read_events` returns it.
+        metadata: Settings, versions and sites; JSON-able.
+    """
+
+    title: str
+    frame: pd.DataFrame
+    events: pd.DataFrame | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def document_of(run: Run) -> Document:
+    """Summary first, then the heads to watch, the timeline, the figures and the settings."""
+    frame, events, journal = run.frame, run.events, frames.journal(run.events)
+    return Document(
+        run.title,
+        extent(frame),
+        headline(journal),
+        tuple(summary(frame, events)),
+        tuple(tiles(frame, events)),
+        [
+            *_before_and_after(frame, events),
+            *heads_to_watch(frame, events),
+            *timeline(journal),
+            *_figures(frame, events),
+            *settings(run.metadata),
+        ],
+    )
+
+
+def extent(frame: pd.DataFrame) -> str:
+    """Which steps, layers and heads the samples hold."""
+    if frame.empty:
+        return "no samples"
+    first, last = frames.steps(frame)
+    layers = frames.heads_of_layer(frame)
+    heads = sum(map(len, layers.values()))
+    text = f"steps {first:,} to {last:,} · {words.count(len(layers), 'layer')}"
+    # One value a layer may be the largest over its heads: their number is then not known.
+    return f"{text} · {words.count(heads, 'head')}" if heads > len(layers) else text
+
+
+def verdict(journal: Sequence[Event]) -> Event | None:
+    """The last verdict."""
+    return next((event for event in reversed(journal) if event.kind == "verdict"), None)
+
+
+def headline(journal: Sequence[Event]) -> str:
+    """The verdict in a sentence."""
+    given = verdict(journal)
+    if given is not None:
+        return words.HEADLINES.get(given.rule, f"Verdict: {given.rule}")
+    if any(event.kind == "alarm" for event in journal):
+        return "Alarms have fired; no verdict was recorded"
+    return "No alarm has fired"
+
+
+def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
+    """What happened, in a few sentences, most important first."""
+    journal = frames.journal(events)
+    given = verdict(journal)
+    sentences = [given.why] if given is not None else []
+    if frame.empty:
+        sentences.append("The run recorded no samples.")
+    alarms = [event for event in journal if event.kind == "alarm"]
+    if alarms:
+        first = alarms[0]
+        sentences.append(
+            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
+        )
+    elif given is not None:
+        sentences.append("No alarm has fired.")
+    switched = frames.first_events(frame, events, "switch")
+    if switched:
+        steps = sorted({event.step for event in switched.values()})
+        sentences.append(
+            f"{words.count(len(switched), 'head')} went over to a stabilized kernel"
+            + (f" at step {steps[0]:,}." if len(steps) == 1 else f", from step {steps[0]:,} on.")
+        )
+    elif alarms:
+        sentences.append("No head was switched to a stabilized kernel.")
+    loss = frames.of_run(frame, "loss")
+    lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
+    if len(lost):
+        sentences.append(f"The loss was first not finite at step {int(lost[0]):,}.")
+    return sentences
+
+
+def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
+    """Verdict, first alarm, heads switched, loss at the end."""
+    journal = frames.journal(events)
+    given = verdict(journal)
+    alarms = [event for event in journal if event.kind == "alarm"]
+    switched = frames.first_events(frame, events, "switch")
+    current = frames.current_stabilizers(frame, events)
+    stabilized = sorted({name for name in current.values() if name != "none"})
+    undone = sum(name == "none" for name in current.values())
+    loss = frames.of_run(frame, "loss")
+    return [
+        Tile(
+            "Verdict",
+            given.rule if given is not None else "none yet",
+            f"given at step {given.step:,}" if given is not None else "",
+        ),
+        Tile(
+            "First alarm",
+            f"step {alarms[0].step:,}" if alarms else "none",
+            f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
+            if alarms
+            else "",
+        ),
+        Tile(
+            "Heads switched",
+            f"{len(switched):,}",
+            ", ".join([*stabilized, *([f"{undone} undone"] if undone else [])]),
+        ),
+        Tile(
+            "Loss at the end",
+            words.number(float(loss.tail(MEDIAN_WINDOW).median())) if len(loss) else "–",
+            f"median of the last {min(MEDIAN_WINDOW, len(loss))} samples" if len(loss) else "",
+        ),
+    ]
+
+
+def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+    table = frames.before_and_after(frame, events)
+    if table.empty:
+        return []
+    rows: list[list[str]] = []
+    for indicator, before, after in table.itertuples(index=False):
+        comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
+        rows.append(
+            [
+                words.LABELS[indicator],
+                words.value(indicator, before),
+                words.value(indicator, after),
+                f"× {after / before:.3g}" if comparable else "–",
+            ]
+        )
+    return [
+        Heading("What the switch did"),
+        Paragraph(
+            "The worst of the switched heads, and the run as a whole: the mean of the last "
+            f"{frames.SAMPLES_AVERAGED} samples before the switch and of the last "
+            f"{frames.SAMPLES_AVERAGED} recorded."
+        ),
+        Table(["", "before the switch", "at the end", "change"], rows, numbers_from=1),
+    ]
+
+
+def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+    """The heads to worry about, worst first."""
+    watched = frames.heads_to_watch(frame, events)
+    if watched.empty:
+        return [Heading("Heads to watch"), Paragraph("No head has been measured.")]
+    heads = frames.heads_of_layer(frame)
+    alarmed = len(frames.first_events(frame, events, "alarm"))
+    shown = [name for name in HEAD_COLUMNS if name in watched.columns]
+    rows, kinds = [], []
+    for row in watched.to_dict("records"):
+        has_alarm = not math.isnan(row["alarm_step"])
+        label = frames.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
+        rows.append(
+            [
+                (label, row["site"]),
+                (f"step\N{NO-BREAK SPACE}{int(row['alarm_step']):,}", row["rule"])
+                if has_alarm
+                else "–",
+                row["stabilizer"],
+                times(row["excess"]),
+                *[words.value(name, row[name]) for name in shown],
+            ]
+        )
+        kinds.append("alarmed" if has_alarm else "")
+    note = (
+        f"{words.count(alarmed, 'head')} with an alarm, in the order of the first one"
+        if alarmed
+        else "No head has an alarm; these are farthest above their own normal"
+    )
+    return [
+        Heading("Heads to watch"),
+        Paragraph(f"{note}. Latest samples; {len(rows)} of {words.total(heads)} shown."),
+        Table(
+            [
+                "Head",
+                "First alarm",
+                "Stabilizer",
+                "Times its normal",
+                *[words.LABELS[name] for name in shown],
+            ],
+            rows,
+            numbers_from=3,
+            kinds=kinds,
+        ),
+    ]
+
+
+def times(excess: float) -> str:
+    """An excess as a factor; beyond 1,000 its size says nothing more."""
+    if math.isnan(excess):
+        return "–"
+    return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
+
+
+def timeline(journal: Sequence[Event]) -> list[Block]:
+    """The events in their order, a flood of alarms cut."""
+    if not journal:
+        return [Heading("Timeline"), Paragraph("No event was recorded.")]
+    alarms = [event for event in journal if event.kind == "alarm"]
+    others = [event for event in journal if event.kind != "alarm"]
+    # Alarms first: where a step has both, the alarm is what the switch answers.
+    shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
+    hidden = max(len(alarms) - MOST_ALARMS, 0)
+    moments = tuple(
+        Moment(event.step, frames.mark_of(event) or event.kind, words.what(event), event.why)
+        for event in shown
+    )
+    note = [Paragraph(f"{words.count(hidden, 'later alarm')} not shown.")] if hidden else []
+    return [Heading("Timeline"), Timeline(moments), *note]
+
+
+def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+    drawn: list[Block] = []
+    missing: list[str] = []
+    for chart in CHARTS:
+        figure = chart.draw(frame, events)
+        if figure is not None:
+            drawn.append(Picture(chart.name, chart.title, chart.caption, figure))
+            continue
+        recorded = frames.recorded_indicators(frame)
+        if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
+            missing.append(f"{chart.title}: no head was switched.")
+        else:
+            needs = " or ".join(chart.needs)
+            missing.append(f"{chart.title}: the run holds no sample of {needs} that can be drawn.")
+    absent: list[Block] = [Heading("Not drawn", 3), Bullets(tuple(missing))] if missing else []
+    return [Heading("Figures"), *drawn, *absent]
+
+
+def settings(metadata: Mapping[str, Any]) -> list[Block]:
+    """Settings, versions and sites, as tables."""
+    if not metadata:
+        return []
+    plain = {name: value for name, value in metadata.items() if not isinstance(value, Mapping)}
+    blocks: list[Block] = [Heading("Settings and versions")]
+    if plain:
+        blocks.append(_key_values(plain))
+    for name, value in metadata.items():
+        if isinstance(value, Mapping) and value:
+            holds_records = all(isinstance(entry, Mapping) for entry in value.values())
+            blocks += [
+                Heading(words.title(name), 3),
+                _records(value) if holds_records else _key_values(value),
+            ]
+    return blocks
+
+
+def _records(value: Mapping[str, Mapping[str, Any]]) -> Table:
+    columns = list(dict.fromkeys(name for entry in value.values() for name in entry))
+    rows = [
+        [name, *[words.setting(entry.get(column)) for column in columns]]
+        for name, entry in value.items()
+    ]
+    return Table(["", *map(words.title, columns)], rows)
+
+
+def _key_values(value: Mapping[str, Any]) -> Table:
+    return Table([], [[words.title(name), words.setting(entry)] for name, entry in value.items()])

@@ -1,0 +1,152 @@
+"""Follows a run while it is being written: each look reads only what is new."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from guardbit.store.files import COLUMNS, UNREADABLE, Listing, Segment, SessionKey, list_folder
+from guardbit.store.reading import last_steps
+
+#: Rows handed over at a time.
+_BATCH = 1 << 16
+
+
+class RunFollower:
+    """Reads the samples of a run's folder as they come, in bounded memory.
+
+    A segment that a merge has made of segments already read is passed over, as far as its row
+    groups allow; rows at the seam may be handed over twice.
+
+    Args:
+        folder: Folder of the run, which need not exist yet.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        #: Time of the newest file of the run, in seconds since 1970; None while there is none.
+        self.last_written: float | None = None
+        #: Bytes of segments found by the last look, and how many of them are read.
+        self.bytes_found, self.bytes_read = 0, 0
+        self._listing = Listing({}, {"samples": {}, "events": {}})
+        self._last_steps: list[tuple[SessionKey, float]] = []
+        self._next_flush: dict[SessionKey, int] = {}
+        #: Rows of a session before each of its flushes, where a segment began or ended.
+        self._rows_before: dict[SessionKey, dict[int, int]] = {}
+        self._broken: set[Path] = set()
+
+    def look(self) -> bool:
+        """Looks at what the folder holds now.
+
+        Returns:
+            Whether what was read before no longer counts, because the run was resumed or begun
+            anew: `batches` then starts over.
+        """
+        self._listing = self._list()
+        paths = [segment.path for segment in self._segments("samples")]
+        paths += [segment.path for segment in self._segments("events")]
+        times = [_modified(path) for path in [*paths, *self._listing.sessions.values()]]
+        self.last_written = max(times, default=None)
+        counted = list(last_steps(self._listing))
+        before, self._last_steps = self._last_steps, counted
+        # A session that only joins hides nothing as long as the others count as far as before.
+        starts_over = bool(before) and counted[: len(before)] != before
+        if starts_over:
+            self._next_flush.clear()
+            self._rows_before.clear()
+        return starts_over
+
+    def event_files(self) -> tuple[str, ...]:
+        """Names of the events' segments, which change when events come."""
+        return tuple(segment.path.name for segment in self._segments("events"))
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yields the new samples in the order they were written, columns as in the store.
+
+        Warns:
+            UserWarning: A segment cannot be read and is left out; once for each.
+        """
+        plan = [
+            (key, last_step, segment)
+            for key, last_step in self._last_steps
+            for segment in self._unread(key)
+        ]
+        sizes = {segment.path: _size(segment.path) for _, _, segment in plan}
+        self.bytes_found, self.bytes_read = sum(sizes.values()), 0
+        for key, last_step, segment in plan:
+            try:
+                yield from self._read(key, segment, last_step)
+            except FileNotFoundError:
+                return  # a live writer has merged it meanwhile: the next look finds the merged one
+            except UNREADABLE as error:
+                self._broken.add(segment.path)
+                warnings.warn(
+                    f"left out the segment {segment.path}, which cannot be read: {error}",
+                    stacklevel=2,
+                )
+            self.bytes_read += sizes[segment.path]
+
+    def _list(self) -> Listing:
+        try:
+            return list_folder(self.folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return Listing({}, {"samples": {}, "events": {}})
+
+    def _segments(self, kind: str) -> list[Segment]:
+        return [segment for found in self._listing.segments[kind].values() for segment in found]
+
+    def _unread(self, key: SessionKey) -> Iterator[Segment]:
+        """The segments that bring the next flushes of a session, the widest first."""
+        segments = self._listing.segments["samples"].get(key, [])
+        segments = [segment for segment in segments if segment.path not in self._broken]
+        flush = self._next_flush.get(key, 0)
+        while ahead := [segment for segment in segments if segment.last >= flush]:
+            first = max(min(segment.first for segment in ahead), flush)
+            bringing = [segment for segment in ahead if segment.first <= first]
+            segment = max(bringing, key=lambda segment: segment.last)
+            yield segment
+            flush = segment.last + 1
+
+    def _read(
+        self, key: SessionKey, segment: Segment, last_step: float
+    ) -> Iterator[pa.RecordBatch]:
+        rows_before = self._rows_before.setdefault(key, {0: 0})
+        flush = self._next_flush.get(key, 0)
+        start = rows_before.get(segment.first)
+        known = rows_before.get(flush)
+        skipped = known - start if start is not None and known is not None else 0
+        with pq.ParquetFile(segment.path, read_dictionary=["site", "indicator"]) as file:
+            groups, passed = [], 0
+            for group in range(file.metadata.num_row_groups):
+                passed += file.metadata.row_group(group).num_rows
+                if passed > skipped:
+                    groups.append(group)
+            if groups:
+                for batch in file.iter_batches(_BATCH, row_groups=groups, columns=COLUMNS):
+                    if last_step == float("inf"):
+                        yield batch
+                    else:
+                        counted = batch["step"].to_numpy() <= last_step
+                        yield batch.filter(pa.array(counted))
+            if start is not None:
+                rows_before[segment.last + 1] = start + file.metadata.num_rows
+        self._next_flush[key] = segment.last + 1
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import csv
+
+import numpy as np
+import pytest
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from guardbit import AttentionMonitor, read_run
+from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.monitor.detectors import LogitOutlier
+from guardbit.records import Alarm, Sample
+from guardbit.store import LOGGED_KEYS, is_run
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+def sampled(step, values, layer=0):
+    return Sample(step, f"h.{layer}", layer, "max_logit", tuple(values))
+
+
+def test_the_worst_head_is_the_one_farthest_above_its_own_normal():
+    run = LoggedRun()
+    assert run.worst() is None
+    for step in range(0, 100, 10):
+        sick = 60.0 if step > 60 else 2.0
+        run.take([sampled(step, (1.0, 5.0, 1.0)), sampled(step, (1.0, 3.0, sick), layer=1)])
+    layer, head, excess = run.worst()
+    assert (layer, head) == (1, 2)
+    assert excess == pytest.approx(30)
+
+
+def test_the_runs_own_values_are_handed_back():
+    losses = [Sample(step, "", -1, "loss", (3.0 - step,)) for step in (0, 1, 2)]
+    assert LoggedRun().take([*losses, sampled(2, (1.0,))]) == {"loss": 1.0}
+
+
+def test_an_alarm_is_news_once():
+    run = LoggedRun()
+    first, again, other = (
+        Alarm(step, "h.0", heads, "norm_growth", "why")
+        for step, heads in ((5, (1,)), (10, (1,)), (10, (1, 2)))
+    )
+    assert run.news([first]) == [first]
+    assert run.news([again, other]) == [other]
+
+
+def test_a_picture_is_the_model_map():
+    run = LoggedRun()
+    assert run.picture({}, {}) is None
+    for step in range(8):
+        run.take([sampled(step, (1.0, 1.0, 1.0, 90.0 if step > 5 else 1.0))])
+    picture = run.picture({"h.0": {3}, "elsewhere": {0}}, {"h.0": ["none"] * 3 + ["stochastic"]})
+    assert picture.dtype == np.uint8 and picture.shape[1:] == (1000, 3)
+    assert (picture.sum(axis=2) < 130).mean() > 0.05  # the dark cell
+    healthy = LoggedRun()
+    for step in range(8):
+        healthy.take([sampled(step, (1.0, 1.0, 1.0, 1.0))])
+    assert (healthy.picture({}, {}).sum(axis=2) < 130).mean() < 0.05
+
+
+class Taking:
+    """Takes what W&B's logger takes, under the same names."""
+
+    def __init__(self):
+        self.texts, self.pictures = [], []
+
+    def log_text(self, key, columns, data, step):
+        self.texts.append((key, columns, data, step))
+
+    def log_image(self, key, images, step):
+        self.pictures.append((key, images, step))
+
+
+def test_texts_and_pictures_go_to_those_who_take_them():
+    taking = Taking()
+    picture = np.zeros((2, 2, 3), np.uint8)
+    for logger in (taking, object()):
+        send_text(logger, "guardbit/alarms", "beware", 7)
+        send_picture(logger, "guardbit/model_map", picture, 7)
+    assert taking.texts == [("guardbit/alarms", ["step", "text"], [[7, "beware"]], 7)]
+    assert taking.pictures == [("guardbit/model_map", [picture], 7)]
+
+
+# torch writes the log with tensorboard, which uses names that NumPy and protobuf have moved.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_run_in_tensorboard_is_read_back(trains, tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board, table = TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "table")
+    rule = LogitOutlier(level=1e-9, ratio=0.0, growth=0.0)  # always
+    monitor = AttentionMonitor(
+        2, strict=True, image_every_n_samples=2, rules=(rule,), dirpath=tmp_path / "run"
+    )
+    trains.fit(monitor, max_steps=9, logger=[board, table], log_every_n_steps=1)
+    log = EventAccumulator(board.log_dir, size_guidance={"images": 0, "tensors": 0})
+    log.Reload()
+    images = log.Images("guardbit/model_map")
+    assert [image.step for image in images] == [2, 6]
+    assert images[0].width == 1000
+    (texts,) = [tag for tag in log.Tags()["tensors"] if tag.startswith("guardbit/alarms")]
+    told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode()
+    assert told.startswith("logit_outlier at net.h.")
+
+    assert not is_run(board.log_dir)
+    read = read_run(board.log_dir)
+    assert set(read["indicator"]) == set(LOGGED_KEYS.values())
+    truth = read_run(tmp_path / "run")
+    for indicator in LOGGED_KEYS.values():
+        logged = read[read["indicator"] == indicator].set_index("step")["value"]
+        for step, value in logged.items():
+            now = truth[(truth["indicator"] == indicator) & (truth["step"] == step)]["value"]
+            # Logged as float32.
+            assert value == pytest.approx(max(now, key=abs), rel=1e-6)
+    with open(f"{table.log_dir}/metrics.csv") as lines:
+        assert set(LOGGED_KEYS) < set(next(csv.DictReader(lines)))
+
+
+def test_pictures_are_asked_for_in_whole_numbers():
+    with pytest.raises(ValueError, match="image_every_n_samples must be 1 or more"):
+        AttentionMonitor(image_every_n_samples=0)

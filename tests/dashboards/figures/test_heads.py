@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from guardbit.dashboards import figures
+from guardbit.dashboards.palette import HIGHLIGHTS
+
+COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
+
+
+def lines_of(axes):
+    return {str(line.get_label()).lstrip("_"): line for line in axes.get_lines()}
+
+
+def test_entropy_of_every_head_and_the_lowest_stand_out(run):
+    (axes,) = figures.attention_entropy(run.frame, run.events).axes
+    lines = lines_of(axes)
+    values = run.values["attention_entropy"]
+    for layer in range(12):
+        for head in range(12):
+            line = lines[f"layer {layer} · head {head}"]
+            np.testing.assert_array_equal(line.get_ydata(), values[layer, head])
+    assert axes.get_ylabel() == "mean entropy of a row (nats)"
+    assert axes.get_ylim()[0] == 0
+    (without_alarms,) = figures.attention_entropy(run.frame).axes
+    first = next(
+        line for line in without_alarms.get_lines() if line.get_color() == HIGHLIGHTS[0][0]
+    )
+    assert first.get_label() == "layer 2 · head 7"  # the sick head's entropy falls the most
+
+
+def test_a_warm_up_peak_does_not_stand_out():
+    steps = np.arange(40)
+    rows = [
+        (step, "h.0", 0, head, "max_logit", value)
+        for head, values in enumerate(
+            [np.where(steps < 5, 1000.0, 1.0), 2.0 + 0 * steps, 1.0 + steps, 3.0 + 0 * steps]
+        )
+        for step, value in zip(steps, values, strict=True)
+    ]
+    (axes,) = figures.max_logit(pd.DataFrame(rows, columns=COLUMNS)).axes
+    colours = {colour for colour, _ in HIGHLIGHTS}
+    named = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
+    assert named == ["layer 0 · head 2", "layer 0 · head 3", "layer 0 · head 1"]
+
+
+def band_of(axes):
+    (band,) = axes.collections
+    points = band.get_paths()[0].vertices
+    steps = np.unique(points[:, 0])
+    return steps, np.array([points[points[:, 0] == step, 1].max() for step in steps])
+
+
+def test_the_band_is_that_of_errors_that_cancel():
+    generator = np.random.default_rng(0)
+    cancelling, drifting = generator.normal(0, 1, 100), generator.normal(0.8, 1, 100)
+    rows = [
+        (step, "h.0", 0, head, "delta_bias_cumulative", value)
+        for head, errors in enumerate([cancelling, drifting])
+        for step, value in enumerate(np.cumsum(errors))
+    ]
+    (axes,) = figures.delta_bias(pd.DataFrame(rows, columns=COLUMNS)).axes
+    steps, width = band_of(axes)
+    np.testing.assert_array_equal(steps, np.arange(100))
+    # The drifting head's own: 1.96 times the root of the sum of its squared errors.
+    expected = 1.96 * np.sqrt([np.sum(drifting[: n + 1] ** 2) for n in range(100)])
+    np.testing.assert_allclose(width, expected)
+    assert "layer 0 · head 1" in axes.texts[0].get_text()
+
+
+def test_sums_of_cancelling_errors_stay_in_their_band_as_often_as_it_says():
+    generator = np.random.default_rng(1)
+    inside = []
+    for _ in range(60):
+        errors = generator.normal(0, 1, 50) * generator.uniform(0.1, 3, 50)
+        rows = [
+            (step, "h.0", 0, 0, "delta_bias_cumulative", value)
+            for step, value in enumerate(np.cumsum(errors))
+        ]
+        (axes,) = figures.delta_bias(pd.DataFrame(rows, columns=COLUMNS)).axes
+        _, width = band_of(axes)
+        inside.append(abs(errors.sum()) <= width[-1])
+    # 95 % of 60, less three standard deviations of a binomial.
+    assert np.mean(inside) >= 0.95 - 3 * np.sqrt(0.95 * 0.05 / 60)
+
+
+@pytest.mark.parametrize("chart", ["max_logit", "delta_bias", "attention_entropy"])
+def test_event_lines_lie_below_the_curves_without_a_halo(run, chart):
+    axes = getattr(figures, chart)(run.frame, run.events).axes[0]
+    marks = [line for line in axes.get_lines() if line.get_gid() in ("alarm", "switch", "undo")]
+    curves = [line for line in axes.get_lines() if "layer" in str(line.get_label())]
+    assert max(line.get_zorder() for line in marks) < min(line.get_zorder() for line in curves)
+    assert not any(line.get_path_effects() for line in marks)

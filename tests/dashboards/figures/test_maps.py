@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgb
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.figures import model_map
+from guardbit.dashboards.palette import HEAT_STOPS, INK
+
+
+def cells_of(figure):
+    return figure.axes[0].collections[0].get_array()
+
+
+def test_each_cell_is_a_head_with_its_excess(run):
+    figure = model_map(run.frame, run.events)
+    axes, bar = figure.axes
+    cells = cells_of(figure)
+    assert cells.shape == (12, 12)
+    excess = frames.excess(run.frame)["excess"].to_numpy().reshape(12, 12)
+    np.testing.assert_allclose(cells, np.clip(excess, 1, 100))
+    assert np.unravel_index(cells.argmax(), cells.shape) == (2, 7)
+    # Layer l lies at height l, head h at place h.
+    corners = axes.collections[0].get_coordinates()
+    np.testing.assert_array_equal(corners[:, 0, 1], np.arange(13) - 0.5)
+    np.testing.assert_array_equal(corners[0, :, 0], np.arange(13) - 0.5)
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("head", "layer")
+    assert axes.get_title(loc="left") == "Model map at step 4,980"
+    assert bar.get_ylabel() == "worst indicator, times its own normal"
+    norm = axes.collections[0].norm
+    assert (norm.vmin, norm.vmax) == (1, 100)
+
+
+@pytest.mark.parametrize(
+    ("step", "alarmed", "stabilized"),
+    [
+        (2900, [], []),
+        (3000, [(2, 7)], []),
+        (3200, [(2, 3), (2, 7)], [(2, 3), (2, 7)]),
+        (4980, [(2, 3), (2, 7)], [(2, 7)]),  # head 3 was switched back at 4,500
+    ],
+)
+def test_frames_and_dots_are_those_of_the_step(run, step, alarmed, stabilized):
+    figure = model_map(run.frame, run.events, step)
+    axes = figure.axes[0]
+    boxes = [patch for patch in axes.patches if patch.get_gid() == "alarm"]
+    found = [(box.get_y() + 0.5, box.get_x() + 0.5) for box in boxes]
+    assert sorted(found) == alarmed
+    dots = [line for line in axes.get_lines() if line.get_gid() == "stabilized"]
+    places = [(y, x) for line in dots for x, y in zip(*line.get_data(), strict=True)]
+    assert sorted(places) == stabilized
+    key = axes.get_legend()
+    words = [text.get_text() for text in key.get_texts()] if key else []
+    assert len(words) == bool(alarmed) + bool(stabilized)
+    assert f"step {step:,}" in axes.get_title(loc="left")
+
+
+def test_an_earlier_step_knows_nothing_of_later_ones(run):
+    assert cells_of(model_map(run.frame, run.events, 2400)).max() < 1.5
+
+
+def test_unmeasured_heads_stay_blank(run):
+    frame = run.frame[(run.frame["layer"] != 4) | (run.frame["head"] < 3)]
+    blank = np.ma.getmaskarray(cells_of(model_map(frame)))
+    assert blank[4].tolist() == [False] * 3 + [True] * 9
+    assert blank.sum() == 9
+
+
+def test_one_value_a_layer_claims_no_head():
+    rows = [
+        (step, f"h.{layer}", layer, 0, "max_logit", 1.0) for step in range(9) for layer in range(3)
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    axes = model_map(frame).axes[0]
+    assert axes.get_xlabel() == "one value a layer" and len(axes.get_xticks()) == 0
+
+
+def test_eighty_layers_of_sixty_four_heads_stay_legible():
+    layer, head = (index.ravel() for index in np.indices((80, 64)))
+    frames_ = [
+        pd.DataFrame(
+            {
+                "step": step,
+                "site": "m",
+                "layer": layer,
+                "head": head,
+                "indicator": "max_logit",
+                "value": np.where((layer == 33) & (head == 17) & (step > 5), 50.0, 1.0),
+            }
+        )
+        for step in range(8)
+    ]
+    figure = model_map(pd.concat(frames_))
+    axes = figure.axes[0]
+    assert np.unravel_index(cells_of(figure).argmax(), (80, 64)) == (33, 17)
+    box = axes.get_window_extent()
+    assert box.width / 64 >= 8 and box.height / 80 >= 8  # pixels a cell, at 1,000 pixels
+    assert len(axes.get_xticks()) <= 16 and len(axes.get_yticks()) <= 16
+
+
+def test_the_ramp_darkens_steadily_and_ends_in_ink():
+    luminance = [to_rgb(stop) @ np.array([0.2126, 0.7152, 0.0722]) for stop in HEAT_STOPS]
+    assert (np.diff(luminance) < -0.05).all()
+    assert luminance[-1] < to_rgb(INK) @ np.array([0.2126, 0.7152, 0.0722]) + 0.01

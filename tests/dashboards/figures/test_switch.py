@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards.figures import before_and_after
+from guardbit.dashboards.palette import HIGHLIGHTS
+
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+
+
+def test_the_switched_heads_around_the_switch(run):
+    figure = before_and_after(run.frame, run.events)
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert [label.removesuffix(", log") for label in labels] == [
+        "Σ |δ_lp − δ_hp|",
+        "W_Q norm",
+        "max logit",
+        "loss",
+    ]
+    # Samples come every 50 steps: 40 of them on either side of step 3,100, as far as there are.
+    assert figure.axes[0].get_xlim() == (3100 - 39 * 50, 4950)
+    for axes, indicator in zip(
+        figure.axes, ("delta_bias_abs", "w_q_spectral_norm", "max_logit"), strict=False
+    ):
+        colours = {colour for colour, _ in HIGHLIGHTS}
+        lines = [line for line in axes.get_lines() if line.get_color() in colours]
+        assert [line.get_label() for line in lines] == ["layer 2 · head 3", "layer 2 · head 7"]
+        for line, head in zip(lines, (3, 7), strict=True):
+            shown = (run.steps >= 1150) & (run.steps <= 4950)
+            np.testing.assert_array_equal(line.get_xdata(), run.steps[shown])
+            np.testing.assert_array_equal(line.get_ydata(), run.values[indicator][2, head, shown])
+
+
+def test_the_medians_are_those_on_either_side(run):
+    axes = before_and_after(run.frame, run.events).axes[0]
+    values = run.values["delta_bias_abs"][2, 3]
+    expected = {
+        "before": np.median(values[(run.steps >= 1150) & (run.steps <= 3100)]),
+        "after": np.median(values[run.steps > 3100]),
+    }
+    for side, median in expected.items():
+        (line,) = [drawn for drawn in axes.collections if drawn.get_gid() == side]
+        assert set(line.get_segments()[0][:, 1]) == {median}
+        assert any(f"median {side}: {median:.3g}" == text.get_text() for text in axes.texts)
+
+
+def test_without_a_switch_there_is_nothing_to_draw(run):
+    assert before_and_after(run.frame, run.events[run.events["kind"] == "alarm"]) is None
+
+
+def test_a_switch_at_the_last_sample_has_no_after(run):
+    switch = [(4950, "switch", "h.2.attn", (7,), "", "", "compensated")]
+    figure = before_and_after(run.frame, pd.DataFrame(switch, columns=EVENTS))
+    sides = {line.get_gid() for line in figure.axes[0].collections}
+    assert sides == {"before"}

@@ -1,0 +1,236 @@
+"""The live page in a real browser: Debian's chromium, driven by Playwright, without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytest.importorskip("starlette", reason="the extra `live` is not installed")
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+pytestmark = pytest.mark.skipif(
+    not Path(CHROMIUM).exists(), reason="chromium is not installed (apt-get install chromium)"
+)
+#: Milliseconds; a loaded machine with two cores is slow, and nothing here waits this long.
+PATIENCE = 20_000
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page that fails the test where a script of it does, or where it asks another host."""
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.set_default_timeout(PATIENCE)
+    opened.problems = []
+    opened.on("pageerror", lambda error: opened.problems.append(str(error)))
+    opened.on(
+        "request",
+        lambda request: (
+            opened.problems.append(request.url)
+            if not request.url.startswith(("http://127.0.0.1:", "data:"))
+            else None
+        ),
+    )
+    yield opened
+    opened.close()
+    assert opened.problems == []
+
+
+def text(page, selector):
+    return page.locator(selector).inner_text()
+
+
+def wait(page, expression):
+    """Until the expression holds; asked from outside, as the page allows no `eval`."""
+    deadline = time.monotonic() + PATIENCE / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"still not: {expression}"
+        page.wait_for_timeout(50)
+
+
+def pixel(page, layer, head, layers, heads):
+    """Colour in the middle of a cell of the map, found from the page's own measure of a cell."""
+    return page.evaluate(
+        """([layer, head]) => {
+          const { left, cell, layers } = geometry(), canvas = document.getElementById("map");
+          const dots = window.devicePixelRatio || 1;
+          const x = left + (head + 0.25) * cell.width;
+          const y = 1 + (layers - 1 - layer + 0.25) * cell.height;
+          return Array.from(canvas.getContext("2d").getImageData(x * dots, y * dots, 1, 1).data);
+        }""",
+        [layer, head],
+    )[:3]
+
+
+def click_cell(page, layer, head):
+    place = page.evaluate(
+        """([layer, head]) => {
+          const { left, cell, layers } = geometry();
+          return [left + (head + 0.5) * cell.width, 1 + (layers - 1 - layer + 0.5) * cell.height];
+        }""",
+        [layer, head],
+    )
+    page.locator("#map").click(position={"x": place[0], "y": place[1]})
+
+
+def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recorder, tmp_path):
+    run = tmp_path / "run"
+    with serve(run) as server:
+        page.goto(server.address)
+        wait(page, "document.querySelector('#status').textContent.includes('first sample')")
+        assert text(page, "h1") == "Waiting for the first sample"
+        assert "none so far" in text(page, "#events")
+
+        with recorder(run, ill_from=300) as writer:
+            writer.record(range(0, 300, 10))
+            wait(page, "view.state.last_step === 290")
+            wait(page, "document.body.dataset.version == view.version")
+            assert text(page, "h1") == "No alarm so far"
+            assert page.get_attribute("#map", "data-cells") == "12"
+            assert page.locator("#run-charts .uplot").count() == 3
+            healthy = pixel(page, 1, 2, 3, 4)
+            assert min(healthy) > 220  # light
+
+            writer.record(range(300, 400, 10))
+            writer.alarm(300)
+            wait(page, "view.state.events.length === 2 && view.state.last_step === 390")
+            wait(page, "document.body.dataset.version == view.version")
+        assert text(page, "h1") == "Alarms have fired"
+        assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
+        # What the data says stays text.
+        assert "<b>left</b> its trend" in text(page, "#events")
+        assert max(pixel(page, 1, 2, 3, 4)) < 60 and min(pixel(page, 0, 0, 3, 4)) > 220
+        assert "layer 1 · head 2" in text(page, "#worst tbody tr:first-child")
+        assert page.get_attribute("#worst tbody tr:first-child", "class") == "alarmed"
+
+        # Click through to the head's history, and close it.
+        assert page.locator("#detail").is_hidden()
+        click_cell(page, 1, 2)
+        page.wait_for_selector("#detail .uplot")
+        assert "layer 1 · head 2" in text(page, "#detail-title")
+        assert "First alarm at step 300" in text(page, "#detail-note")
+        titles = page.locator("#detail h3").all_inner_texts()
+        assert titles == ["W_Q spectral norm", "max logit"]
+        logits = page.evaluate("document.querySelector('#detail-charts').charts[1].plot.data[2]")
+        assert logits[0] == pytest.approx(1, abs=0.02) and logits[-1] == pytest.approx(
+            200, rel=0.02
+        )
+        page.click("#detail-close")
+        assert page.locator("#detail").is_hidden()
+
+        # The map at an earlier step knows nothing of what came later.
+        page.evaluate(
+            """() => { const slider = document.querySelector('#step');
+            slider.value = view.state.steps.findLastIndex((step) => step >= 0 && step <= 200);
+            slider.dispatchEvent(new Event('input')); }"""
+        )
+        wait(page, "view.state.map.step === 200")
+        assert min(pixel(page, 1, 2, 3, 4)) > 220
+
+
+def test_zoom_pan_and_scale(page, serve, recorder, tmp_path):
+    with recorder(tmp_path) as writer:
+        writer.record(range(0, 400, 10))
+        with serve(tmp_path) as server:
+            page.goto(server.address)
+            page.wait_for_selector("#run-charts .uplot")
+            wait(page, "document.body.dataset.version == view.version")
+            scale = "document.querySelector('#run-charts').charts[0].plot.scales"
+            whole = page.evaluate(f"[{scale}.x.min, {scale}.x.max]")
+            assert whole == [0, 390]
+            box = page.locator("#run-charts .u-over").first.bounding_box()
+            y = box["y"] + box["height"] / 2
+            page.mouse.move(box["x"] + box["width"] * 0.25, y)
+            page.mouse.down()
+            page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
+            page.mouse.up()
+            zoomed = page.evaluate(f"[{scale}.x.min, {scale}.x.max]")
+            assert zoomed == pytest.approx([97, 293], abs=8)
+            # New data leaves the zoom alone.
+            writer.record(range(400, 500, 10))
+            wait(page, "view.state.last_step === 490")
+            wait(page, "document.body.dataset.version == view.version")
+            assert page.evaluate(f"[{scale}.x.min, {scale}.x.max]") == pytest.approx(zoomed)
+            page.keyboard.down("Shift")
+            page.mouse.move(box["x"] + box["width"] * 0.5, y)
+            page.mouse.down()
+            page.mouse.move(box["x"] + box["width"] * 0.25, y, steps=4)
+            page.mouse.up()
+            page.keyboard.up("Shift")
+            panned = page.evaluate(f"[{scale}.x.min, {scale}.x.max]")
+            assert panned[1] - panned[0] == pytest.approx(zoomed[1] - zoomed[0])
+            assert panned[0] == pytest.approx(zoomed[0] + 49, abs=5)
+            page.mouse.dblclick(box["x"] + box["width"] * 0.5, y)
+            assert page.evaluate(f"[{scale}.x.min, {scale}.x.max]") == [0, 490]
+            assert page.evaluate(f"{scale}.y.distr") == 3
+            page.uncheck("#log")
+            wait(page, f"{scale}.y.distr !== 3")
+
+
+def test_eighty_layers_of_sixty_four_heads(page, serve, recorder, tmp_path):
+    with recorder(tmp_path, layers=80, heads=64, sick=(33, 17), ill_from=200) as writer:
+        writer.record(range(0, 300, 20))
+    with serve(tmp_path) as server:
+        page.goto(server.address)
+        wait(page, "view.state?.last_step === 280")
+        wait(page, "document.body.dataset.version == view.version")
+        assert page.get_attribute("#map", "data-cells") == str(80 * 64)
+        box = page.locator("#map").bounding_box()
+        assert box["width"] <= 1280 and box["height"] <= 900
+        assert max(pixel(page, 33, 17, 80, 64)) < 60
+        click_cell(page, 33, 17)
+        page.wait_for_selector("#detail .uplot")
+        assert "layer 33 · head 17" in text(page, "#detail-title")
+
+
+def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):
+    run = tmp_path / "run"
+    script = (
+        "import sys, time\n"
+        "from guardbit.records import Sample\n"
+        "from guardbit.store import RunWriter\n"
+        "writer = RunWriter(sys.argv[1], flush_every=1)\n"
+        "for step in range(10**6):\n"
+        "    writer.add([Sample(step, 'h.0.attn', 0, 'max_logit', (1.0, 2.0))])\n"
+        "    time.sleep(0.01)\n"
+    )
+    with serve(run) as server:
+        page.goto(server.address)
+        with subprocess.Popen([sys.executable, "-c", script, str(run)]) as process:
+            wait(page, "view.state?.last_step > 20")
+            process.send_signal(signal.SIGKILL)
+        wait(page, "document.querySelector('#status').className === 'alive'")
+        # As if minutes had gone by since.
+        for path in run.iterdir():
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
+        wait(page, "document.querySelector('#status').className === 'silent'")
+        assert "killed" in text(page, "#status")
+        assert page.get_attribute("#map", "data-cells") == "2"
+    # The server is gone too: the page keeps what it has and says so.
+    wait(page, "document.querySelector('#status').className === 'lost'")
+    assert page.get_attribute("#map", "data-cells") == "2"
+
+
+def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):
+    with recorder(tmp_path) as writer:
+        writer.record(range(5))
+    with serve(tmp_path) as server:
+        for path in ("", "wrong/", "wrong/../../etc/passwd"):
+            answer = page.goto(f"http://127.0.0.1:{server.port}/{path}")
+            assert answer.status == 404
+            assert text(page, "body") == "Not found. The address ends in a token."

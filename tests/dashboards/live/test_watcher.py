@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `live` is not installed")
+
+from guardbit.dashboards.live import RunWatcher
+
+
+def measured(values):
+    return [value for value in values if value is not None]
+
+
+def test_before_the_run_has_written_anything(tmp_path):
+    for folder in (tmp_path / "not yet" / "there", tmp_path):
+        watcher = RunWatcher(folder)
+        watcher.look()
+        state = watcher.state(-1, None)
+        assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
+        assert state["status"]["samples"] is False and state["status"]["problem"] == ""
+        json.dumps(state, allow_nan=False)
+
+
+def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path):
+    watcher = RunWatcher(tmp_path)
+    with recorder(tmp_path, ill_from=150) as writer:
+        read = []
+        for round_ in range(20):  # merges after every eighth
+            writer.record(range(10 * round_, 10 * round_ + 10))
+            watcher.look()
+            read.append(watcher._follower.bytes_found)
+            assert watcher.state(-1, None)["last_step"] == 10 * round_ + 9
+        # A merge is read once more; reading all at every look would be 210 rounds' worth.
+        assert sum(read) < 3 * 20 * read[0]
+        version = watcher.state(-1, None)["version"]
+        watcher.look()
+        assert watcher.state(-1, None)["version"] == version
+        worst = watcher.state(-1, None)["worst"][0]
+        assert (worst["layer"], worst["head"], worst["indicator"]) == (1, 2, "max_logit")
+        # 200 times the others, whose noise is 1 %.
+        assert worst["excess"] == pytest.approx(200, rel=0.1)
+    watcher.look()  # closing merged everything into one file
+    head = watcher.head(1, 2)
+    assert len(measured(head["indicators"]["max_logit"]["high"])) == 200
+
+
+def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
+    watcher = RunWatcher(tmp_path)
+    with recorder(tmp_path, ill_from=50) as writer:
+        writer.record(range(0, 100, 10))
+    watcher.look()
+    assert watcher.state(-1, None)["last_step"] == 90
+    with recorder(tmp_path, start_step=40) as writer:
+        writer.record(range(41, 71, 10))
+        watcher.look()
+    state = watcher.state(-1, None)
+    assert state["last_step"] == 61
+    assert max(measured(watcher.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
+
+
+def test_a_long_run_keeps_its_size_and_its_peaks(recorder, tmp_path):
+    watcher = RunWatcher(tmp_path, buckets=32)
+    with recorder(tmp_path, layers=1, heads=2, sick=(0, 1)) as writer:
+        writer.record(range(0, 300))
+        writer.ill_from = 300
+        writer.record(range(300, 301))
+        writer.ill_from = 10**9
+        writer.record(range(301, 600))
+    watcher.look()
+    head = watcher.head(0, 1)
+    assert len(head["steps"]) <= 32
+    assert max(measured(head["indicators"]["max_logit"]["high"])) > 150
+    assert watcher.state(-1, None)["last_step"] == 599
+
+
+def test_broken_and_foreign_files_are_passed_over(recorder, tmp_path):
+    with recorder(tmp_path) as writer:
+        writer.record(range(5))
+    with recorder(tmp_path, start_step=5) as writer:
+        writer.record(range(5, 10))
+    broken = max(tmp_path.glob("samples-*"))
+    broken.write_bytes(broken.read_bytes()[:-9])
+    (tmp_path / ".samples-0002.partial").write_bytes(b"half")
+    watcher = RunWatcher(tmp_path)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        watcher.look()
+    assert watcher.state(-1, None)["last_step"] == 4
+    watcher.look()  # said once
+
+
+def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_path):
+    with recorder(tmp_path, layers=4, heads=8, ill_from=30) as writer:
+        writer.record(range(0, 40))
+    watcher = RunWatcher(tmp_path)
+    watcher.look()
+    curves = watcher.curves("max_logit")
+    assert (curves["heads"][0]["layer"], curves["heads"][0]["head"]) == (1, 2)
+    assert len(curves["heads"]) == 3
+    assert curves["heads"][0]["high"][-1] > 150 > 2 > curves["typical_high"][-1]
+    low, middle, high = (
+        np.array(curves[name]) for name in ("typical_low", "typical", "typical_high")
+    )
+    assert ((low <= middle) & (middle <= high)).all()
+
+
+def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from guardbit.records import Sample
+        from guardbit.store import RunWriter
+        writer = RunWriter(sys.argv[1], flush_every=1)
+        for step in range(10**6):
+            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (1.0, 2.0))])
+            print(step, flush=True)
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "run")]
+    watcher = RunWatcher(tmp_path / "run")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) >= 20:
+                watcher.look()
+                before = watcher.state(-1, None)["last_step"]
+                process.send_signal(signal.SIGKILL)
+                break
+        written = [int(line) for line in process.stdout.read().split()]
+    watcher.look()
+    state = watcher.state(-1, None)
+    assert before <= state["last_step"] and max([20, *written]) <= state["last_step"]
+    assert state["status"]["problem"] == ""
+    assert watcher.head(0, 1)["indicators"]["max_logit"]["high"][0] == 2

@@ -1,0 +1,26 @@
+"""The page in the docs about dashboards names what exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from guardbit.callbacks.monitoring import ALARMS_KEY, COUNTED_KEYS, MAP_KEY, WORST_KEYS
+from guardbit.dashboards import figures
+from guardbit.store import LOGGED_KEYS
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "dashboards.md").read_text(encoding="utf-8")
+
+
+def test_every_key_is_in_the_table_and_every_key_of_the_table_exists():
+    documented = set(re.findall(r"`(guardbit/[a-z_]+)`", TEXT))
+    documented = {key for key in documented if not (DOCS.parent / key).exists()}
+    assert documented == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS, ALARMS_KEY, MAP_KEY}
+
+
+def test_every_image_exists_and_every_figure_is_shown():
+    images = re.findall(r"\]\((images/[^)]+)\)", TEXT)
+    assert images and all((DOCS / image).is_file() for image in images)
+    drawn = {chart.draw.__name__ for chart in figures.CHARTS}
+    assert all(f"`{name}`" in TEXT or f".{name}(" in TEXT for name in drawn), drawn

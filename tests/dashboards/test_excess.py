@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guardbit.dashboards import frames
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.records import HEAD_INDICATORS
+
+RUNS = Path(__file__).parents[1] / "data" / "runs"
+
+
+def steady(samples=40, heads=8, noise=0.0, seed=0):
+    return np.exp(np.random.default_rng(seed).normal(0, noise, (samples, heads)))
+
+
+@pytest.mark.parametrize("factor", [3.0, 50.0])
+@pytest.mark.parametrize("ill_from", [12, 25, 39])
+def test_a_jump_is_told_as_its_factor(factor, ill_from):
+    values = steady()
+    values[ill_from:, 5] *= factor
+    excess = times_normal(values)
+    assert excess[5] == pytest.approx(factor)
+    np.testing.assert_allclose(np.delete(excess, 5), 1)
+
+
+def test_noise_is_within_the_normal():
+    excess = times_normal(steady(noise=0.3))
+    # Three standard deviations are allowed; eight heads once each.
+    assert (excess < 1.3).all()
+
+
+def test_growth_that_all_heads_share_is_no_excess():
+    shared = np.exp(np.linspace(0, 4, 40))[:, None]
+    np.testing.assert_allclose(times_normal(steady() * shared), 1)
+    # Where there are too few heads for a median to be a clock, the growth is each head's own.
+    assert (times_normal(steady(heads=3) * shared) > 5).all()
+
+
+def test_a_head_that_was_always_larger_is_at_its_normal():
+    values = steady()
+    values[:, 2] *= 1000
+    np.testing.assert_allclose(times_normal(values), 1)
+
+
+def test_the_last_measured_value_stands_for_heads_measured_in_turn():
+    values = np.full((60, 8), np.nan)
+    for sample in range(60):
+        measured = np.arange(8) % 2 == sample % 2
+        values[sample, measured] = 1.0
+    values[56:, 4] *= 7
+    excess = times_normal(values)
+    assert excess[4] == pytest.approx(7)
+    np.testing.assert_allclose(np.delete(excess, 4), 1)
+
+
+def test_too_few_samples_know_no_normal_and_none_know_nothing():
+    values = np.ones((4, 5))
+    values[3, 0] = 100
+    values[:, 1] = np.nan
+    np.testing.assert_array_equal(times_normal(values), [1, np.nan, 1, 1, 1])
+    assert times_normal(np.ones((0, 3))).tolist() == pytest.approx([np.nan] * 3, nan_ok=True)
+
+
+@pytest.mark.parametrize("ill", [np.inf, 1e300])
+def test_an_overflow_is_far_beyond_normal(ill):
+    values = steady()
+    values[30:, 1] = ill
+    assert times_normal(values)[1] > 1e20
+
+
+def test_a_share_that_rises_from_nothing_to_little_is_no_excess():
+    shares = np.zeros((40, 8))
+    shares[30:, 3] = 0.01
+    shares[30:, 4] = 0.3
+    excess = times_normal(shares, EXCESS_INDICATORS["multiple_maxima"])
+    assert excess[3] == pytest.approx(2) and excess[4] == pytest.approx(31)
+
+
+@given(st.integers(0, 2**16), st.floats(1e-6, 1e6))
+def test_units_do_not_matter(seed, unit):
+    values = steady(seed=seed, noise=0.5)
+    np.testing.assert_allclose(times_normal(unit * values), times_normal(values), rtol=1e-9)
+
+
+def test_the_indicators_are_known():
+    assert set(EXCESS_INDICATORS) < set(HEAD_INDICATORS)
+
+
+def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
+    def excess(name, step=None):
+        with gzip.open(RUNS / f"{name}.csv.gz") as stream:
+            return frames.excess(pd.read_csv(stream), step)["excess"]
+
+    for name in (
+        "bf16out-lr1.0e-3",
+        "bf16out-lr1.5e-3",
+        "fa2numerics-lr1.5e-3",
+        "fp32out-lr1.5e-3",
+    ):
+        assert excess(f"stable-{name}").max() < 13
+    # Layer 2 leaves its trend at about step 6,700, long before the loss does at 9,000.
+    before = excess("fails-sdpa-lr1.5e-3", 8000)
+    assert before.idxmax() == (2, 0) and before.max() > 100
+    assert before.drop((2, 0)).max() < 13
+
+
+def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
+    table = frames.excess(run.frame)
+    assert table.index.to_list() == [(layer, head) for layer in range(12) for head in range(12)]
+    assert table.loc[(2, 7), "indicator"] == "max_logit"
+    assert table.loc[(2, 7), "value"] == run.values["max_logit"][2, 7, -1]
+    # The logit of the sick head has grown by e^(3 * 2.45) in the end, its noise is 10 %.
+    assert table.loc[(2, 7), "excess"] == pytest.approx(np.exp(3 * 2.45), rel=0.5)
+    assert table["excess"].drop([(2, 7), (2, 3)]).max() < 1.5
+    # Up to a step nothing of what came later counts.
+    assert frames.excess(run.frame, 2400)["excess"].max() < 1.5

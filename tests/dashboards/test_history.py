@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.dashboards.excess import times_normal
+from guardbit.dashboards.history import History
+
+
+def fill(history, values, steps, indicator="max_logit"):
+    """Values (samples, layers, heads), one `add` a sample."""
+    layer, head = (index.ravel() for index in np.indices(values.shape[1:]))
+    for step, sample in zip(steps, values, strict=True):
+        history.add(indicator, np.full(layer.size, step), layer, head, sample.ravel())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 90), st.integers(0, 1000), st.integers(1, 37), st.integers(0, 2**16))
+def test_buckets_keep_the_extremes_of_all_samples(samples, first, every, seed):
+    values = np.random.default_rng(seed).normal(size=(samples, 2, 3)).astype(np.float32)
+    steps = first + every * np.arange(samples)
+    history = History(buckets=16)
+    fill(history, values, steps)
+    recorded = history.steps[: history.used]
+    assert history.used <= 16 and history.last_step == steps[-1]
+    kept = recorded[recorded >= 0]
+    assert (np.diff(kept) > 0).all() and set(kept) <= set(steps)
+    # Brute force: a bucket holds the samples after the step of the one before, up to its own.
+    for low, high, before, step in zip(
+        history.low["max_logit"][: history.used][recorded >= 0],
+        history.high["max_logit"][: history.used][recorded >= 0],
+        [-1, *kept[:-1]],
+        kept,
+        strict=True,
+    ):
+        inside = values[(steps > before) & (steps <= step)]
+        np.testing.assert_array_equal(low, inside.min(axis=0))
+        np.testing.assert_array_equal(high, inside.max(axis=0))
+
+
+def test_a_short_run_is_kept_sample_by_sample():
+    values = np.arange(24.0).reshape(4, 2, 3)
+    history = History(buckets=400)
+    fill(history, values, [0, 50, 100, 150])
+    measured = history.steps >= 0
+    np.testing.assert_array_equal(history.steps[measured], [0, 50, 100, 150])
+    np.testing.assert_array_equal(history.high["max_logit"][measured], values)
+
+
+def test_taking_the_same_in_twice_changes_nothing():
+    values = np.random.default_rng(0).normal(size=(40, 2, 2))
+    once, twice = History(16), History(16)
+    fill(once, values, range(40))
+    fill(twice, values, range(40))
+    fill(twice, values[20:], range(20, 40))
+    np.testing.assert_array_equal(once.high["max_logit"], twice.high["max_logit"])
+    np.testing.assert_array_equal(once.steps, twice.steps)
+
+
+def test_layers_and_heads_may_come_later():
+    history = History(8)
+    one = np.array([0])
+    history.add("max_logit", np.array([3]), one, one, np.array([1.0]))
+    history.add("max_logit", np.array([4]), one + 2, one + 1, np.array([5.0]))
+    assert (history.num_layers, history.num_heads) == (3, 2)
+    assert history.high["max_logit"][0, 0, 0] == 1 and history.high["max_logit"][1, 2, 1] == 5
+    assert np.isfinite(history.high["max_logit"]).sum() == 2
+
+
+def test_the_run_has_curves_of_its_own_and_unknown_indicators_are_passed_over():
+    history = History(8)
+    nowhere = np.array([-1, -1])
+    history.add("loss", np.array([0, 1]), nowhere, nowhere, np.array([3.0, np.nan]))
+    history.add("tomorrow", np.array([0, 1]), nowhere, nowhere, np.array([3.0, 2.0]))
+    assert history.run_high["loss"][0] == 3 and np.isnan(history.run_high["loss"][1])
+    assert set(history.run_high) == {"loss"} and not history.high
+
+
+def test_excess_is_that_of_the_samples_and_names_the_worst_indicator():
+    generator = np.random.default_rng(0)
+    logits = generator.lognormal(0, 0.1, (60, 2, 4))
+    logits[40:, 1, 2] *= 30
+    norms = generator.lognormal(0, 0.1, (60, 2, 4))
+    norms[50:, 0, 1] *= 9
+    history = History(400)
+    fill(history, logits, range(60))
+    fill(history, norms, range(60), "w_q_spectral_norm")
+    excess, which, names = history.excess()
+    # float32 against float64.
+    expected = np.fmax(
+        times_normal(logits.reshape(60, -1)), times_normal(norms.reshape(60, -1))
+    ).reshape(2, 4)
+    np.testing.assert_allclose(excess, expected, rtol=1e-5)
+    assert names[which[1, 2]] == "max_logit" and names[which[0, 1]] == "w_q_spectral_norm"
+    early, _, _ = history.excess(history.bucket_of(39))
+    assert early.max() < 2 and excess.max() > 10
+
+
+@pytest.mark.parametrize(("step", "bucket"), [(-1, -1), (0, 0), (9, 0), (10, 10), (99, 20)])
+def test_the_bucket_of_a_step(step, bucket):
+    history = History(400)
+    fill(history, np.ones((3, 1, 1)), [0, 10, 20])
+    assert history.bucket_of(step) == bucket
+
+
+def test_an_empty_history_knows_nothing():
+    history = History(8)
+    assert (history.used, history.last_step, history.bucket_of(5)) == (0, -1, -1)
+    excess, _, names = history.excess()
+    assert excess.size == 0 and list(names) == []

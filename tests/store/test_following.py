@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+
+from guardbit.records import Sample
+from guardbit.store import RunFollower, RunWriter, read_run
+
+
+def sample(step):
+    return Sample(step, "h.0", 0, "max_logit", (float(step), 2.0))
+
+
+def collect(follower):
+    parts = [batch.to_pandas() for batch in follower.batches()]
+    return pd.concat(parts).astype({"site": str, "indicator": str}) if parts else pd.DataFrame()
+
+
+def same(rows, path):
+    """Whether rows, some of them repeated, are what the reader reads."""
+    columns = ["step", "layer", "site", "indicator", "head"]
+    rows = rows.drop_duplicates(columns).sort_values(columns, ignore_index=True)
+    pd.testing.assert_frame_equal(rows, read_run(path), check_dtype=False)
+    return True
+
+
+def test_a_folder_that_does_not_exist_yet(tmp_path):
+    follower = RunFollower(tmp_path / "later")
+    assert follower.look() is False
+    assert collect(follower).empty and follower.last_written is None
+    with RunWriter(tmp_path / "later") as writer:
+        writer.add([sample(1)])
+    assert follower.look() is False
+    assert same(collect(follower), tmp_path / "later")
+    assert follower.last_written is not None
+
+
+@pytest.mark.parametrize("looks_every", [1, 3, 8, 30])
+def test_nothing_is_missed_whatever_is_merged_in_between(tmp_path, looks_every):
+    follower, seen = RunFollower(tmp_path), []
+    with RunWriter(tmp_path, flush_every=1) as writer:
+        for step in range(70):
+            writer.add([sample(step)])
+            if step % looks_every == 0:
+                follower.look()
+                seen.append(collect(follower))
+    follower.look()
+    seen.append(collect(follower))
+    assert same(pd.concat(seen), tmp_path)
+    follower.look()
+    assert collect(follower).empty
+
+
+def test_row_groups_that_were_read_already_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr("guardbit.store.writing._ROW_GROUP", 20)
+    follower = RunFollower(tmp_path)
+    writer = RunWriter(tmp_path, flush_every=10)
+    writer.add(sample(step) for step in range(400))
+    follower.look()
+    assert len(collect(follower)) == 800
+    writer.add(sample(step) for step in range(400, 410))
+    writer.close()  # all in one file now
+    follower.look()
+    rows = collect(follower)
+    assert set(range(400, 410)) <= set(rows["step"]) and len(rows) <= 40
+
+
+def test_a_resumed_run_starts_over_and_hides_what_it_does_again(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add(sample(step) for step in range(10))
+    follower = RunFollower(tmp_path)
+    follower.look()
+    collect(follower)
+    writer = RunWriter(tmp_path, start_step=5)
+    assert follower.look() is False  # it has recorded nothing yet, and hides nothing
+    writer.add([sample(6)])
+    writer.flush()
+    assert follower.look() is True
+    assert same(collect(follower), tmp_path)
+    writer.close()
+
+
+def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add([sample(1)])
+    with RunWriter(tmp_path, start_step=1) as writer:
+        writer.add([sample(2)])
+    broken = min(tmp_path.glob("samples-*"))
+    broken.write_bytes(b"PAR1")
+    follower = RunFollower(tmp_path)
+    follower.look()
+    with pytest.warns(UserWarning, match="left out the segment"):
+        assert collect(follower)["step"].tolist() == [2, 2]
+    follower.look()
+    assert collect(follower).empty

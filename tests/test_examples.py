@@ -1,0 +1,106 @@
+"""Every example runs as it is, and a YAML file can set what the callbacks take."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
+from guardbit.monitor.detectors import DEFAULT_RULES, LossDeparture, NormGrowth
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+ARGUMENTS = {"lightning_cli": ["fit", "--config", str(EXAMPLES[0].parent / "lightning_cli.yaml")]}
+#: Folder of the telemetry; one of the examples keeps none.
+TELEMETRY = {"huggingface_models": None, "huggingface_trainer": "runs/trainer/guardbit"}
+
+# Users do not turn warnings into errors, and the frameworks give some.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs_and_its_heads_are_measured(path, tmp_path, monkeypatch, capsys):
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    # Seeding by Lightning leaves these behind.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    monkeypatch.setattr(sys, "argv", [str(path), *ARGUMENTS.get(path.stem, [])])
+    runpy.run_path(str(path), run_name="__main__")
+    folder = TELEMETRY.get(path.stem, f"runs/{path.stem}")
+    if folder is None:
+        assert "W_Q spectral norms" in capsys.readouterr().out
+        return
+    frame = read_run(tmp_path / folder)
+    norms = frame[frame["indicator"] == "w_q_spectral_norm"]
+    assert len(norms) > 0
+    assert norms["value"].between(0.1, 10).all()
+    assert frame[frame["indicator"] == "loss"]["value"].gt(0).all()
+    assert "monitor_error" not in set(read_events(tmp_path / folder)["kind"])
+
+
+CONFIGURATION = """
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_checkpointing: false
+  callbacks:
+    - class_path: guardbit.AttentionMonitor
+      init_args:
+        every_n_train_steps: 7
+        sites: [net.*.attn, net.head]
+        indicators: [max_logit, loss]
+        num_rows: 16
+        num_audited_heads: 3
+        dirpath: runs/mine
+        strict: true
+        rules:
+          - class_path: guardbit.monitor.detectors.NormGrowth
+            init_args: {name: growth_of_mine, rise: 0.25, window: 500}
+          - class_path: guardbit.monitor.detectors.LossDeparture
+    - class_path: guardbit.AutoStabilizer
+      init_args: {stabilizer: row_max, agreeing_rules: 2, calm_steps: null, dry_run: true}
+"""
+
+
+def callbacks_of(tmp_path, text):
+    """What a LightningCLI makes of a YAML file."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    cli = LightningCLI(
+        BoringModel, run=False, args=["--config", str(path)], save_config_callback=None
+    )
+    kinds = (AttentionMonitor, AutoStabilizer)
+    return [c for kind in kinds for c in cli.trainer.callbacks if isinstance(c, kind)]
+
+
+def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
+    monitor, stabilizer = callbacks_of(tmp_path, CONFIGURATION)
+    assert monitor.every_n_train_steps == 7
+    assert list(monitor.sites) == ["net.*.attn", "net.head"]
+    assert list(monitor.indicators) == ["max_logit", "loss"]
+    assert (monitor.num_rows, monitor.num_audited_heads, monitor.strict) == (16, 3, True)
+    assert str(monitor.dirpath) == "runs/mine"
+    assert monitor.rules == (NormGrowth("growth_of_mine", rise=0.25, window=500), LossDeparture())
+    policy = stabilizer.policy
+    assert (policy.stabilizer, policy.agreeing_rules, policy.calm_steps) == ("row_max", 2, None)
+    assert stabilizer.dry_run
+
+
+def test_a_yaml_file_that_names_the_callbacks_alone_gives_the_defaults(tmp_path):
+    text = """
+trainer:
+  callbacks: [{class_path: guardbit.AttentionMonitor}, {class_path: guardbit.AutoStabilizer}]
+"""
+    monitor, stabilizer = callbacks_of(tmp_path, text)
+    assert (monitor.every_n_train_steps, monitor.rules) == (50, DEFAULT_RULES)
+    assert stabilizer.policy.stabilizer == "compensated"
+
+
+def test_a_misspelt_setting_is_refused_by_name(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        callbacks_of(tmp_path, CONFIGURATION.replace("num_rows", "num_row"))
+    assert "num_row" in capsys.readouterr().err
