@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.cuda.nccl
 
 TESTS = Path(__file__).parents[1] / "tests" / "callbacks" / "test_distributed.py"
 
