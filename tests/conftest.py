@@ -1,11 +1,24 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter.
+"""What holds for all tests.
 
-It is chosen when triton is first imported, by whatever test comes first, so it is chosen here.
+Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when triton is first
+imported, by whatever test comes first, so it is chosen here.
 """
 
 import os
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# In a list, because instrumentation replaces every module's own reference.
+STOCK = [F.scaled_dot_product_attention]
+
+
+@pytest.fixture(autouse=True)
+def attention_is_given_back():
+    """No test leaves its instrumentation to the next."""
+    yield
+    assert F.scaled_dot_product_attention is STOCK[0]

@@ -366,7 +366,7 @@ def forward(
     offset: int = 0,
     heads: Sequence[int] | None = None,
     dropout: Dropout | None = None,
-    telemetry: bool = False,
+    telemetry: Telemetry | None = None,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
 
@@ -387,8 +387,9 @@ def forward(
         offset: Last word of the random numbers' counter, modulo 2^32.
         heads: The query heads to compute, C of them; None for all.
         dropout: What to drop from P-bar; None for nothing.
-        telemetry: Whether to say what the rows look like, too; in the same launch, by a kernel of
-            its own, so that nobody else pays. The bits of the rest are the same.
+        telemetry: Is filled with what the rows of the C heads look like, in the same launch and
+            without making the host wait. A kernel of its own does it, so that without it nobody
+            pays; the bits of the rest are the same.
 
     Returns:
         See `Forward`, with C for H; out and residual lie in memory as q does.
@@ -414,8 +415,9 @@ def forward(
     compensated = "compensated" in stabilizers
     residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
     if not out.numel():
-        nothing = torch.zeros(0, len(numbers), 0, _NUM_REPORTED.value, device=q.device)
-        return Forward(out, lse, residual, _summed(nothing) if telemetry else None)
+        if telemetry is not None:
+            _fill(telemetry, torch.zeros(0, len(numbers), 0, _NUM_REPORTED.value, device=q.device))
+        return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
     kernel = "compensated_forward" if compensated else "forward"
@@ -424,7 +426,7 @@ def forward(
         size = size.for_dropout
     row_tiles = triton.cdiv(rows, size.rows)
     reports = lse  # never written to without telemetry
-    if telemetry:
+    if telemetry is not None:
         shape = (batch, len(numbers), row_tiles, _NUM_REPORTED.value)
         reports = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
@@ -467,7 +469,7 @@ def forward(
             STOCHASTIC=_share(stabilizers, "stochastic"),
             ROW_MAX=_share(stabilizers, "row_max"),
             DROPOUT=dropout is not None,
-            TELEMETRY=telemetry,
+            TELEMETRY=telemetry is not None,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,
@@ -475,15 +477,19 @@ def forward(
             **size.options,
             **launch.COMPILER_OPTIONS,
         )
-    return Forward(out, lse, residual, _summed(reports) if telemetry else None)
+    if telemetry is not None:
+        _fill(telemetry, reports)
+    return Forward(out, lse, residual)
 
 
-def _summed(reports: Tensor) -> Telemetry:
+def _fill(telemetry: Telemetry, reports: Tensor) -> None:
     """Adds up what the programs reported, FP32 (B, C, row tiles, 6), in FP64 and one order."""
     lowest = reports.new_full((reports.shape[1], 1), -math.inf)
-    largest = torch.cat([reports[..., 3].transpose(0, 1).flatten(1), lowest], 1).amax(1).double()
+    largest = torch.cat([reports[..., 3].transpose(0, 1).flatten(1), lowest], 1).amax(1)
     rows, maxima, units, _, row_max, entropy = reports.double().sum((0, 2)).unbind(-1)
-    return Telemetry(rows, maxima, units, largest, row_max / rows, entropy / rows)
+    summed = (rows, maxima, units, largest, row_max / rows, entropy / rows)
+    for buffer, values in zip(telemetry, summed, strict=True):
+        buffer.copy_(values)
 
 
 def _share(stabilizers: Sequence[str], name: str) -> int:

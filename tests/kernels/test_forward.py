@@ -271,12 +271,12 @@ def test_telemetry_agrees_with_fp64_and_changes_no_bit(shape, causal):
     q, k, v = inputs(shape)
     settings = {"causal": causal, "scale": 0.7, "eps": 1e-3, "stabilizers": STABILIZERS}
     plain = forward.forward(q, k, v, **settings)
-    result = forward.forward(q, k, v, **settings, telemetry=True)
-    assert plain.telemetry is None
-    for ours, without in zip(result[:3], plain[:3], strict=True):
+    told = reference.Telemetry.empty(shape[1], q.device)
+    result = forward.forward(q, k, v, **settings, telemetry=told)
+    for ours, without in zip(result, plain, strict=True):
         assert torch.equal(ours.nan_to_num(7.0), without.nan_to_num(7.0))
     expected = telemetry_in_fp64(q, k, v, causal, 0.7, 1e-3)
-    found = torch.stack(result.telemetry).cpu()
+    found = torch.stack(told).cpu()
     assert torch.equal(found[:3], expected[:3])
     assert expected[1].sum() > 0, "every third key is the same: there are ties"
     # FP32 sums of up to 40 rows.
@@ -296,9 +296,8 @@ def test_telemetry_sees_ties_across_tiles_and_not_those_of_lower_scores():
     k[:, 2, 3, 0] = 4.96875  # neither within eps nor as P-bar, which is 0.969, a second 1
     k[:, 3, :, 0] = -3.0  # all alike
     stabilizers = ("none",) * 4
-    told = forward.forward(
-        q, k, k, causal=False, scale=1.0, stabilizers=stabilizers, telemetry=True
-    ).telemetry
+    told = reference.Telemetry.empty(4, q.device)
+    forward.forward(q, k, k, causal=False, scale=1.0, stabilizers=stabilizers, telemetry=told)
     assert told.rows.tolist() == [1, 1, 1, 1]
     assert told.multiple_maxima.tolist() == [1, 0, 0, 1]
     assert told.unit_probabilities.tolist() == [1, 0, 0, 1]
@@ -309,13 +308,11 @@ def test_telemetry_sees_ties_across_tiles_and_not_those_of_lower_scores():
 def test_telemetry_of_nothing_and_of_rows_that_do_not_count():
     q, k, v = inputs((1, 2, 2, 5, 3, 16))
     q[:, 1, 4] = math.nan
-    told = forward.forward(
-        q, k, v, causal=True, scale=1.0, stabilizers=("none",) * 2, telemetry=True
-    ).telemetry
+    told = reference.Telemetry.empty(2, q.device)
+    settings = {"causal": True, "scale": 1.0, "stabilizers": ("none",) * 2, "telemetry": told}
+    forward.forward(q, k, v, **settings)
     assert told.rows.tolist() == [3, 2], "two rows see no key, one is NaN"
     assert told.mean_row_max.isfinite().all()
-    empty = forward.forward(
-        q[:0], k[:0], v[:0], causal=True, scale=1.0, stabilizers=("none",) * 2, telemetry=True
-    ).telemetry
-    assert empty.rows.tolist() == [0, 0]
-    assert empty.max_logit.tolist() == [-math.inf] * 2
+    forward.forward(q[:0], k[:0], v[:0], **settings)
+    assert told.rows.tolist() == [0, 0]
+    assert told.max_logit.tolist() == [-math.inf] * 2

@@ -62,6 +62,11 @@ class Telemetry(NamedTuple):
     mean_row_max: Tensor
     mean_entropy: Tensor
 
+    @classmethod
+    def empty(cls, num_heads: int, device: torch.device) -> Telemetry:
+        """Buffers for a forward to fill, again and again."""
+        return cls(*torch.empty(6, num_heads, dtype=torch.float64, device=device))
+
 
 class Forward(NamedTuple):
     """What the forward leaves for the user and for the backward.
@@ -72,13 +77,11 @@ class Forward(NamedTuple):
         residual: INT8 (B, H, N, D), what rounding took from O, as `guardbit.numerics` encodes it:
             delta is taken of out + residual. 0 in heads that are not compensated; None if no head
             is.
-        telemetry: What the rows look like, if it was asked for.
     """
 
     out: Tensor
     lse: Tensor
     residual: Tensor | None
-    telemetry: Telemetry | None = None
 
 
 @float32_products()

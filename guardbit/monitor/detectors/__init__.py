@@ -135,7 +135,8 @@ class Detectors:
         if state["rules"].keys() != self._rule_states.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "
-                f"but the rules are {sorted(self._rule_states)}"
+                f"but the rules are {sorted(self._rule_states)}; give the run the rules it had, "
+                "those not wanted with a threshold that nothing reaches"
             )
         state = copy.deepcopy(state)
         self._rule_states = state["rules"]

@@ -124,8 +124,9 @@ class Loop:
         self.inst.load_stabilizers(stabilizers)
 
     def close(self):
-        for instrumentation in (self.inst, *(other.inst for other in self.others)):
-            instrumentation.remove()
+        self.inst.remove()
+        for other in self.others:
+            other.close()
 
 
 def attention_of(tiny, mode: Mode) -> type[nn.Module]:
