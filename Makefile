@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
 
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal -rs
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -30,9 +30,12 @@ def main() -> None:
         page.locator("#worst tbody tr").first.click()
         page.wait_for_selector("#detail .uplot")
         page.wait_for_timeout(1500)
-        page.evaluate("window.scrollTo(0, 0)")
-        page.wait_for_timeout(500)
-        page.screenshot(path=settings.picture, clip={"x": 0, "y": 0, "width": 1280, "height": 1000})
+        whole = page.evaluate("document.documentElement.scrollHeight")
+        page.screenshot(
+            path=settings.picture,
+            full_page=True,
+            clip={"x": 0, "y": 0, "width": 1280, "height": min(whole, 1350)},
+        )
         browser.close()
     server.stop()
     thread.join()

@@ -40,7 +40,7 @@ _FEWEST_SAMPLES = 5
 _NORMAL_QUANTILE = 0.25
 #: Noise is allowed three standard deviations.
 _NOISE_SPAN = 3.0
-#: Overflown values count as this, which is far beyond any healthy one.
+#: Overflown values and ratios count as this, which is far beyond any healthy one.
 _LARGEST = 1e30
 
 
@@ -70,7 +70,8 @@ def times_normal(values: Values, floor: float = 0.0) -> Values:
     # deviation of differences, the root of 2 into one of values.
     noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
     latest = np.take_along_axis(logs, np.maximum(count - 1, 0)[None], axis=0)[0]
-    excess = np.exp(np.maximum(latest - normal - _NOISE_SPAN * noise, 0.0))
+    above = latest - normal - _NOISE_SPAN * noise
+    excess = np.exp(np.clip(above, 0.0, np.log(_LARGEST)))
     return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
 
 

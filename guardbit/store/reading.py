@@ -232,10 +232,15 @@ def _load_events(path: Path) -> list[dict[str, Any]]:
     with open(path, "rb") as lines:
         events = [json.loads(line) for line in lines]
     for event in events:
+        if not isinstance(event, dict):
+            raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
         missing = [name for name in EVENT_COLUMNS if name not in event]
         if missing:
             raise ValueError(f"an event lacks {', '.join(missing)}")
-        event["heads"] = tuple(event["heads"])
+        try:
+            event["step"], event["heads"] = int(event["step"]), tuple(map(int, event["heads"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"an event's step and heads must be whole numbers: {error}") from error
     return events
 
 

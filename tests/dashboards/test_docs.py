@@ -22,5 +22,16 @@ def test_every_key_is_in_the_table_and_every_key_of_the_table_exists():
 def test_every_image_exists_and_every_figure_is_shown():
     images = re.findall(r"\]\((images/[^)]+)\)", TEXT)
     assert images and all((DOCS / image).is_file() for image in images)
-    drawn = {chart.draw.__name__ for chart in figures.CHARTS}
+    drawn = {name for name in figures.__all__ if name not in ("CHARTS", "Chart")}
     assert all(f"`{name}`" in TEXT or f".{name}(" in TEXT for name in drawn), drawn
+    # Each figure stands in its own line or paragraph with a picture.
+    for name in drawn - {"model_map", "multiple_maxima"}:
+        (line,) = [line for line in TEXT.splitlines() if f"`{name}`" in line]
+        assert "![](images/" in line, name
+
+
+def test_no_image_lies_about_that_no_page_shows():
+    pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = {DOCS / name for name in re.findall(r"\]\((?:docs/)?(images/[^)]+)\)", text)}
+    assert set((DOCS / "images").rglob("*.png")) == shown

@@ -75,6 +75,15 @@ def test_an_overflow_is_far_beyond_normal(ill):
     assert times_normal(values)[1] > 1e20
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_an_overflow_after_next_to_nothing_stays_a_number(dtype):
+    # From 1e-30 to infinity is more than either type holds as a ratio.
+    values = (1e-30 * steady()).astype(dtype)
+    values[30:, 1] = np.finfo(dtype).max
+    excess = times_normal(values)
+    assert np.isfinite(excess).all() and excess.argmax() == 1 and excess[1] > 1e20
+
+
 def test_a_share_that_rises_from_nothing_to_little_is_no_excess():
     shares = np.zeros((40, 8))
     shares[30:, 3] = 0.01

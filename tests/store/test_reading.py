@@ -199,6 +199,29 @@ def test_events_cut_short_or_incomplete_are_left_out_and_named(tmp_path: Path) -
     assert f"{second.name}, which cannot be read: an event lacks site, heads, why" in messages
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "an event must be a JSON object, got 'None'"),
+        ({"step": "soon"}, "step and heads must be whole numbers"),
+        ({"step": None}, "step and heads must be whole numbers"),
+        ({"heads": "ab"}, "step and heads must be whole numbers"),
+        ({"heads": 3}, "step and heads must be whole numbers"),
+    ],
+)
+def test_events_of_other_types_are_left_out_and_named(
+    tmp_path: Path, change: dict[str, object] | None, message: str
+) -> None:
+    for start in (0, 1):
+        with RunWriter(tmp_path, start_step=start) as writer:
+            writer.event(Event(start + 1, "alarm", "a", (1,), "why"))
+    path = min(tmp_path.glob("events-*"))
+    event = json.loads(path.read_text()) | change if change else None
+    path.write_text(json.dumps(event) + "\n")
+    with pytest.warns(UserWarning, match=message):
+        assert read_events(tmp_path)["step"].tolist() == [2]
+
+
 def test_a_broken_session_file_hides_nothing(tmp_path: Path) -> None:
     with RunWriter(tmp_path, metadata={"lr": 1}) as writer:
         writer.add([loss(1), loss(2)])

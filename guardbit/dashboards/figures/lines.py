@@ -92,6 +92,8 @@ def label_ends(axes: Axes) -> None:
             arrowprops={
                 "arrowstyle": "-",
                 "color": line.get_color(),
+                # Dotted: a line that ends early must not seem to go on.
+                "linestyle": ":",
                 "linewidth": 1.2,
                 "relpos": (0, 0.5),
                 "shrinkA": 1,

@@ -8,13 +8,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import frames
-from guardbit.dashboards.figures.lines import NAMED, label_ends
+from guardbit.dashboards.figures.lines import NAMED
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
-from guardbit.dashboards.figures.style import canvas, finish, styled
+from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish, styled
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 
 #: Runs told apart by colour and line style; further ones are refused by `runs_over_steps`.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
+
+#: Of all runs' names together: what stands in one line below the title.
+_MOST_CHARACTERS = 80
 
 
 @styled
@@ -64,10 +67,19 @@ def runs_over_steps(
     colours = dict(zip(runs, RUN_LINES, strict=False))
     for name, values in series.items():
         colour, line_style = colours[name]
-        axes.plot(values, color=colour, linestyle=line_style, label=_short(name), gid=NAMED)
+        short = _short(name, _MOST_CHARACTERS // len(runs))
+        axes.plot(values, color=colour, linestyle=line_style, label=short, gid=NAMED)
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
     finish([axes], pd.concat(list(runs.values()), ignore_index=True), None)
-    label_ends(axes)
+    # Not at the ends of the lines: runs end at different steps and have long names.
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, above(axes, KEY_HEIGHT)),
+        ncols=len(series),
+        handlelength=2.6,
+        borderpad=0,
+        borderaxespad=0,
+    )
     return figure
 
 
@@ -76,5 +88,7 @@ def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
     return smooth(series) if len(series) else frames.by_head(frame, indicator).abs().max(axis=1)
 
 
-def _short(name: str, most: int = 20) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
+def _short(name: str, most: int) -> str:
+    """Cut in the middle, as names of related runs differ at their ends."""
+    kept = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:kept]}…{name[-kept:]}"

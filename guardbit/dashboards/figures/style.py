@@ -51,6 +51,8 @@ LEFT, RIGHT, TOP, BOTTOM, BETWEEN, LEGEND = 1.15, 1.5, 0.9, 0.6, 0.45, 0.3
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
+    # What a run or a site is called is no formula, whatever dollar signs it has.
+    "text.parse_math": False,
     "axes.titlesize": 12.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -91,11 +93,23 @@ def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
 
 
 def canvas(
-    title: str, panels: int = 1, below: float = 0.0, panel_height: float = PANEL_HEIGHT
+    title: str,
+    panels: int = 1,
+    below: float = 0.0,
+    panel_height: float = PANEL_HEIGHT,
+    between: float = BETWEEN,
 ) -> tuple[Figure, list[Axes]]:
-    """Panels one above the other that share their steps, with `below` inches spare under them."""
+    """Panels one above the other that share their steps; lengths in inches.
+
+    Args:
+        title: Of the figure.
+        panels: Their number.
+        below: What is left free under them.
+        panel_height: Of each.
+        between: What is left free between two.
+    """
     bottom = BOTTOM + below
-    height = TOP + panels * panel_height + (panels - 1) * BETWEEN + bottom
+    height = TOP + panels * panel_height + (panels - 1) * between + bottom
     figure = Figure(figsize=(WIDTH, height))
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
     figure.subplots_adjust(
@@ -103,7 +117,7 @@ def canvas(
         right=1 - RIGHT / WIDTH,
         top=1 - TOP / height,
         bottom=bottom / height,
-        hspace=BETWEEN / panel_height,
+        hspace=between / panel_height,
     )
     grid[0, 0].set_title(title, pad=40)
     return figure, list(grid[:, 0])
@@ -135,7 +149,7 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
     axes.legend(
         handles=list(key),
         loc="lower left",
-        bbox_to_anchor=(0, _above(axes, KEY_HEIGHT)),
+        bbox_to_anchor=(0, above(axes, KEY_HEIGHT)),
         ncols=len(key),
         handlelength=0.8,
         handletextpad=0.5,
@@ -149,7 +163,7 @@ def panel_inches(axes: Axes) -> float:
     return axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
 
 
-def _above(axes: Axes, inches: float) -> float:
+def above(axes: Axes, inches: float) -> float:
     """A height above the panel, in parts of it."""
     return 1 + inches / panel_inches(axes)
 
@@ -173,7 +187,7 @@ def _mark_events(axes: Axes, events: pd.DataFrame | None) -> None:
             )
         axes.plot(
             steps,
-            [_above(axes, MARK_HEIGHTS[mark])] * len(steps),
+            [above(axes, MARK_HEIGHTS[mark])] * len(steps),
             transform=axes.get_xaxis_transform(),
             linestyle="none",
             marker=marker,

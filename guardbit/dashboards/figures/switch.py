@@ -9,14 +9,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 
 from guardbit.dashboards import frames
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
-from guardbit.dashboards.figures.style import canvas, finish, styled
+from guardbit.dashboards.figures.style import MARK_HEIGHTS, above, canvas, finish, styled
 from guardbit.dashboards.frames import Head
-from guardbit.dashboards.palette import HIGHLIGHTS, INK, PAPER
+from guardbit.dashboards.palette import HIGHLIGHTS, INK
 
 #: What the switch is meant to change, then what it must not harm.
 PANELS: tuple[tuple[str, str], ...] = (
@@ -27,8 +26,11 @@ PANELS: tuple[tuple[str, str], ...] = (
 )
 #: Samples shown on either side of the switch.
 SAMPLES_AROUND = 40
-#: Inches.
+#: Inches: a panel, and the numbers above it, which clear the marks of events and the curves.
 LOW_PANEL = 1.7
+NUMBERS_HEIGHT = MARK_HEIGHTS["switch"] + 0.08
+#: So that the numbers stand nearer to their own panel than to the one above.
+BETWEEN_PANELS = 0.65
 
 
 @styled
@@ -36,7 +38,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     """The switched heads' indicators and the loss around the first switch.
 
     The first to be switched are drawn, at most three. Dotted lines are the medians of the first
-    head, and of the loss, on either side; their numbers stand above them.
+    head, and of the loss, on either side; their numbers stand above the panel.
     """
     switched = frames.first_events(frame, events, "switch")
     if not switched:
@@ -52,7 +54,10 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     if not panels:
         return None
     figure, all_axes = canvas(
-        f"Before and after the switch at step {step:,}", len(panels), panel_height=LOW_PANEL
+        f"Before and after the switch at step {step:,}",
+        len(panels),
+        panel_height=LOW_PANEL,
+        between=BETWEEN_PANELS,
     )
     for axes, (indicator, table) in zip(all_axes, panels.items(), strict=True):
         shown = _of_heads(table, heads)
@@ -93,7 +98,8 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
 
 
 def _draw_medians(axes: Axes, series: pd.Series, step: int) -> None:
-    """The median on either side of the step, as a dotted line with its number."""
+    """The median on either side of the step, dotted, and the numbers above the panel."""
+    numbers: dict[str, str] = {}
     # The sample of the switch's own step was measured before the switch took effect.
     for side, part in (("before", series.loc[:step]), ("after", series.loc[step + 1 :])):
         if part.empty:
@@ -102,12 +108,12 @@ def _draw_medians(axes: Axes, series: pd.Series, step: int) -> None:
         axes.hlines(
             median, part.index[0], part.index[-1], color=INK, linewidth=1, linestyle=":", gid=side
         )
-        axes.annotate(
-            f"median {side}: {median:.3g}",
-            xy=(float(np.mean([part.index[0], part.index[-1]])), median),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-            path_effects=[withStroke(linewidth=3, foreground=PAPER)],
-        )
+        numbers[side] = f"{median:.3g}"
+    axes.text(
+        1,
+        above(axes, NUMBERS_HEIGHT),
+        f"median {numbers.get('before', '–')} → {numbers.get('after', '–')}",
+        transform=axes.transAxes,
+        ha="right",
+        fontsize=9,
+    )

@@ -52,6 +52,9 @@ HEADERS = {
 }
 
 
+_REFUSAL = "Not found. The address ends in a token and a slash, and is new after every start."
+
+
 class LiveServer:
     """Serves one run's live page on 127.0.0.1.
 
@@ -76,9 +79,10 @@ class LiveServer:
             self._socket.bind((HOST, port))
             # From here on the address works: who asks early waits until `run` answers.
             self._socket.listen(128)
-        except OSError:
+        except OSError as error:
             self._socket.close()
-            raise
+            why = f"cannot listen on {HOST}, port {port}: {error.strerror}"
+            raise OSError(why) from None
         self.port: int = self._socket.getsockname()[1]
         token = secrets.token_urlsafe(18)
         self.address = f"http://{HOST}:{self.port}/{token}/"
@@ -160,7 +164,7 @@ class _Token:
         if scope["type"] == "http":
             given, slash, rest = scope["path"].removeprefix("/").partition("/")
             if not (slash and secrets.compare_digest(given.encode(), self._token)):
-                refusal = Response("Not found. The address ends in a token.", status_code=404)
+                refusal = Response(_REFUSAL, status_code=404)
                 await refusal(scope, receive, send)
                 return
             scope = {**scope, "path": f"/{rest}", "raw_path": f"/{rest}".encode()}

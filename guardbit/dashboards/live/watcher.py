@@ -96,14 +96,12 @@ class RunWatcher:
                     return
         finally:
             self._reading = False
-        files = self._follower.event_files()
-        if files != self._event_files:
-            events = frames.journal(read_events(self.folder))
-            with self._lock:
-                self._events, self._event_files = events, files
-            changed = True
-        if changed:
-            self._picture()
+        try:
+            changed |= self._read_events()
+        finally:
+            # Samples are shown whatever is wrong with the events.
+            if changed:
+                self._picture()
 
     def state(self, since: int, step: int | None) -> Json:
         """Returns the whole picture, or only how the run is doing where nothing has changed.
@@ -193,6 +191,16 @@ class RunWatcher:
                     log.warning("cannot read %s: %r", self.folder, error)
                 self._problem = str(error) or type(error).__name__
             self._stop.wait(LOOK_EVERY)
+
+    def _read_events(self) -> bool:
+        """Reads the journal anew where it has changed; returns whether it has."""
+        files = self._follower.event_files()
+        if files == self._event_files:
+            return False
+        events = frames.journal(read_events(self.folder))
+        with self._lock:
+            self._events, self._event_files = events, files
+        return True
 
     def _take(self, batch: pa.RecordBatch) -> None:
         indicators = batch["indicator"]

@@ -113,8 +113,11 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     alarms = [event for event in journal if event.kind == "alarm"]
     if alarms:
         first = alarms[0]
+        # The verdict quotes the alarms it rests on: what it has said is not said again.
+        said = given is not None and first.why in given.why
         sentences.append(
-            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
+            f"The first alarm came at step {first.step:,} ({words.where(first)})"
+            + ("." if said else f": {first.why}")
         )
     elif given is not None:
         sentences.append("No alarm has fired.")
@@ -190,7 +193,8 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
         Paragraph(
             "The worst of the switched heads, and the run as a whole: the mean of the last "
             f"{frames.SAMPLES_AVERAGED} samples before the switch and of the last "
-            f"{frames.SAMPLES_AVERAGED} recorded."
+            f"{frames.SAMPLES_AVERAGED} recorded. A switch that helps takes the delta bias "
+            "away at once; norms and logits that had grown before stay grown, but rise no further."
         ),
         Table(["", "before the switch", "at the end", "change"], rows, numbers_from=1),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from guardbit.dashboards.report.document import (
     Block,
@@ -55,7 +56,7 @@ def _block(block: Block, folder: str) -> str:
                 for moment in moments
             )
         case Picture(name, title, caption):
-            address = f"{folder}/{name}.png".replace(" ", "%20")
+            address = quote(f"{folder}/{name}.png")
             return f"![{_escaped(title)}]({address})\n\n*{_escaped(caption)}*"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import LogNorm, to_rgb
 
 from guardbit.dashboards import frames
 from guardbit.dashboards.figures import model_map
@@ -30,7 +30,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     assert axes.get_title(loc="left") == "Model map at step 4,980"
     assert bar.get_ylabel() == "worst indicator, times its own normal"
     norm = axes.collections[0].norm
-    assert (norm.vmin, norm.vmax) == (1, 100)
+    assert isinstance(norm, LogNorm) and (norm.vmin, norm.vmax) == (1, 100)
 
 
 @pytest.mark.parametrize(

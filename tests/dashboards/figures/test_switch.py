@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 
 from guardbit.dashboards.figures import before_and_after
+from guardbit.dashboards.figures.style import MARK_HEIGHTS
 from guardbit.dashboards.palette import HIGHLIGHTS
 
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
@@ -42,7 +43,16 @@ def test_the_medians_are_those_on_either_side(run):
     for side, median in expected.items():
         (line,) = [drawn for drawn in axes.collections if drawn.get_gid() == side]
         assert set(line.get_segments()[0][:, 1]) == {median}
-        assert any(f"median {side}: {median:.3g}" == text.get_text() for text in axes.texts)
+    numbers = "median {before:.3g} → {after:.3g}".format(**expected)
+    (text,) = [text for text in axes.texts if text.get_text() == numbers]
+    # Above the panel, where it hides no curve, and clear of the marks of events and their key.
+    box = text.get_window_extent()
+    assert box.y0 > axes.get_window_extent().y1
+    key = axes.get_legend().get_window_extent()
+    assert not box.overlaps(key)
+    inches = (box.y0 - axes.get_window_extent().y1) / axes.figure.dpi
+    # Half a marker of 5.5 points is what stands above a mark's height.
+    assert inches > max(MARK_HEIGHTS.values()) + 5.5 / 2 / 72
 
 
 def test_without_a_switch_there_is_nothing_to_draw(run):
@@ -54,3 +64,12 @@ def test_a_switch_at_the_last_sample_has_no_after(run):
     figure = before_and_after(run.frame, pd.DataFrame(switch, columns=EVENTS))
     sides = {line.get_gid() for line in figure.axes[0].collections}
     assert sides == {"before"}
+
+
+def test_only_the_heads_of_the_first_switch_are_drawn(run):
+    later = (4000, "switch", "h.2.attn", (7,), "", "", "compensated")
+    first = (3100, "switch", "h.2.attn", (3,), "", "", "compensated")
+    (axes, *_) = before_and_after(run.frame, pd.DataFrame([first, later], columns=EVENTS)).axes
+    colours = {colour for colour, _ in HIGHLIGHTS}
+    drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
+    assert drawn == ["layer 2 · head 3"]

@@ -112,6 +112,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             wait(page, "document.body.dataset.version == view.version")
         assert text(page, "h1") == "Alarms have fired"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
+        assert text(page, "#lede").count("left</b> its trend") == 1
         # What the data says stays text.
         assert "<b>left</b> its trend" in text(page, "#events")
         assert max(pixel(page, 1, 2, 3, 4)) < 60 and min(pixel(page, 0, 0, 3, 4)) > 220
@@ -233,4 +234,4 @@ def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):
         for path in ("", "wrong/", "wrong/../../etc/passwd"):
             answer = page.goto(f"http://127.0.0.1:{server.port}/{path}")
             assert answer.status == 404
-            assert text(page, "body") == "Not found. The address ends in a token."
+            assert text(page, "body").startswith("Not found. The address ends in a token and a")

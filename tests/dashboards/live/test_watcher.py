@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
 
 from guardbit.dashboards.live import RunWatcher
+from guardbit.records import Sample
 
 
 def measured(values):
@@ -93,6 +94,39 @@ def test_broken_and_foreign_files_are_passed_over(recorder, tmp_path):
         watcher.look()
     assert watcher.state(-1, None)["last_step"] == 4
     watcher.look()  # said once
+
+
+def test_samples_are_shown_whatever_is_wrong_with_the_events(recorder, tmp_path):
+    with recorder(tmp_path) as writer:
+        writer.record(range(5))
+        writer.alarm(3)
+    (broken,) = tmp_path.glob("events-*")
+    broken.write_bytes(broken.read_bytes()[:20])
+    watcher = RunWatcher(tmp_path)
+    with pytest.warns(UserWarning, match="left out"), pytest.raises(ValueError, match="of events"):
+        watcher.look()  # the thread tells the page
+    state = watcher.state(-1, None)
+    assert state["last_step"] == 4 and state["events"] == []
+
+
+def test_a_head_that_overflows_is_still_an_answer(recorder, tmp_path):
+    with recorder(tmp_path) as writer:
+        for step in range(20):
+            sizes = (1e-30, 1e-30, float("inf") if step > 15 else 1e-30, float("nan"))
+            for layer in range(2):
+                site = f"h.{layer}.attn"
+                writer.add([Sample(step, site, layer, "delta_bias_abs", sizes)])
+            writer.add([Sample(step, "", -1, "loss", (float("inf" if step > 15 else "2"),))])
+    watcher = RunWatcher(tmp_path)
+    watcher.look()
+    for answer in (
+        watcher.state(-1, None),
+        watcher.state(-1, 10**30),
+        watcher.head(0, 2),
+        watcher.curves("delta_bias_abs"),
+    ):
+        json.dumps(answer, allow_nan=False)
+    assert watcher.state(-1, None)["worst"][0]["excess"] > 1e20
 
 
 def test_curves_are_the_heads_that_matter_within_the_range_of_all(recorder, tmp_path):

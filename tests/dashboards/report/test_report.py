@@ -159,6 +159,18 @@ def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
     ]
 
 
+def test_what_the_verdict_has_said_is_not_said_again(tmp_path):
+    events = journal(
+        (10, "alarm", "h.0.attn", (1,), "head 1 is 25 times its peers", "norm_growth", ""),
+        (10, "verdict", "", (), "1 layer; head 1 is 25 times its peers; calm", "rounding", ""),
+    )
+    page = write(tmp_path, small_run(), events, {})
+    assert page.of("p")[:2] == [
+        "1 layer; head 1 is 25 times its peers; calm",
+        "The first alarm came at step 10 (h.0.attn, head 1).",
+    ]
+
+
 def test_the_loss_at_the_end_is_the_median_of_25(run, page):
     assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-25:]), rel=5e-3)  # 3 digits
 

@@ -277,7 +277,7 @@ async function drawHead() {
   $("detail-title").textContent = `${nameOf(layer, head)}  (${found.site})`;
   const alarms = found.events.filter((event) => event.kind === "alarm"), switched = found.events.filter((event) => event.kind === "switch");
   $("detail-note").textContent = alarms.length
-    ? `First alarm at step ${alarms[0].step.toLocaleString("en")}: ${alarms[0].why}` + (switched.length ? ` Switched to ${switched.at(-1).stabilizer} at step ${switched.at(-1).step.toLocaleString("en")}.` : "")
+    ? `First alarm at step ${alarms[0].step.toLocaleString("en")}: ${alarms[0].why.replace(/\.$/, "")}.` + (switched.length ? ` Switched to ${switched.at(-1).stabilizer} at step ${switched.at(-1).step.toLocaleString("en")}.` : "")
     : "No alarm. Coloured: this head; grey: the median head.";
   drawCharts($("detail-charts"), Object.entries(found.indicators).map(([name, values]) => ({
     name, steps: found.steps, lines: [
@@ -303,9 +303,13 @@ function drawWords() {
     : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
   $("headline").textContent = headline;
   const sentences = [];
-  if (alarms.length && num_events <= events.length) sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where(alarms[0])}: ${alarms[0].why}.`);
+  if (alarms.length && num_events <= events.length) {
+    // The verdict quotes the alarms it rests on: what it says is not said twice.
+    const said = verdict?.why.includes(alarms[0].why);
+    sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where(alarms[0])}${said ? "" : `: ${alarms[0].why}`}.`);
+  }
   if (switches.length) sentences.push(`Last switch at step ${switches.at(-1).step.toLocaleString("en")}: ${where(switches.at(-1))} to ${switches.at(-1).stabilizer}.`);
-  if (verdict) sentences.push(verdict.why);
+  if (verdict) sentences.push(`${verdict.why}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
   const alarmed = new Set(map.alarmed.map(String));
   // A head at its normal is nothing to watch.

@@ -1,0 +1,31 @@
+"""Keeps of the docs' images those that a page shows, in 256 colours, which look the same.
+
+python docs/tidy_images.py
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from PIL import Image
+
+DOCS = Path(__file__).parent
+
+
+def main() -> None:
+    """Removes what no page shows, and reduces the rest where that makes it smaller."""
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    shown = {DOCS / name for name in re.findall(r"\]\((?:docs/)?(images/[^)]+)\)", text)}
+    for path in sorted((DOCS / "images").rglob("*.png")):
+        if path not in shown:
+            path.unlink()
+            continue
+        with Image.open(path) as picture:
+            if picture.mode != "P":
+                picture.convert("RGB").quantize(256).save(path, optimize=True)
+
+
+if __name__ == "__main__":
+    main()
