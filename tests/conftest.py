@@ -21,4 +21,10 @@ STOCK = [F.scaled_dot_product_attention]
 def attention_is_given_back():
     """No test leaves its instrumentation to the next."""
     yield
-    assert F.scaled_dot_product_attention is STOCK[0]
+    given_back = F.scaled_dot_product_attention is STOCK[0]
+    if not given_back:
+        from guardbit.monitor import interception
+
+        while interception._installations > 0:  # the next test is not to suffer
+            interception.uninstall()
+    assert given_back

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -55,8 +56,17 @@ class Model(nn.Module):
         return x
 
 
+@pytest.fixture(autouse=True)
+def loops_are_closed():
+    yield
+    while Loop.made:
+        Loop.made.pop().session.instrumentation.remove()
+
+
 class Loop:
     """A model, an optimizer, and data that depend on the step only."""
+
+    made: ClassVar[list["Loop"]] = []
 
     def __init__(self, **settings):
         torch.manual_seed(0)
@@ -64,6 +74,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.session = MonitorSession(self.model, **settings)
         self.losses = {}
+        self.made.append(self)
 
     def backward(self, step, scale=1.0):
         x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
