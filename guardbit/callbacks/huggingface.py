@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -88,13 +89,14 @@ class HuggingFaceMonitor(TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
-        output = Path(args.output_dir or ".")
-        dirpath = self.dirpath or output / "guardbit"
+        dirpath = self.dirpath or Path(args.output_dir or ".") / "guardbit"
+        # A copy, because the same callback may serve several runs, each with its own memory.
+        settings = copy.deepcopy(self._settings)
         self.session = MonitorSession(
-            model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
+            model, **settings, dirpath=dirpath if state.is_world_process_zero else None
         )
         if state.global_step > 0:
-            path = output / f"checkpoint-{state.global_step}" / STATE_FILE
+            path = _state_path(args, state)
             if path.is_file():
                 self.session.load_state_dict(json.loads(path.read_text()))
             else:
@@ -159,7 +161,7 @@ class HuggingFaceMonitor(TrainerCallback):
         session = self.session
         if session is None or not state.is_world_process_zero:
             return
-        path = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE
+        path = _state_path(args, state)
         session.attempt("checkpoint", lambda: path.write_text(json.dumps(session.state_dict())))
 
     def on_train_end(
@@ -172,3 +174,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if self.session is not None:
             self.session.close()
             self.session = None
+
+
+def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE

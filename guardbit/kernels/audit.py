@@ -30,9 +30,6 @@ from guardbit.kernels.primitives import (
 )
 from guardbit.kernels.reference import Causal
 
-# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
-_SMALLEST_SCALE = 2.0**-126
-
 
 @triton.jit
 def _scores(a, b, NEGATIVE_SCALE: tl.constexpr):
@@ -283,7 +280,7 @@ def exact_backward(
     reference, inverse, delta = torch.empty((3, batch, count, rows), device=q.device)
     strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:3]]
     sizes = (count, all_heads // k.shape[1], rows, keys, shift)
-    size_of_scale = max(abs(scale), _SMALLEST_SCALE)
+    size_of_scale = launch.size_of_scale(scale)
     factors = (scale, size_of_scale * math.log2(math.e))
     width = launch.padded_width(head_dim)
     options = {

@@ -22,6 +22,7 @@ from torch import Tensor
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LN_2,
+    UNIT_LOG2,
     allowed,
     count_above,
     encode_residual,
@@ -49,14 +50,8 @@ _NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constex
 # The narrowest right operand of a product.
 _LEAST_WIDTH = tl.constexpr(16)
 
-# P-bar from 1 - 2^-9 on rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
-_UNIT_LOG2 = tl.constexpr(-math.log2(1 - 2.0**-9))
-
 # What a program reports of its rows, see `_report`.
 _NUM_REPORTED = tl.constexpr(6)
-
-# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
-_SMALLEST_SCALE = 2.0**-126
 
 
 @triton.jit
@@ -144,7 +139,7 @@ def _attend(
         if ROW_MAX != _NO_HEAD or TELEMETRY:
             tied = _second_near_maximum(tied, exponents, row_max, tile_max, scale_log2, eps_log2)
         if TELEMETRY:
-            unit = _second_near_maximum(unit, exponents, row_max, tile_max, scale_log2, _UNIT_LOG2)
+            unit = _second_near_maximum(unit, exponents, row_max, tile_max, scale_log2, -UNIT_LOG2)
         if ROW_MAX != _NO_HEAD:
             shifted = tied
             if ROW_MAX == _SOME_HEADS:
@@ -430,7 +425,7 @@ def forward(
         shape = (batch, len(numbers), row_tiles, _NUM_REPORTED.value)
         reports = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
-    size_of_scale = max(abs(scale), _SMALLEST_SCALE)
+    size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
         forward_kernel[(row_tiles * batch * len(numbers),)](
             q,

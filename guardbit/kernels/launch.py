@@ -89,6 +89,15 @@ def signed_half(offset: int) -> int:
     return (offset + 2**31) % 2**32 - 2**31
 
 
+# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
+_SMALLEST_SCALE = 2.0**-126
+
+
+def size_of_scale(scale: float) -> float:
+    """The scale without its sign, which the kernels take apart, and never 0."""
+    return max(abs(scale), _SMALLEST_SCALE)
+
+
 def padded_width(head_dim: int) -> int:
     """The power of two, at least 16, that a head's dimension is padded to inside a kernel."""
     return max(16, triton.next_power_of_2(head_dim))

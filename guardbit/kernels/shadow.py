@@ -21,6 +21,7 @@ from torch import Tensor
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LN_2,
+    UNIT_LOG2,
     allowed,
     load_rows,
     load_tile,
@@ -36,14 +37,8 @@ from guardbit.kernels.primitives import (
 )
 from guardbit.kernels.reference import Causal, Shadow
 
-# A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
-_SMALLEST_SCALE = 2.0**-126
-
 # Rows of a program that sums up the bias of delta.
 _BIAS_ROWS = 64
-
-# P-bar from 1 - 2^-9 on rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
-_UNIT_LOG2 = tl.constexpr(math.log2(1 - 2.0**-9))
 
 # FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
 _FP16_RANGE = tl.constexpr(2.0**15)
@@ -246,7 +241,7 @@ def shadow_kernel(
     # The division may round beyond the maximum itself.
     tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
     tied = moved - eps_log2
-    unit = moved + _UNIT_LOG2
+    unit = moved + UNIT_LOG2
 
     accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
     row_sum = tl.zeros((ROWS, 8), tl.float32)
@@ -343,7 +338,7 @@ def shadow(
 
     width = launch.padded_width(head_dim)
     size = tiles.tile(launch.capability_of(q), width, "shadow")
-    size_of_scale = max(abs(scale), _SMALLEST_SCALE)
+    size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
         shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
             q,
