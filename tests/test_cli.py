@@ -64,8 +64,9 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What became of each run is in the names of the files. The failing run's query norm leaves its trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps
-# before the loss. Learning rates of 3e-3 diverge within 2,000 steps.
+# What became of each run is in the names of the files. The failing run's query norm leaves its
+# trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps before the loss.
+# Learning rates of 3e-3 diverge within 2,000 steps.
 @pytest.mark.parametrize(
     ("name", "verdict", "earliest", "latest"),
     [

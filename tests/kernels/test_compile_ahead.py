@@ -17,8 +17,9 @@ import pytest
 #: compute capability).
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-#: Bytes of local memory that entries may use. The gradients of sm_90 are faster with it than any that
-#: need none (benchmarks/tune_tiles.py on an H200); for the shadow and sm_89 none is known. Others: 0.
+#: Bytes of local memory that entries may use. The gradients of sm_90 are faster with it than any
+#: that need none (benchmarks/tune_tiles.py on an H200); for the shadow and sm_89 none is known.
+#: All others: 0.
 SPILLS = {
     (89, "forward", 256): 16,
     (90, "key_gradients", 32): 80,
