@@ -1,11 +1,15 @@
 """One run of the rescue study, or several side by side.
 
     python -m studies.rescue.train --arm stock --backend flash --seed 0 --steps 17000
-    python -m studies.rescue.train --arm rescue --seed 0 --minutes 9 --folder runs/rescue
+    python -m studies.rescue.train --arm rescue --backend flash --seed 0 --steps 17000
 
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`; `from_start` runs the
 stabilizer in all heads from the second step on. Within a seed all arms see the same batches and
 start from the same weights.
+
+Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
+a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
+the switch alone.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import re
+import shutil
 import sys
 import time
 from contextlib import nullcontext
@@ -27,7 +33,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
-from guardbit import AttentionMonitor, AutoStabilizer
+from guardbit import AttentionMonitor, AutoStabilizer, read_events
 from studies.rescue import corpus
 from studies.rescue.model import GPT2, Size
 
@@ -83,16 +89,34 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--checkpoint", action="store_true", help="keep one to go on from")
     parser.add_argument("--resume", action="store_true", help="go on from the kept checkpoint")
+    parser.add_argument("--checkpoint-every", type=int, help="steps between those to branch from")
+    parser.add_argument("--branch", action="store_true", help="begin as the stock run of this seed")
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     return parser.parse_args(arguments)
 
 
-def run_name(options: argparse.Namespace) -> str:
-    """Name of the run's folder: whatever distinguishes arms."""
-    stabilizer = "" if options.arm == "stock" else f"-{options.stabilizer}"
+def run_name(options: argparse.Namespace, arm: str) -> str:
+    """Name of a run's folder: whatever distinguishes arms."""
+    stabilizer = "" if arm == "stock" else f"-{options.stabilizer}"
     rate = f"lr{options.learning_rate:.1e}"
-    return f"{options.arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}"
+    return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}"
+
+
+def branch(stock: Path, folder: Path) -> Path:
+    """Copies a run's telemetry; returns its last checkpoint before its first alarm."""
+    alarms = read_events(stock).query("kind == 'alarm'")["step"]
+    if alarms.empty:
+        raise SystemExit(f"{stock} raised no alarm: guarded, it is the same run")
+    kept = {int(re.sub(r"\D", "", path.stem)): path for path in stock.glob("step=*.ckpt")}
+    before = [step for step in kept if step < alarms.min()]
+    if not before:
+        raise SystemExit(
+            f"{stock} was alarmed at step {alarms.min()} and has no earlier checkpoint; run it"
+            " with --checkpoint-every"
+        )
+    shutil.copytree(stock, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
+    return kept[max(before)]
 
 
 def main(arguments: list[str]) -> Path:
@@ -109,7 +133,10 @@ def main(arguments: list[str]) -> Path:
         options.seed,
         compiled=options.device == "cuda",
     )
-    folder = options.folder / run_name(options)
+    folder = options.folder / run_name(options, options.arm)
+    checkpoint = folder / "kept.ckpt" if options.resume else None
+    if options.branch:
+        checkpoint = branch(options.folder / run_name(options, "stock"), folder)
     folder.mkdir(parents=True, exist_ok=True)
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv")]
@@ -119,6 +146,12 @@ def main(arguments: list[str]) -> Path:
         callbacks.append(FromTheStart(monitor, options.stabilizer))
     if options.checkpoint:
         callbacks.append(ModelCheckpoint(folder, "kept", save_on_train_epoch_end=True))
+    if options.checkpoint_every is not None:
+        callbacks.append(
+            ModelCheckpoint(
+                folder, "{step}", save_top_k=-1, every_n_train_steps=options.checkpoint_every
+            )
+        )
     about = {
         "command": " ".join(["python -m studies.rescue.train", *arguments]),
         "arm": options.arm,
@@ -126,6 +159,7 @@ def main(arguments: list[str]) -> Path:
         "stabilizer": None if options.arm == "stock" else options.stabilizer,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
+        "branched_from": None if checkpoint is None else str(checkpoint),
         "size": asdict(size),
         "corpus": facts,
         "device": torch.cuda.get_device_name()
@@ -138,14 +172,15 @@ def main(arguments: list[str]) -> Path:
         accelerator=options.device, devices=1, precision="bf16-mixed", max_steps=options.steps,
         max_epochs=-1, max_time=None if options.minutes is None else {"minutes": options.minutes},
         gradient_clip_val=1.0, callbacks=callbacks, logger=False,
-        enable_checkpointing=options.checkpoint, enable_progress_bar=False,
+        enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
     backend = BACKENDS[options.backend]
     # The model draws its own batches; the loader only counts.
     counter = DataLoader(range(options.steps))
     with nullcontext() if backend is None else sdpa_kernel(backend):
-        trainer.fit(model, counter, ckpt_path=str(folder / "kept.ckpt") if options.resume else None)
+        trainer.fit(model, counter, ckpt_path=checkpoint)
     print(f"{folder}: {trainer.global_step} steps", flush=True)
     return folder
 

@@ -211,3 +211,33 @@ def test_row_max_makes_dq_worse_with_few_distinct_maxima(query_gradients):
     # out in delta, and q in BF16 leaves few different shifts to average over.
     errors, _ = query_gradients
     assert size(errors["row_max"]) > 1.1 * size(errors["none"])
+
+
+def test_what_keys_have_in_common_shows_the_error_of_delta():
+    """Rows of dS sum to 0, so what all keys share cancels in dQ, unless delta is wrong.
+
+    The first feature is 512 in all keys and 0 in all queries. There dQ is 0, and what is computed
+    is -512 times the error of delta times the scale, plus that of dS rounded to BF16: in a head
+    whose keys are large and alike, dQ can be wrong by more than its norm.
+    """
+    generator = torch.Generator().manual_seed(7)
+    q, d_out = (torch.randn(1, 1, 256, WIDTH, generator=generator).bfloat16() for _ in range(2))
+    k = torch.randn(1, 1, 256, WIDTH, generator=generator).bfloat16()
+    v = (-2 - torch.rand(k.shape, generator=generator)).bfloat16()
+    q[..., 0], k[..., 0] = 0, 512
+    options = {"causal": False, "scale": WIDTH**-0.5, "stabilizers": ("none", "compensated")}
+    both = q.expand(-1, 2, -1, -1)
+    result = reference.forward(both, k, v, **options, seed=1)
+    gradients = reference.backward(d_out.expand_as(both), both, k, v, *result, **options)
+
+    scores = WIDTH**-0.5 * q.double() @ k.double().mT
+    exact = torch.softmax(scores, -1) @ v.double()
+    delta_error = (d_out.double() * (result.out[:, :1].double() - exact)).sum(-1)[:, 0]
+    predicted = -(WIDTH**-0.5) * 512 * delta_error
+    none, compensated = gradients.dq[..., 0].double().unbind(1)
+    # V is of one sign, so delta is far larger than dP - delta and so is its error; that of dS, of
+    # 256 independent entries a row, comes to a hundredth.
+    assert (none * predicted).sum() > 0.95 * predicted.square().sum()
+    assert (none - predicted).norm() < 0.05 * predicted.norm()
+    assert compensated.norm() < 0.05 * none.norm()
+    assert none.norm() > gradients.dq[:, 0, :, 1:].double().norm()

@@ -1,6 +1,7 @@
 """The rescue study's own parts: what counts as failed, and a run in miniature."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
+from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.model import GPT2, Size
 
@@ -66,15 +68,27 @@ def test_a_study_in_miniature(tmp_path, capsys):
     (tmp_path / "tokens.json").write_text(json.dumps({"tokens": 3000}))
     sizes = [f"--{name}={getattr(TINY, name)}" for name in TINY.__dataclass_fields__]
     common = [*sizes, "--device=cpu", f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8",
-              "--every-n-train-steps=2", f"--folder={tmp_path / 'runs'}"]  # fmt: skip
+              "--every-n-train-steps=2", f"--folder={tmp_path / 'runs'}",
+              "--checkpoint-every=2"]  # fmt: skip
     for arm in ("stock", "rescue", "from_start"):
         folder = train.main([f"--arm={arm}", *common])
         assert json.loads((folder / "about.json").read_text())["arm"] == arm
+    with pytest.raises(SystemExit, match="raised no alarm"):
+        train.main(["--arm=rescue", "--stabilizer=row_max", "--branch", *common])
+    alarm = Event(5, "alarm", "net.h.0.attn", (0,), "planted", "norm_growth")
+    (session,) = (tmp_path / "runs" / "stock-any-lr1.5e-03-seed0").glob("session-*.json")
+    events = session.stem.replace("session", "events") + "-00000005-00000005.jsonl"
+    session.with_name(events).write_text(json.dumps(asdict(alarm)) + "\n")
+    branched = train.main(["--arm=rescue", "--stabilizer=row_max", "--branch", *common])
+    about = json.loads((branched / "about.json").read_text())
+    assert about["branched_from"].endswith("step=4.ckpt"), "the last before the alarm"
     analyse.main("pack", str(tmp_path / "runs"), str(tmp_path / "packed"))
     analyse.main("table", str(tmp_path / "packed"))
     runs = pd.read_csv(tmp_path / "packed" / "runs.csv").set_index("arm")
     assert runs["matched"].all()
     assert runs["failed_at"].isna().all()
-    # The stock run and the guarded one differ by an alarm only, and there was none.
-    assert runs.loc["stock", "last_loss"] == runs.loc["rescue", "last_loss"]
+    # The stock run and the guarded ones differ by an alarm only, and the one is made up.
+    assert runs.loc[["stock", "rescue"], "last_loss"].nunique() == 1
+    assert runs.at["stock", "first_alarm"] == 5
+    assert runs.loc["rescue", "first_alarm"].isna().all(), "it came after the branch"
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
