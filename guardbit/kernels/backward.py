@@ -11,6 +11,7 @@ Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +54,7 @@ def _query_gradient(
     end,
     keys,
     shift,
-    scale,
+    scale_log2,
     word,
     place,
     threshold,
@@ -72,12 +73,12 @@ def _query_gradient(
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), zeros)
-        # Multiplied by log2(e) only now: of large scores and L their difference is kept exactly.
-        probabilities = tl.exp2((scores * scale - log_sum[:, None]) * LOG2_E)
+        exponents = tl.fma(scores, scale_log2, -log_sum[:, None])
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
-            probabilities = tl.where(visible, probabilities, 0.0)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
         d_probabilities = product(d_out, tl.trans(v), zeros)
         if DROPOUT:
             kept = kept_entries(word, rows, place, first, threshold, KEYS)
@@ -130,6 +131,7 @@ def query_gradients_kernel(
     keys,
     shift,
     scale,
+    scale_log2,
     all_heads,
     threshold,
     factor,
@@ -174,8 +176,9 @@ def query_gradients_kernel(
     inside = positions < rows
     row_place = place.to(tl.int64) * rows + positions
     log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
-    # A row with no allowed key gets L = inf, which makes its P 0.
-    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum)
+    # In log2 units: P is one multiply-add and exp2, as in FlashAttention-2. A row with no allowed
+    # key gets L = inf, which makes its P 0.
+    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2_E)
     tl.store(delta_pointer + row_place, delta, mask=inside)
     tl.store(log_sum_pointer + row_place, log_sum, mask=inside)
 
@@ -190,13 +193,13 @@ def query_gradients_kernel(
     if whole_end > 0:
         dq = _query_gradient(
             dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, 0, whole_end,
-            keys, shift, scale, word, random_place, threshold, factor,
+            keys, shift, scale_log2, word, random_place, threshold, factor,
             DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
         dq = _query_gradient(
             dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, whole_end, end,
-            keys, shift, scale, word, random_place, threshold, factor,
+            keys, shift, scale_log2, word, random_place, threshold, factor,
             DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
@@ -220,7 +223,7 @@ def _key_gradients(
     end,
     rows,
     shift,
-    scale,
+    scale_log2,
     word,
     place,
     first_key,
@@ -249,10 +252,11 @@ def _key_gradients(
             log_sum = tl.load(log_sum_base + positions)
         d_out = load_tile(d_out_base, first, d_out_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
         scores = product(k, tl.trans(q), zeros)
-        probabilities = tl.exp2((scores * scale - log_sum[None, :]) * LOG2_E)
+        exponents = tl.fma(scores, scale_log2, -log_sum[None, :])
         if CAUSAL:
             visible = columns[:, None] <= positions[None, :] + shift
-            probabilities = tl.where(visible, probabilities, 0.0)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
         weights = round_nearest(probabilities, dtype)
         if DROPOUT:
             KEYS: tl.constexpr = k.shape[0]
@@ -309,6 +313,7 @@ def key_gradients_kernel(
     keys,
     shift,
     scale,
+    scale_log2,
     all_heads,
     threshold,
     factor,
@@ -362,19 +367,19 @@ def key_gradients_kernel(
             if whole > start:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                    columns, start, whole, rows, shift, scale, word, random_place, first, threshold,
+                    columns, start, whole, rows, shift, scale_log2, word, random_place, first, threshold,
                     factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
             if rows > whole:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                    columns, whole, rows, rows, shift, scale, word, random_place, first, threshold,
+                    columns, whole, rows, rows, shift, scale_log2, word, random_place, first, threshold,
                     factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
         elif rows > 0:
             dk, dv = _key_gradients(
                 dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                columns, 0, rows, rows, shift, scale, word, random_place, first, threshold,
+                columns, 0, rows, rows, shift, scale_log2, word, random_place, first, threshold,
                 factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
             )  # fmt: skip
     dtype: tl.constexpr = k_pointer.dtype.element_ty
@@ -486,6 +491,7 @@ def backward(
                 keys,
                 shift,
                 scale,
+                scale * math.log2(math.e),
                 *dropped,
                 DROPOUT=dropout is not None,
                 CAUSAL=causal is not False,
@@ -519,6 +525,7 @@ def backward(
                 keys,
                 shift,
                 scale,
+                scale * math.log2(math.e),
                 *dropped,
                 DROPOUT=dropout is not None,
                 CAUSAL=causal is not False,

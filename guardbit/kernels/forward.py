@@ -28,6 +28,7 @@ from guardbit.kernels.primitives import (
     encode_residual,
     kept_entries,
     load_tile,
+    partial_sums,
     product,
     random_halves,
     round_nearest,
@@ -55,7 +56,7 @@ _NUM_REPORTED = tl.constexpr(6)
 
 
 @triton.jit
-def _second_near_maximum(second, exponents, row_max, tile_max, scale_log2, distance_log2):
+def _second_near_maximum(second, differences, row_max, tile_max, distance):
     """Whether a row's second largest score so far lies within a distance of its largest.
 
     Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
@@ -63,22 +64,21 @@ def _second_near_maximum(second, exponents, row_max, tile_max, scale_log2, dista
 
     Args:
         second: Whether it did in earlier tiles.
-        exponents: Scores of this tile less the largest so far, in log2 units.
+        differences: s of this tile less the largest so far.
         row_max: Largest s of earlier tiles.
         tile_max: Largest s of this tile.
-        scale_log2: Factor of s in log2 units.
-        distance_log2: The distance in log2 units.
+        distance: The distance in units of s.
     """
-    here = count_above(exponents, -distance_log2) > 1.0
+    here = count_above(differences, -distance) > 1.0
     second = tl.where(tile_max > row_max, here, second)
-    return second | (tl.abs(tile_max - row_max) * scale_log2 <= distance_log2)
+    return second | (tl.abs(tile_max - row_max) <= distance)
 
 
 @triton.jit
 def _attend(
     accumulator,
     row_max,
-    extra,
+    reference,
     row_sum,
     rounded_sum,
     tied,
@@ -96,7 +96,7 @@ def _attend(
     shift,
     scale_log2,
     beta,
-    eps_log2,
+    eps,
     shift_min_log2,
     shift_range_log2,
     code,
@@ -115,10 +115,11 @@ def _attend(
 ):
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
-    Carries, a row: row_max, largest s so far; extra, what row_max heads subtract besides, in log2
-    units; row_sum of P-bar, if any head is not compensated; rounded_sum, of P-bar as rounded, 16
-    times, if any is; tied, whether a second score lies within eps of row_max. With TELEMETRY also
-    unit, whether a second P-bar rounds to 1 in BF16, and weighted, the sum of P-bar log2 P-bar.
+    Carries, a row: row_max, largest s so far; reference, what is subtracted from s, in log2 units,
+    -inf before any key; row_sum of P-bar in eight parts, if any head is not compensated;
+    rounded_sum, of P-bar as rounded, 16 times, if any is; tied, whether a second score lies within
+    eps of row_max. With TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and
+    weighted, the sum of P-bar log2 P-bar.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -130,31 +131,32 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         tile_max = tl.max(scores, 1)
         new_max = tl.maximum(row_max, tile_max)
-        # 0 instead of the -inf of a row that has seen no key.
-        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # Subtracted before they are scaled, scores near the maximum lose nothing: in log2 units a
-        # maximum of 1e5 is rounded by 0.004, and P-bar of the maximum would not be 1.
-        exponents = (scores - finite[:, None]) * scale_log2
-        rise = (row_max - finite) * scale_log2
         if ROW_MAX != _NO_HEAD or TELEMETRY:
-            tied = _second_near_maximum(tied, exponents, row_max, tile_max, scale_log2, eps_log2)
+            differences = scores - tl.where(new_max == float("-inf"), 0.0, new_max)[:, None]
+            tied = _second_near_maximum(tied, differences, row_max, tile_max, eps)
         if TELEMETRY:
-            unit = _second_near_maximum(unit, exponents, row_max, tile_max, scale_log2, -UNIT_LOG2)
+            least = -UNIT_LOG2 / scale_log2
+            unit = _second_near_maximum(unit, differences, row_max, tile_max, least)
+        new_reference = new_max * scale_log2
         if ROW_MAX != _NO_HEAD:
             shifted = tied
             if ROW_MAX == _SOME_HEADS:
                 shifted = tied & (code == _ROW_MAX)
-            excess = (beta - 1.0) * tl.abs(new_max * scale_log2)
+            excess = (beta - 1.0) * tl.abs(new_reference)
             excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
-            new_extra = tl.where(shifted, shift_min_log2 + excess, 0.0)
-            exponents -= new_extra[:, None]
-            rise += extra - new_extra
-            extra = new_extra
+            new_reference += tl.where(shifted, shift_min_log2 + excess, 0.0)
+        # 0 instead of the -inf of a row that has seen no key.
+        finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
+        # One rounding, as in FlashAttention-2. Where s is so large that `reference` is rounded by
+        # as much as matters, all P-bar of the row are off by one factor, and so is their sum.
+        exponents = tl.fma(scores, scale_log2, -finite[:, None])
+        rise = reference - finite
         probabilities = tl.exp2(exponents)
         rescale = tl.exp2(rise)
         if TELEMETRY:
             # Exponents of earlier tiles become `rise` lower; where it is -inf there were none.
-            weighted = tl.where(rescale > 0.0, (weighted + rise * row_sum) * rescale, 0.0)
+            earlier = weighted + rise * tl.sum(row_sum, 1)
+            weighted = tl.where(rescale > 0.0, earlier * rescale, 0.0)
             logs = tl.where(probabilities > 0.0, probabilities * exponents, 0.0)
             weighted += tl.sum(logs, 1)
         rounded = round_nearest(probabilities, dtype)
@@ -169,9 +171,10 @@ def _attend(
             ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
             rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
         if COMPENSATED != _ALL_HEADS or TELEMETRY:
-            row_sum = row_sum * rescale + tl.sum(probabilities, 1)
+            row_sum = row_sum * rescale[:, None] + partial_sums(probabilities)
         row_max = new_max
-    return accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted
+        reference = new_reference
+    return accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted
 
 
 @triton.jit
@@ -235,7 +238,7 @@ def forward_kernel(
     scale,
     scale_log2,
     beta,
-    eps_log2,
+    eps,
     shift_min_log2,
     shift_range_log2,
     seed: tl.int64,
@@ -287,8 +290,8 @@ def forward_kernel(
 
     accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    extra = tl.zeros((ROWS,), tl.float32)
-    row_sum = tl.zeros((ROWS,), tl.float32)
+    reference = tl.full((ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((ROWS, 8), tl.float32)
     rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
     tied = tl.zeros((ROWS,), tl.int1)
     unit = tl.zeros((ROWS,), tl.int1)
@@ -296,22 +299,23 @@ def forward_kernel(
     # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
     # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
     if whole_end > 0:
-        accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
-            scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+            scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
-        accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, extra, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
-            scale_log2, beta, eps_log2, shift_min_log2, shift_range_log2, code,
+            scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
 
+    row_sum = tl.sum(row_sum, 1)
     if TELEMETRY:
         report = telemetry_pointer + program.to(tl.int64) * _NUM_REPORTED
         _report(report, positions < rows, row_max * scale, tied, unit, row_sum, weighted)
@@ -323,7 +327,9 @@ def forward_kernel(
         )
     # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    # Which of the two products is fused is spelled out, so that all variants give the same bits.
+    # What was subtracted beyond row_max scale_log2: a shift, and the rounding of the reference.
+    extra = tl.where(row_max == float("-inf"), 0.0, tl.fma(-row_max, scale_log2, reference))
+    # Which products are fused is spelled out, so that all variants give the same bits.
     lse = tl.fma(row_max, scale, (extra + tl.log2(row_sum)) * LN_2)
     tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
 
@@ -451,7 +457,7 @@ def forward(
             size_of_scale,
             size_of_scale * math.log2(math.e),
             beta,
-            eps * math.log2(math.e),
+            eps / size_of_scale,
             SHIFT_MIN * math.log2(math.e),
             (shift_max - SHIFT_MIN) * math.log2(math.e),
             seed=launch.signed(seed),

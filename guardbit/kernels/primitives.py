@@ -336,10 +336,12 @@ def visible_keys(
 @triton.jit
 def allowed(rows, columns, keys, shift, CAUSAL: tl.constexpr):
     """Which of `columns` (any shape that broadcasts against `rows`) a query may see."""
-    inside = columns < keys
     if CAUSAL:
-        inside = inside & (columns <= rows + shift)
-    return inside
+        # One comparison an element: the smaller bound is the same for a whole row.
+        visible = columns <= tl.minimum(rows + shift, keys - 1)
+    else:
+        visible = columns < keys
+    return visible
 
 
 @triton.jit

@@ -33,7 +33,7 @@ SPILLS = {
 }
 
 FLOATS = {
-    "scale", "scale_log2", "beta", "eps", "eps_log2", "shift_min_log2", "shift_range_log2",
+    "scale", "scale_log2", "beta", "eps", "shift_min_log2", "shift_range_log2",
     "factor",
 }  # fmt: skip
 
