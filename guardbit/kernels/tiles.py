@@ -88,7 +88,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         },
         "audit_query": {
             16: Tile(64, 32, 4, 2),
-            32: Tile(64, 32, 4, 2),
+            32: Tile(64, 32, 8, 2),
             64: Tile(32, 32, 4, 2),
             128: Tile(32, 32, 4, 1),
             256: Tile(16, 32, 8, 1),
@@ -171,7 +171,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         256: Tile(32, 32, 8, 1),
     },
     "key_gradients": {
-        16: Tile(32, 64, 4, 2),
+        16: Tile(64, 64, 8, 2),
         32: Tile(64, 64, 8, 2),
         64: Tile(64, 32, 8, 2),
         128: Tile(32, 32, 4, 2),
@@ -186,8 +186,8 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
     },
     "audit_query": {
         16: Tile(64, 32, 4, 2),
-        32: Tile(64, 32, 4, 2),
-        64: Tile(64, 32, 4, 2),
+        32: Tile(64, 32, 8, 2),
+        64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 1),
         256: Tile(16, 32, 8, 1),
     },

@@ -23,13 +23,13 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 SPILLS = {
     (89, "forward", 256): 16,
     (90, "key_gradients", 32): 80,
-    (90, "key_gradients", 64): 152,
+    (90, "key_gradients", 64): 144,
     (90, "key_gradients", 128): 200,
-    (90, "key_gradients", 256): 416,
+    (90, "key_gradients", 256): 384,
     (90, "shadow", 16): 208,
     (90, "shadow", 32): 80,
     (90, "shadow", 64): 80,
-    (90, "shadow", 256): 728,
+    (90, "shadow", 256): 720,
 }
 
 FLOATS = {
