@@ -56,6 +56,14 @@ CANDIDATES: dict[Pass, list[Tile]] = {
 # A head's bits must not depend on the others': as many keys as the plain forward's entries.
 CANDIDATES["compensated_forward"] = [tile for tile in CANDIDATES["forward"] if tile.keys == 64]
 
+#: What runs with a pass's entries; an entry must serve them all.
+STABILIZERS: dict[Pass, list[str]] = {
+    "forward": ["none", "stochastic", "row_max"],
+    "compensated_forward": ["compensated"],
+    "query_gradients": ["none", "compensated"],
+    "key_gradients": ["none"],
+}
+
 
 def inputs(batch: int, heads: int, rows: int, width: int) -> list[torch.Tensor]:
     """q, k, v and d_out, (B, H, N, D) with heads adjacent in memory, as models have them."""
@@ -73,10 +81,9 @@ def entries(kernel: Pass) -> dict[int, Tile]:
     return table.setdefault(kernel, dict(table["forward"]))
 
 
-def call(kernel: Pass, tensors: list[torch.Tensor]):
+def call(kernel: Pass, tensors: list[torch.Tensor], name: str):
     """The forward, or the backward after it, as a function without arguments."""
     q, k, v, d_out = tensors
-    name = "compensated" if kernel == "compensated_forward" else "none"
     options = {
         "causal": True, "scale": 1 / math.sqrt(q.shape[-1]), "stabilizers": [name] * q.shape[1],
     }  # fmt: skip
@@ -86,34 +93,34 @@ def call(kernel: Pass, tensors: list[torch.Tensor]):
     return lambda: backward.backward(d_out, q, k, v, *result, **options)
 
 
-def compile_one(job: tuple[Pass, int, Tile]) -> str:
+def compile_one(job: tuple[Pass, int, Tile, str]) -> str:
     """Compiles a candidate into Triton's cache on disk; returns what went wrong, or nothing."""
-    kernel, width, tile = job
+    kernel, width, tile, name = job
     entries(kernel)[width] = tile
     try:
         # As many rows as any tile divides and strides as at the shapes timed: one specialisation.
-        call(kernel, inputs(1, 16, 256, width))()
+        call(kernel, inputs(1, 16, 256, width), name)()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-80:]}"
     return ""
 
 
-def time_all(kernel: Pass, tensors: list[torch.Tensor], candidates: list[Tile]) -> None:
+def time_all(kernel: Pass, tensors: list[torch.Tensor], name: str, candidates: list[Tile]) -> None:
     """Prints the fastest candidates for one shape."""
     table, width = entries(kernel), tensors[0].shape[-1]
     before, rows = table[width], []
-    expected = [x.clone() for x in call(kernel, tensors)() if x is not None]
+    expected = [x.clone() for x in call(kernel, tensors, name)() if x is not None]
     for tile in candidates:
         table[width] = tile
-        run = call(kernel, tensors)
+        run = call(kernel, tensors, name)
         error = max(
             ((x - y).norm() / y.norm()).item()
             for x, y in zip([x for x in run() if x is not None][:3], expected[:3], strict=False)
         )
         rows.append((triton.testing.do_bench(run, 5, 20, return_mode="median"), tile, error))
     table[width] = before
-    print(f"D={width} {tuple(tensors[0].shape[:3])} {kernel} (is {tuple(before)})")
+    print(f"D={width} {tuple(tensors[0].shape[:3])} {kernel} {name} (is {tuple(before)})")
     for time, tile, error in sorted(rows, key=itemgetter(0))[:6]:
         print(f"    {time:7.3f} ms  {tuple(tile)}  {error:.1e}", flush=True)
 
@@ -121,22 +128,28 @@ def time_all(kernel: Pass, tensors: list[torch.Tensor], candidates: list[Tile]) 
 def main(widths: list[int]) -> None:
     """Times every candidate for these head dimensions."""
     jobs = [
-        (kernel, width, tile)
+        (kernel, width, tile, name)
         for width in widths
         for kernel, candidates in CANDIDATES.items()
         for tile in candidates
+        for name in STABILIZERS[kernel]
     ]
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         failures = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
     for width in widths:
         for shape in SHAPES.get(width, OTHER_SHAPE):
             tensors = inputs(*shape, width)
-            for kernel, candidates in CANDIDATES.items():
-                running = [tile for tile in candidates if not failures[kernel, width, tile]]
-                time_all(kernel, tensors, running)
-    for (kernel, width, tile), why in failures.items():
+            for kernel, names in STABILIZERS.items():
+                for name in names:
+                    running = [
+                        tile
+                        for tile in CANDIDATES[kernel]
+                        if not failures[kernel, width, tile, name]
+                    ]
+                    time_all(kernel, tensors, name, running)
+    for (kernel, width, tile, name), why in failures.items():
         if why:
-            print(f"does not run: {kernel} {width} {tuple(tile)}: {why}")
+            print(f"does not run: {kernel} {width} {tuple(tile)} {name}: {why}")
 
 
 if __name__ == "__main__":

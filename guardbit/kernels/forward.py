@@ -371,7 +371,7 @@ def forward(
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
 
-    What each stabilizer does, bit for bit up to the order of FP32 sums, is said in
+    What each stabilizer does, up to the rounding of FP32 exponents and sums, is said in
     `guardbit.kernels.reference.forward`. A masked score is -inf whatever its inputs, and tiles that
     no row of a tile sees are skipped: NaN in a forbidden key need not reach the output.
 
