@@ -367,14 +367,14 @@ def key_gradients_kernel(
             if whole > start:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                    columns, start, whole, rows, shift, scale_log2, word, random_place, first, threshold,
-                    factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
+                    columns, start, whole, rows, shift, scale_log2, word, random_place, first,
+                    threshold, factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
             if rows > whole:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
-                    columns, whole, rows, rows, shift, scale_log2, word, random_place, first, threshold,
-                    factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
+                    columns, whole, rows, rows, shift, scale_log2, word, random_place, first,
+                    threshold, factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
         elif rows > 0:
             dk, dv = _key_gradients(

@@ -336,12 +336,11 @@ def visible_keys(
 @triton.jit
 def allowed(rows, columns, keys, shift, CAUSAL: tl.constexpr):
     """Which of `columns` (any shape that broadcasts against `rows`) a query may see."""
+    last = keys - 1
     if CAUSAL:
         # One comparison an element: the smaller bound is the same for a whole row.
-        visible = columns <= tl.minimum(rows + shift, keys - 1)
-    else:
-        visible = columns < keys
-    return visible
+        last = tl.minimum(rows + shift, last)
+    return columns <= last
 
 
 @triton.jit
