@@ -23,8 +23,8 @@ def attention_is_given_back():
     yield
     given_back = F.scaled_dot_product_attention is STOCK[0]
     if not given_back:
-        from guardbit.monitor import interception
+        from guardbit.monitor.interception import installation
 
-        while interception._installations > 0:  # the next test is not to suffer
-            interception.uninstall()
+        while installation._installations > 0:  # the next test is not to suffer
+            installation.uninstall()
     assert given_back

@@ -20,7 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels.attention import site_stack
-from guardbit.monitor import interception
+from guardbit.monitor.interception import replacements
+from guardbit.monitor.interception.frames import frame_stack
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -41,7 +42,7 @@ def nothing_is_left():
     torch._dynamo.reset()
     assert F.scaled_dot_product_attention is STOCK[0]
     assert not site_stack
-    assert not interception._frames
+    assert not frame_stack
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_aliases_are_covered(tiny, tokens, instrument):
     model = tiny.GPT(attention=Aliased)
     before = tiny.step(model, tokens)
     inst = instrument(model)
-    assert alias is interception.scaled_dot_product_attention
+    assert alias is replacements.scaled_dot_product_attention
     assert tiny.equal(tiny.step(model, tokens), before)
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     inst.remove()
@@ -176,7 +177,7 @@ def test_aliases_made_while_instrumented_are_given_back(tiny, instrument):
     try:
         exec("from torch.nn.functional import scaled_dot_product_attention as attend", vars(late))
         exec("from torch.utils.checkpoint import checkpoint", vars(late))
-        assert late.attend is interception.scaled_dot_product_attention
+        assert late.attend is replacements.scaled_dot_product_attention
         inst.remove()
         assert late.attend is STOCK[0]
         assert late.checkpoint is torch.utils.checkpoint.checkpoint

@@ -1,0 +1,37 @@
+"""Routes the attention calls of instrumented models through GuardBit's op.
+
+`F.scaled_dot_product_attention` is replaced for the whole process while at least one model is
+instrumented; outside instrumented modules the replacement hands every call straight to PyTorch.
+Which module a call belongs to is told by a stack that forward hooks keep. All of it is ordinary
+traceable Python: under `torch.compile(fullgraph=True)` it is inlined and leaves only the op.
+
+Numbers of sites travel as 0-d CPU tensors, because a compiler would specialise on plain numbers
+and compile every layer anew.
+
+From the bottom up; each file imports from those before it only:
+
+- `frames`: the instrumented modules, and the stack of those that are running.
+- `inputs`: what a module's inputs look like, and others like them.
+- `records`: what was learned about each site, from eager calls and from traced ones.
+- `rerunning`: running a module once more, to see where its queries come from.
+- `tracing`: learning from a compiler; the calls it traces do not come back to Python.
+- `replacements`: the functions that stand in for PyTorch's; they decide which calls are refused.
+- `installation`: putting the replacements in everyone's hands, and taking them back.
+- `hooks`: keeping the stack, by hooks on each instrumented module.
+"""
+
+from guardbit.monitor.interception.hooks import attach, detach, is_attached
+from guardbit.monitor.interception.installation import install, uninstall
+from guardbit.monitor.interception.records import SiteRecord, site_record
+from guardbit.monitor.interception.rerunning import rerun
+
+__all__ = [
+    "SiteRecord",
+    "attach",
+    "detach",
+    "install",
+    "is_attached",
+    "rerun",
+    "site_record",
+    "uninstall",
+]

@@ -1,0 +1,107 @@
+"""The hooks that tell which module an attention call belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
+
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import is_other_thread, own_site_stack, site_stack
+from guardbit.monitor.interception import records
+from guardbit.monitor.interception.frames import (
+    SITE_ATTRIBUTE,
+    Frame,
+    frame_stack,
+    site_modules,
+    site_number,
+)
+from guardbit.monitor.interception.installation import redirect_references
+from guardbit.monitor.interception.tracing import note_traced_inputs
+
+
+def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        note_traced_inputs(module, args, kwargs)
+    elif "_is_replica" in vars(module):
+        return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
+    elif frame_stack and is_other_thread():
+        return  # as above: calls of the model that came second keep PyTorch's function
+    else:
+        if frame_stack and frame_stack[0].module is module:
+            # The outermost module was never left: PyTorch runs no hooks after KeyboardInterrupt.
+            frame_stack.clear()
+            site_stack.clear()
+        if not frame_stack:
+            own_site_stack()
+        frame_stack.append(Frame(module, args, kwargs))
+    # One function for all modules, which reads the number off the module: the compiler then sees
+    # an input of the graph and can serve many layers with one.
+    site_stack.append(getattr(module, SITE_ATTRIBUTE))
+
+
+def _leave(module: nn.Module, args: Any, output: Any) -> None:
+    if torch.compiler.is_compiling():
+        site_stack.pop()
+    elif frame_stack and frame_stack[-1].module is module and not is_other_thread():
+        # Else another hook failed before `_enter`.
+        frame_stack.pop()
+        site_stack.pop()
+
+
+# Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
+# compiled, they would be compiled anew for every shape, and so would what they call. Inside a
+# compiled module they are inlined.
+for _function in (_enter, _leave, is_other_thread, own_site_stack):
+    skip_code(_function.__code__)
+
+# The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that
+# are compiled one by one would each be compiled anew. The ids are taken from PyTorch's counter.
+_hook_ids: list[int] = []
+
+
+def attach(module: nn.Module, number: int) -> None:
+    """Hooks a module that may call attention."""
+    site = torch.tensor(number)
+    # A copy, for an average of the weights say, is another model: its calls are not of this site.
+    site.__deepcopy__ = _site_of_a_copy
+    setattr(module, SITE_ATTRIBUTE, site)
+    site_modules[number] = module
+    redirect_references(module)
+    before = module.register_forward_pre_hook(_enter, with_kwargs=True)
+    after = module.register_forward_hook(_leave, always_call=True)
+    if not _hook_ids:
+        _hook_ids.extend((before.id, after.id))
+    for hooks, own_id, shared_id in _hook_entries(module, before.id, after.id):
+        hooks[shared_id] = hooks.pop(own_id)
+
+
+def _site_of_a_copy(memo: Any) -> Tensor:
+    return torch.tensor(switchboard.NO_SITE)
+
+
+def _hook_entries(
+    module: nn.Module, before: int, after: int
+) -> tuple[tuple[dict[int, Any], int, int], ...]:
+    return (
+        (module._forward_pre_hooks, before, _hook_ids[0]),
+        (module._forward_pre_hooks_with_kwargs, before, _hook_ids[0]),
+        (module._forward_hooks, after, _hook_ids[1]),
+        (module._forward_hooks_always_called, after, _hook_ids[1]),
+    )
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Whether a module is hooked already; a copy of a hooked one is not."""
+    return hasattr(module, SITE_ATTRIBUTE) and site_modules.get(site_number(module)) is module
+
+
+def detach(module: nn.Module, number: int) -> None:
+    """Undoes `attach`."""
+    for hooks, _, shared_id in _hook_entries(module, 0, 0):
+        hooks.pop(shared_id, None)
+    delattr(module, SITE_ATTRIBUTE)
+    site_modules.pop(number, None)
+    records.forget(number)

@@ -1,0 +1,82 @@
+"""What the inputs of a module look like, and others like them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorSpec(NamedTuple):
+    """What a module's input looked like; enough to make another one like it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(slots=True)
+class ModuleInputs:
+    """The inputs of one forward of a module, tensors replaced by `TensorSpec`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInputs:
+    """Describes the inputs of one forward; tensors may be a compiler's fake ones."""
+    return ModuleInputs(
+        tuple(describe(x) for x in args), {name: describe(x) for name, x in kwargs.items()}
+    )
+
+
+def describe(x: Any) -> Any:
+    """Replaces tensors by their description and drops what cannot be made again (caches)."""
+    if isinstance(x, Tensor):
+        return TensorSpec(tuple(present_size(n) for n in x.shape), x.dtype, x.device)
+    if isinstance(x, tuple | list):
+        return tuple(describe(item) for item in x)
+    return x if isinstance(x, bool | int | float | str) else None
+
+
+def present_size(n: int | torch.SymInt) -> int:
+    """Returns a size, of those that a compiler keeps open the present value."""
+    # int() of a size the compiler keeps open would fix it, and cost a compilation for each length.
+    return n if isinstance(n, int) else int(n.node.hint)
+
+
+def make_up(
+    inputs: ModuleInputs, generator: torch.Generator
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes inputs such as those described, on the generator's device.
+
+    Real and complex numbers are single precision, and the batch is cut to one.
+    """
+    make = functools.partial(_make, batch=_batch_size(inputs), generator=generator)
+    args = tuple(make(x) for x in inputs.args)
+    return args, {name: make(x) for name, x in inputs.kwargs.items()}
+
+
+def _batch_size(inputs: ModuleInputs) -> int | None:
+    for x in (*inputs.args, *inputs.kwargs.values()):
+        if isinstance(x, TensorSpec) and len(x.shape) >= 2:
+            return x.shape[0]
+    return None
+
+
+def _make(x: Any, batch: int | None, generator: torch.Generator) -> Any:
+    if isinstance(x, TensorSpec):
+        device = generator.device  # the module's; it may have been moved since the inputs were seen
+        shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
+        if x.dtype.is_complex:
+            return torch.randn(shape, generator=generator, dtype=torch.complex64, device=device)
+        if x.dtype.is_floating_point:
+            return torch.randn(shape, generator=generator, device=device)
+        fill = torch.ones if x.dtype == torch.bool else torch.zeros
+        return fill(shape, dtype=x.dtype, device=device)
+    if isinstance(x, tuple):
+        return tuple(_make(item, batch, generator) for item in x)
+    return x

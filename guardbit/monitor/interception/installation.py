@@ -1,0 +1,107 @@
+"""Puts the replacements in the place of PyTorch's functions, and gives those back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit.kernels import stock
+from guardbit.kernels.attention import call_listeners
+from guardbit.monitor.interception import replacements
+
+_installations = 0
+_restore: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Replaces the attention functions of this process, once for any number of models."""
+    global _installations
+    _installations += 1
+    _register_with_transformers()
+    if _installations > 1:
+        return
+    _replace_everywhere(
+        stock.scaled_dot_product_attention, replacements.scaled_dot_product_attention
+    )
+    _replace_everywhere(replacements.original_checkpoint, replacements.checkpoint)
+    _replace(F, "multi_head_attention_forward", replacements.multi_head_attention_forward)
+    _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
+    call_listeners.append(replacements.note_flash_call)
+    _restore.append(lambda: call_listeners.remove(replacements.note_flash_call))
+
+
+def uninstall() -> None:
+    """Puts everything back when the last instrumented model is released."""
+    global _installations
+    _installations -= 1
+    if _installations == 0:
+        while _restore:
+            _restore.pop()()
+        # `from ... import` may have taken these in the meantime.
+        _replace_everywhere(
+            replacements.scaled_dot_product_attention, stock.scaled_dot_product_attention
+        )
+        _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
+        _restore.clear()
+
+
+def _replace(owner: Any, name: str, replacement: Any) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    _restore.append(lambda: setattr(owner, name, original))
+
+
+def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    """Replaces a function in all modules: `from ... import` made further references to it."""
+    own = (replacements.__name__, stock.__name__)
+    for module in [m for name, m in sys.modules.items() if name not in own]:
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original:
+                _replace(module, name, replacement)
+
+
+def redirect_references(module: nn.Module) -> None:
+    """Replaces PyTorch's attention where a module or its class keeps it as an attribute."""
+    for owner in (module, *type(module).__mro__):
+        for name, value in list(vars(owner).items()):
+            redirected = _redirected(value)
+            if redirected is replacements.scaled_dot_product_attention and owner is not module:
+                redirected = staticmethod(redirected)  # PyTorch's is built in: it takes no `self`
+            if redirected is not None:
+                setattr(owner, name, redirected)
+                _restore.append(functools.partial(setattr, owner, name, value))
+
+
+def _redirected(value: Any) -> Any:
+    """Returns the attribute with our function in place of PyTorch's, or None where it has none."""
+    if value is stock.scaled_dot_product_attention:
+        return replacements.scaled_dot_product_attention
+    if isinstance(value, staticmethod):
+        function = _redirected(value.__func__)
+        return None if function is None else staticmethod(function)
+    if isinstance(value, functools.partial):
+        function = _redirected(value.func)
+        return function and functools.partial(function, *value.args, **value.keywords)
+    return None
+
+
+def _register_with_transformers() -> None:
+    """Offers `attn_implementation="guardbit"` where transformers is loaded.
+
+    The mask function is registered with it: without one transformers drops the padding mask
+    silently.
+    """
+    if "transformers" not in sys.modules:
+        return
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register("guardbit", sdpa_attention_forward)
+    AttentionMaskInterface.register("guardbit", sdpa_mask)

@@ -1,0 +1,166 @@
+"""The functions that stand in for PyTorch's while a model is instrumented."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from guardbit.kernels import stock
+from guardbit.kernels.attention import (
+    MAX_HEAD_DIM,
+    MIN_HEAD_DIM,
+    is_autocast,
+    is_inside_site,
+    site_stack,
+    switchable_attention,
+)
+from guardbit.monitor.interception.frames import frame_stack, inside
+from guardbit.monitor.interception.records import Heads, note_call
+from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.tracing import note_traced_call
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in for `F.scaled_dot_product_attention`; see there."""
+    if is_inside_site():
+        site = site_stack[-1]
+        heads = _heads_of(query, key)
+        refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
+        if torch.compiler.is_compiling():
+            note_traced_call(site, heads, refusal)
+        elif probe.note_call(int(site), query, key):
+            refusal = "it is probed"  # a re-run must not look like a call of the model
+        else:
+            note_call(int(site), heads, refusal)
+        if refusal is None:
+            return switchable_attention(
+                query, key, value, site, is_causal=is_causal, scale=scale, dropout_p=dropout_p
+            )
+    return stock.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _refusal(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    enable_gqa: bool,
+) -> str | None:
+    """Why this call must stay with PyTorch's function, or None."""
+    if attn_mask is not None:
+        return "it is called with an explicit attention mask"
+    if dropout_p != 0.0 and not 0.0 < dropout_p < 1.0:
+        return f"it is called with dropout {dropout_p}"
+    if isinstance(query, DTensor) or isinstance(key, DTensor):
+        return "its heads are sharded by tensor parallelism"
+    if query.is_nested or query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
+        return "its inputs are not of shape (batch, heads, tokens, head size)"
+    if query.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"it computes in {query.dtype}"
+    if not query.dtype == key.dtype == value.dtype and not is_autocast(query):
+        return f"it mixes {query.dtype}, {key.dtype} and {value.dtype}"
+    if key.shape != value.shape:
+        return "its keys and values differ in shape"
+    if query.size(0) != key.size(0) or query.size(3) != key.size(3):
+        return "its queries and keys differ in batch or head size"
+    if not MIN_HEAD_DIM <= query.size(3) <= MAX_HEAD_DIM:
+        return f"its head size {query.size(3)} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    if query.size(1) != key.size(1) and not (enable_gqa and query.size(1) % key.size(1) == 0):
+        return "it broadcasts keys over heads"
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            return "it runs under a torch.func transform"
+        if query.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "it is captured in a CUDA graph, which replays the kernel of the capture"
+    return None
+
+
+def _heads_of(query: Tensor, key: Tensor) -> Heads:
+    if query.is_nested or query.dim() != 4 or key.dim() != 4:
+        return 0, 0, 0
+    return query.size(1), key.size(1), query.size(3)
+
+
+def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
+    """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
+    number = int(site_stack[-1])
+    if not probe.note_call(number, q, k):
+        note_call(number, _heads_of(q, k), None)
+
+
+# The compiler treats PyTorch's own function as one opaque call; a copy it looks into.
+_original = F.multi_head_attention_forward
+_traceable_multi_head_attention = types.FunctionType(
+    _original.__code__, _original.__globals__, _original.__name__, _original.__defaults__
+)
+_traceable_multi_head_attention.__kwdefaults__ = _original.__kwdefaults__
+
+
+_positions = {name: i for i, name in enumerate(inspect.signature(_original).parameters)}
+
+
+@functools.wraps(_original)
+def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """Stands in for `F.multi_head_attention_forward`; see there."""
+
+    def given(name: str, default: Any = None) -> Any:
+        position = _positions[name]
+        return args[position] if position < len(args) else kwargs.get(name, default)
+
+    if probe.site is not None and is_inside_site() and len(args) <= _positions["need_weights"]:
+        # With weights to return, attention is written out where no call shows its queries.
+        kwargs["need_weights"] = False
+    elif is_inside_site() and given("need_weights", True):
+        site = site_stack[-1]
+        refusal = "it returns attention weights (need_weights=True), which no fused kernel computes"
+        width, num_heads = given("embed_dim_to_check"), given("num_heads")
+        heads = (num_heads, num_heads, width // num_heads)
+        if torch.compiler.is_compiling():
+            note_traced_call(site, heads, refusal)
+        elif probe.site is None:
+            note_call(int(site), heads, refusal)
+    return _traceable_multi_head_attention(*args, **kwargs)
+
+
+original_checkpoint = torch.utils.checkpoint.checkpoint
+
+
+_CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
+
+
+@functools.wraps(original_checkpoint)
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Lets a recomputation *inside* an attention module know which module it belongs to."""
+    if torch.compiler.is_compiling() or not is_inside_site():
+        return original_checkpoint(function, *args, **kwargs)
+    if probe.site is not None:
+        # A checkpoint hides how q comes about from autograd.
+        return function(*args, **{k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS})
+    site, frame = site_stack[-1], frame_stack[-1]
+
+    def recomputed(*inputs: Any, **options: Any) -> Any:
+        with inside(site, frame):
+            return function(*inputs, **options)
+
+    return original_checkpoint(recomputed, *args, **kwargs)

@@ -1,0 +1,101 @@
+"""Learning from a compiler while it traces: compiled calls do not come back to Python.
+
+`note_traced_inputs` and `note_traced_call` are traced themselves and leave no trace in the graph.
+Only the compiler's own tracer objects can tell what their arguments are, which are looked up by
+name; where another version of it cannot, nothing is noted, and training goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
+from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
+
+from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.interception.inputs import (
+    ModuleInputs,
+    describe,
+    describe_inputs,
+    present_size,
+)
+from guardbit.monitor.interception.records import (
+    Heads,
+    TracedRefusal,
+    keep_traced_inputs,
+    keep_traced_refusal,
+)
+
+
+def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Notes what the inputs of a module that is traced look like."""
+    comptime(_read_inputs)
+
+
+def note_traced_call(site: Tensor, heads: Heads, refusal: str | None) -> None:
+    """Notes whether a call that is traced keeps PyTorch's function, and why."""
+    comptime(_read_call)
+
+
+def _read_inputs(context: Any) -> None:
+    """Runs while `note_traced_inputs` is traced, and reads the fake inputs."""
+    try:
+        module, args, kwargs = (
+            context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+            for name in ("module", "args", "kwargs")
+        )
+        inputs = ModuleInputs(
+            tuple(_describe_variable(x) for x in args.items),
+            {key.vt.as_python_constant(): _describe_variable(x) for key, x in kwargs.items.items()},
+        )
+        keep_traced_inputs(module.value, inputs)
+    except Exception:
+        # Then the weights of the site are reported as unavailable.
+        return
+
+
+def _read_call(context: Any) -> None:
+    """Runs while `note_traced_call` is traced."""
+    try:
+        for (
+            frame
+        ) in frame_stack:  # modules around the traced code, entered before the compiler came
+            keep_traced_inputs(frame.module, describe_inputs(frame.args, frame.kwargs))
+        why = context.get_local("refusal").as_python_constant()
+        site, sizes = (
+            context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+            for name in ("site", "heads")
+        )
+        number = int(site.as_proxy().node.meta["grapharg"].example)
+        num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
+        heads = num_heads, num_key_heads, head_dim
+        refusal = TracedRefusal(why, heads, torch.is_grad_enabled())
+    except Exception:
+        # Then the site is missing from those that are listed.
+        return
+    if why is not None:
+        keep_traced_refusal(number, refusal)
+
+
+def _number_of(variable: Any) -> int:
+    """A whole number the compiler knows, or one it keeps open, at its present value."""
+    if variable.is_python_constant():
+        return variable.as_python_constant()
+    return present_size(variable.as_proxy().node.meta["example_value"])
+
+
+def _describe_variable(variable: Any) -> Any:
+    if isinstance(variable, LazyVariableTracker):
+        if not variable.is_realized():
+            # The traced code has not looked at it; looking here would add guards.
+            return describe(variable.original_value())
+        variable = variable.realize()
+    if variable.is_python_constant():
+        return describe(variable.as_python_constant())
+    if isinstance(variable, BaseListVariable):
+        return tuple(_describe_variable(item) for item in variable.items)
+    if isinstance(variable, TensorVariable):
+        return describe(variable.as_proxy().node.meta["example_value"])
+    return None
