@@ -22,6 +22,7 @@ from torch import Tensor
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     allowed,
+    head_of,
     load_tile,
     product,
     product_exact,
@@ -51,18 +52,10 @@ def query_kernel(
     reference_pointer,
     inverse_pointer,
     delta_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
     heads,
     group,
     rows,
@@ -86,24 +79,24 @@ def query_kernel(
     program = tl.program_id(0)
     place = program // row_tiles
     first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = (place // heads).to(tl.int64)
+    batch = place // heads
     number = tl.load(numbers_pointer + place % heads)
-    key_head = (number // group).to(tl.int64)
+    key_head = number // group
 
-    q_base = q_pointer + batch * q_batch + number.to(tl.int64) * q_head
-    k_base = k_pointer + batch * k_batch + key_head * k_head
-    v_base = v_pointer + batch * v_batch + key_head * v_head
-    d_out_base = d_out_pointer + batch * d_out_batch + number.to(tl.int64) * d_out_head
+    q_base = head_of(q_pointer, q_strides, batch, number)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
     positions = first + tl.arange(0, ROWS)
-    q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
     _, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
 
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     for start in tl.range(0, end, KEYS):
         columns = start + tl.arange(0, KEYS)
         visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-        k = load_tile(k_base, start, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
         scores = tl.where(visible, _scores(q, k, NEGATIVE_SCALE), float("-inf"))
         row_max = tl.maximum(row_max, tl.max(scores, 1))
     # 0 instead of the -inf of a row that sees no key.
@@ -115,8 +108,8 @@ def query_kernel(
     for start in tl.range(0, end, KEYS):
         columns = start + tl.arange(0, KEYS)
         visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-        k = load_tile(k_base, start, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
+        v = load_tile(v_base, start, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
         scores = tl.where(visible, _scores(q, k, NEGATIVE_SCALE), float("-inf"))
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2)
         row_sum += tl.sum(probabilities, 1)
@@ -129,8 +122,8 @@ def query_kernel(
     for start in tl.range(0, end, KEYS):
         columns = start + tl.arange(0, KEYS)
         visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-        k = load_tile(k_base, start, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
+        v = load_tile(v_base, start, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
         scores = tl.where(visible, _scores(q, k, NEGATIVE_SCALE), float("-inf"))
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2) * inverse[:, None]
         d_probabilities = product(d_out, tl.trans(v), zeros)
@@ -156,18 +149,10 @@ def key_kernel(
     delta_pointer,
     dk_pointer,
     dv_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
     heads,
     group,
     rows,
@@ -190,17 +175,17 @@ def key_kernel(
     program = tl.program_id(0)
     place = program // key_tiles
     first = program % key_tiles * KEYS
-    batch = (place // heads).to(tl.int64)
+    batch = place // heads
     number = tl.load(numbers_pointer + place % heads)
-    key_head = (number // group).to(tl.int64)
+    key_head = number // group
 
-    q_base = q_pointer + batch * q_batch + number.to(tl.int64) * q_head
-    k_base = k_pointer + batch * k_batch + key_head * k_head
-    v_base = v_pointer + batch * v_batch + key_head * v_head
-    d_out_base = d_out_pointer + batch * d_out_batch + number.to(tl.int64) * d_out_head
+    q_base = head_of(q_pointer, q_strides, batch, number)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
     columns = first + tl.arange(0, KEYS)
-    k = load_tile(k_base, first, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
-    v = load_tile(v_base, first, v_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+    k = load_tile(k_base, first, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
+    v = load_tile(v_base, first, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
     start = 0
     if CAUSAL:
         # The first row that sees the first key.
@@ -216,8 +201,8 @@ def key_kernel(
         reference = tl.load(reference_pointer + statistics + positions, mask=inside, other=0.0)
         inverse = tl.load(inverse_pointer + statistics + positions, mask=inside, other=0.0)
         delta = tl.load(delta_pointer + statistics + positions, mask=inside, other=0.0)
-        q = load_tile(q_base, row, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-        d_out = load_tile(d_out_base, row, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+        q = load_tile(q_base, row, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+        d_out = load_tile(d_out_base, row, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
         visible = allowed(positions[None, :], columns[:, None], keys, shift, CAUSAL)
         scores = tl.where(visible, _scores(k, q, NEGATIVE_SCALE), float("-inf"))
         probabilities = tl.exp2((scores - reference[None, :]) * scale_log2) * inverse[None, :]
@@ -278,7 +263,7 @@ def exact_backward(
     dq = torch.empty((batch, count, rows, head_dim), dtype=torch.float32, device=q.device)
     dk, dv = torch.empty((2, batch, count, keys, head_dim), dtype=torch.float32, device=q.device)
     reference, inverse, delta = torch.empty((3, batch, count, rows), device=q.device)
-    strides = [stride for x in (q, k, v, d_out) for stride in x.stride()[:3]]
+    strides = [x.stride()[:3] for x in (q, k, v, d_out)]
     sizes = (count, all_heads // k.shape[1], rows, keys, shift)
     size_of_scale = launch.size_of_scale(scale)
     factors = (scale, size_of_scale * math.log2(math.e))

@@ -23,6 +23,7 @@ from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LOG2_E,
     allowed,
+    head_of,
     kept_entries,
     load_tile,
     product,
@@ -43,7 +44,7 @@ def _query_gradient(
     dq,
     q,
     d_out,
-    log_sum,
+    log_inverse,
     delta,
     k_base,
     v_base,
@@ -73,7 +74,7 @@ def _query_gradient(
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), zeros)
-        exponents = tl.fma(scores, scale_log2, -log_sum[:, None])
+        exponents = tl.fma(scores, scale_log2, log_inverse[:, None])
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
@@ -99,32 +100,17 @@ def query_gradients_kernel(
     lse_pointer,
     codes_pointer,
     dq_pointer,
-    delta_pointer,
-    log_sum_pointer,
+    statistics_pointer,
     bias_pointer,
     numbers_pointer,
     word_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
-    residual_batch,
-    residual_head,
-    residual_row,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
-    dq_batch,
-    dq_head,
-    dq_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    residual_strides,
+    d_out_strides,
+    dq_strides,
     heads,
     group,
     rows,
@@ -144,43 +130,46 @@ def query_gradients_kernel(
 ):
     """One program: delta, a head's share of its bias, and dQ of ROWS queries of one head.
 
-    Heavy causal tiles come first.
+    Leaves -L in log2 units and delta of each row side by side. Heavy causal tiles come first.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
     place = program // row_tiles
     first = (row_tiles - 1 - program % row_tiles) * ROWS
     batch = (place // heads).to(tl.int64)
-    head = (place % heads).to(tl.int64)
-    key_head = (place % heads // group).to(tl.int64)
+    head = place % heads
+    key_head = head // group
 
-    q_base = q_pointer + batch * q_batch + head * q_head
-    k_base = k_pointer + batch * k_batch + key_head * k_head
-    v_base = v_pointer + batch * v_batch + key_head * v_head
-    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
-    dq_base = dq_pointer + batch * dq_batch + head * dq_head
+    q_base = head_of(q_pointer, q_strides, batch, head)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    k_row, v_row = k_strides[2], v_strides[2]
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    dq_base = head_of(dq_pointer, dq_strides, batch, head)
     positions = first + tl.arange(0, ROWS)
-    q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
-    out_base = out_pointer + batch * out_batch + head * out_head
-    out = load_tile(out_base, first, out_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    out = load_tile(out_base, first, out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
     delta = tl.sum(widen(d_out) * widen(out), 1)
     # A variant of its own for launches without such heads would sum delta in another order.
     correction = tl.zeros((ROWS,), tl.float32)
     if tl.load(codes_pointer + head) == _COMPENSATED:
-        residual_base = residual_pointer + batch * residual_batch + head * residual_head
-        counts = load_tile(residual_base, first, residual_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+        residual_base = head_of(residual_pointer, residual_strides, batch, head)
+        counts = load_tile(
+            residual_base, first, residual_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True
+        )
         correction = residual_product(out, counts, widen(d_out))
     delta += correction
     tl.store(bias_pointer + program, -tl.sum(correction, 0))
     inside = positions < rows
     row_place = place.to(tl.int64) * rows + positions
     log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
-    # In log2 units: P is one multiply-add and exp2, as in FlashAttention-2. A row with no allowed
-    # key gets L = inf, which makes its P 0.
-    log_sum = tl.where(log_sum == float("-inf"), float("inf"), log_sum * LOG2_E)
-    tl.store(delta_pointer + row_place, delta, mask=inside)
-    tl.store(log_sum_pointer + row_place, log_sum, mask=inside)
+    # -L in log2 units: P is one multiply-add and exp2, as in FlashAttention-2. It is -inf, which
+    # makes its P 0, for a row with no allowed key too.
+    log_inverse = tl.where(log_sum == float("-inf"), float("-inf"), -log_sum * LOG2_E)
+    tl.store(statistics_pointer + 2 * row_place, log_inverse, mask=inside)
+    tl.store(statistics_pointer + 2 * row_place + 1, delta, mask=inside)
 
     word = tl.full((), 0, tl.int64)
     random_place = word
@@ -192,18 +181,18 @@ def query_gradients_kernel(
     # Loops never run zero times, for the reason given in the forward.
     if whole_end > 0:
         dq = _query_gradient(
-            dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, 0, whole_end,
-            keys, shift, scale_log2, word, random_place, threshold, factor,
+            dq, q, d_out, log_inverse, delta, k_base, v_base, k_row, v_row, positions,
+            0, whole_end, keys, shift, scale_log2, word, random_place, threshold, factor,
             DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
         dq = _query_gradient(
-            dq, q, d_out, log_sum, delta, k_base, v_base, k_row, v_row, positions, whole_end, end,
-            keys, shift, scale_log2, word, random_place, threshold, factor,
+            dq, q, d_out, log_inverse, delta, k_base, v_base, k_row, v_row, positions,
+            whole_end, end, keys, shift, scale_log2, word, random_place, threshold, factor,
             DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
-    store_tile(dq_base, first, dq_row, rows, rounded, ROWS, HEAD_DIM, WIDTH)
+    store_tile(dq_base, first, dq_strides[2], rows, rounded, ROWS, HEAD_DIM, WIDTH)
 
 
 @triton.jit
@@ -214,8 +203,7 @@ def _key_gradients(
     v,
     q_base,
     d_out_base,
-    log_sum_base,
-    delta_base,
+    statistics_base,
     q_stride,
     d_out_stride,
     columns,
@@ -239,20 +227,25 @@ def _key_gradients(
     """Adds the share of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
 
     S, P and their gradients are transposed, (KEYS, ROWS), so that P and dS are the left operands.
+    The statistics are those that `query_gradients_kernel` left, (rows, 2).
     """
     dtype: tl.constexpr = k.dtype
     zeros = tl.zeros((k.shape[0], ROWS), tl.float32)
     for first in tl.range(start, end, ROWS):
         positions = first + tl.arange(0, ROWS)
         q = load_tile(q_base, first, q_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
-        inside = positions < rows
+        # Side by side, the numbers of a row are as many as the threads at least. Fewer, Triton 3.6
+        # lets each thread copy all that it needs.
+        pairs = statistics_base + 2 * positions[:, None] + tl.arange(0, 2)[None, :]
         if BOUNDED:
-            log_sum = tl.load(log_sum_base + positions, mask=inside, other=float("inf"))
+            # Rows past the end are 0 in q and d_out too: whatever their P is, they add nothing.
+            statistics = tl.load(pairs, mask=(positions < rows)[:, None], other=0.0)
         else:
-            log_sum = tl.load(log_sum_base + positions)
+            statistics = tl.load(pairs)
+        log_inverse, delta = tl.split(statistics)
         d_out = load_tile(d_out_base, first, d_out_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
         scores = product(k, tl.trans(q), zeros)
-        exponents = tl.fma(scores, scale_log2, -log_sum[None, :])
+        exponents = tl.fma(scores, scale_log2, log_inverse[None, :])
         if CAUSAL:
             visible = columns[:, None] <= positions[None, :] + shift
             exponents = tl.where(visible, exponents, float("-inf"))
@@ -263,10 +256,6 @@ def _key_gradients(
             kept = tl.trans(kept_entries(word, positions, place, first_key, threshold, KEYS))
             weights = tl.where(kept, weights, 0.0)
         dv = product(weights, d_out, dv)
-        if BOUNDED:
-            delta = tl.load(delta_base + positions, mask=inside, other=0.0)
-        else:
-            delta = tl.load(delta_base + positions)
         d_probabilities = product(v, tl.trans(d_out), zeros)
         if DROPOUT:
             d_probabilities = tl.where(kept, d_probabilities * factor, 0.0)
@@ -283,30 +272,17 @@ def key_gradients_kernel(
     k_pointer,
     v_pointer,
     d_out_pointer,
-    delta_pointer,
-    log_sum_pointer,
+    statistics_pointer,
     dk_pointer,
     dv_pointer,
     numbers_pointer,
     word_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
-    dk_batch,
-    dk_head,
-    dk_row,
-    dv_batch,
-    dv_head,
-    dv_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
+    dk_strides,
+    dv_strides,
     kv_heads,
     group,
     rows,
@@ -337,10 +313,11 @@ def key_gradients_kernel(
     batch = (place // kv_heads).to(tl.int64)
     key_head = place % kv_heads
 
-    k_base = k_pointer + batch * k_batch + key_head.to(tl.int64) * k_head
-    v_base = v_pointer + batch * v_batch + key_head.to(tl.int64) * v_head
-    k = load_tile(k_base, first, k_row, keys, KEYS, HEAD_DIM, WIDTH, True)
-    v = load_tile(v_base, first, v_row, keys, KEYS, HEAD_DIM, WIDTH, True)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    q_row, d_out_row = q_strides[2], d_out_strides[2]
+    k = load_tile(k_base, first, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
+    v = load_tile(v_base, first, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
     columns = first + tl.arange(0, KEYS)
 
     if CAUSAL:
@@ -355,42 +332,40 @@ def key_gradients_kernel(
     dk = tl.zeros((KEYS, WIDTH), tl.float32)
     dv = tl.zeros((KEYS, WIDTH), tl.float32)
     for member in tl.range(0, group, 1, num_stages=1):
-        head = (key_head * group + member).to(tl.int64)
-        q_base = q_pointer + batch * q_batch + head * q_head
-        d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
-        statistics = (batch * kv_heads * group + head) * rows
-        log_sum_base = log_sum_pointer + statistics
-        delta_base = delta_pointer + statistics
+        head = key_head * group + member
+        q_base = head_of(q_pointer, q_strides, batch, head)
+        d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+        statistics_base = statistics_pointer + 2 * (batch * kv_heads * group + head) * rows
         if DROPOUT:
             random_place = batch * all_heads + tl.load(numbers_pointer + head)
         if CAUSAL:
             if whole > start:
                 dk, dv = _key_gradients(
-                    dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
                     columns, start, whole, rows, shift, scale_log2, word, random_place, first,
                     threshold, factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
             if rows > whole:
                 dk, dv = _key_gradients(
-                    dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
                     columns, whole, rows, rows, shift, scale_log2, word, random_place, first,
                     threshold, factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
         elif rows > 0:
             dk, dv = _key_gradients(
-                dk, dv, k, v, q_base, d_out_base, log_sum_base, delta_base, q_row, d_out_row,
+                dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
                 columns, 0, rows, rows, shift, scale_log2, word, random_place, first, threshold,
                 factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
             )  # fmt: skip
     dtype: tl.constexpr = k_pointer.dtype.element_ty
-    dk_base = dk_pointer + batch * dk_batch + key_head.to(tl.int64) * dk_head
-    dv_base = dv_pointer + batch * dv_batch + key_head.to(tl.int64) * dv_head
+    dk_base = head_of(dk_pointer, dk_strides, batch, key_head)
+    dv_base = head_of(dv_pointer, dv_strides, batch, key_head)
     rounded = round_nearest(dk * scale, dtype)
-    store_tile(dk_base, first, dk_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
+    store_tile(dk_base, first, dk_strides[2], keys, rounded, KEYS, HEAD_DIM, WIDTH)
     if DROPOUT:
         dv *= factor
     rounded = round_nearest(dv, dtype)
-    store_tile(dv_base, first, dv_row, keys, rounded, KEYS, HEAD_DIM, WIDTH)
+    store_tile(dv_base, first, dv_strides[2], keys, rounded, KEYS, HEAD_DIM, WIDTH)
 
 
 def backward(
@@ -456,7 +431,7 @@ def backward(
         size, key_size = size.for_dropout, key_size.for_dropout
     row_tiles = triton.cdiv(rows, size.rows)
     lse = lse.contiguous()
-    delta, log_sum = torch.empty_like(lse), torch.empty_like(lse)
+    statistics = lse.new_empty((*lse.shape, 2))
     bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
     random, dropped = (codes, lse), (heads, 0, 1.0)
     if dropout is not None:
@@ -474,17 +449,16 @@ def backward(
                 lse,
                 codes,
                 dq,
-                delta,
-                log_sum,
+                statistics,
                 bias,
                 *random,
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *v.stride()[:3],
-                *out.stride()[:3],
-                *residual.stride()[:3],
-                *d_out.stride()[:3],
-                *dq.stride()[:3],
+                q.stride()[:3],
+                k.stride()[:3],
+                v.stride()[:3],
+                out.stride()[:3],
+                residual.stride()[:3],
+                d_out.stride()[:3],
+                dq.stride()[:3],
                 heads,
                 heads // kv_heads,
                 rows,
@@ -508,17 +482,16 @@ def backward(
                 k,
                 v,
                 d_out,
-                delta,
-                log_sum,
+                statistics,
                 dk,
                 dv,
                 *random,
-                *q.stride()[:3],
-                *k.stride()[:3],
-                *v.stride()[:3],
-                *d_out.stride()[:3],
-                *dk.stride()[:3],
-                *dv.stride()[:3],
+                q.stride()[:3],
+                k.stride()[:3],
+                v.stride()[:3],
+                d_out.stride()[:3],
+                dk.stride()[:3],
+                dv.stride()[:3],
                 kv_heads,
                 heads // kv_heads,
                 rows,

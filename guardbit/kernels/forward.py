@@ -26,6 +26,7 @@ from guardbit.kernels.primitives import (
     allowed,
     count_above,
     encode_residual,
+    head_of,
     kept_entries,
     load_tile,
     partial_sums,
@@ -217,18 +218,10 @@ def forward_kernel(
     numbers_pointer,
     word_pointer,
     telemetry_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
-    out_batch,
-    out_head,
-    out_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
     all_heads,
     heads,
     group,
@@ -271,7 +264,7 @@ def forward_kernel(
     head = place % heads
     code = tl.load(codes_pointer + head)
     number = tl.load(numbers_pointer + head)
-    key_head = (number // group).to(tl.int64)
+    key_head = number // group
     dtype: tl.constexpr = q_pointer.dtype.element_ty
 
     random_place = batch * all_heads + number
@@ -279,11 +272,11 @@ def forward_kernel(
     if DROPOUT:
         word = tl.load(word_pointer)
 
-    q_base = q_pointer + batch * q_batch + number.to(tl.int64) * q_head
-    k_base = k_pointer + batch * k_batch + key_head * k_head
-    v_base = v_pointer + batch * v_batch + key_head * v_head
+    q_base = head_of(q_pointer, q_strides, batch, number)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
     positions = first + tl.arange(0, ROWS)
-    q = load_tile(q_base, first, q_row, rows, ROWS, HEAD_DIM, WIDTH, True)
+    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(dtype)
     whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
@@ -301,7 +294,7 @@ def forward_kernel(
     if whole_end > 0:
         accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
             accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
-            q, k_base, v_base, k_row, v_row, positions, 0, whole_end, keys, shift,
+            q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, keys, shift,
             scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
@@ -309,7 +302,7 @@ def forward_kernel(
     if end > whole_end:
         accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
             accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
-            q, k_base, v_base, k_row, v_row, positions, whole_end, end, keys, shift,
+            q, k_base, v_base, k_strides[2], v_strides[2], positions, whole_end, end, keys, shift,
             scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
@@ -337,20 +330,19 @@ def forward_kernel(
         accumulator *= factor
     exact = accumulator * (1.0 / row_sum)[:, None]
     out = round_nearest(exact, dtype)
-    out_place = batch * out_batch + head.to(tl.int64) * out_head
     if COMPENSATED != _NO_HEAD:
         # Before the numbers are drawn: no head is both, and registers are few.
         residual = encode_residual(exact, out)
         if COMPENSATED == _SOME_HEADS:
             residual = tl.where(code == _COMPENSATED, residual, 0)
-        store_tile(
-            residual_pointer + out_place, first, out_row, rows, residual, ROWS, HEAD_DIM, WIDTH
-        )
+        residual_base = head_of(residual_pointer, out_strides, batch, head)
+        store_tile(residual_base, first, out_strides[2], rows, residual, ROWS, HEAD_DIM, WIDTH)
     if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
         groups = tl.arange(0, WIDTH // 8)[None, :]
         halves = random_halves(seed, groups, positions[:, None], random_place, offset)
         out = round_stochastic(exact, halves, dtype)
-    store_tile(out_pointer + out_place, first, out_row, rows, out, ROWS, HEAD_DIM, WIDTH)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    store_tile(out_base, first, out_strides[2], rows, out, ROWS, HEAD_DIM, WIDTH)
 
 
 def forward(
@@ -444,10 +436,10 @@ def forward(
             launch.device_numbers(numbers, q.device),
             lse if dropout is None else dropout.word,
             reports,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
-            *out.stride()[:3],
+            q.stride()[:3],
+            k.stride()[:3],
+            v.stride()[:3],
+            out.stride()[:3],
             all_heads,
             len(numbers),
             all_heads // kv_heads,

@@ -29,6 +29,13 @@ RESIDUAL_STEPS = tl.constexpr(float(numerics.RESIDUAL_STEPS))
 
 
 @triton.jit
+def head_of(pointer, strides, batch, head):
+    """Where a head of a tensor begins whose strides of batch, head and row are given."""
+    place = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
+    return pointer + place
+
+
+@triton.jit
 def load_tile(
     base,
     start,

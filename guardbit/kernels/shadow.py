@@ -23,6 +23,7 @@ from guardbit.kernels.primitives import (
     LN_2,
     UNIT_LOG2,
     allowed,
+    head_of,
     load_rows,
     load_tile,
     mark_above,
@@ -167,15 +168,9 @@ def shadow_kernel(
     maxima_pointer,
     maxima_bf16_pointer,
     units_pointer,
-    q_batch,
-    q_head,
-    q_row,
-    k_batch,
-    k_head,
-    k_row,
-    v_batch,
-    v_head,
-    v_row,
+    q_strides,
+    k_strides,
+    v_strides,
     heads,
     group,
     count,
@@ -202,20 +197,20 @@ def shadow_kernel(
     program = tl.program_id(0)
     place = program // row_tiles
     first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = (place // heads).to(tl.int64)
-    head = (place % heads).to(tl.int64)
-    key_head = (place % heads // group).to(tl.int64)
+    batch = place // heads
+    head = place % heads
+    key_head = head // group
     dtype: tl.constexpr = q_pointer.dtype.element_ty
 
-    q_base = q_pointer + batch * q_batch + head * q_head
-    k_base = k_pointer + batch * k_batch + key_head * k_head
-    v_base = v_pointer + batch * v_batch + key_head * v_head
+    q_base = head_of(q_pointer, q_strides, batch, head)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
     places = first + tl.arange(0, ROWS)
     positions = places
     if CHOSEN:
         # Past the end, the last one again.
         positions = tl.load(rows_pointer + tl.minimum(places, count - 1)).to(tl.int32)
-    q = load_rows(q_base, positions, q_row, rows, HEAD_DIM, WIDTH)
+    q = load_rows(q_base, positions, q_strides[2], rows, HEAD_DIM, WIDTH)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(dtype)
     whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
@@ -223,11 +218,11 @@ def shadow_kernel(
 
     largest = tl.full((ROWS, 8), float("-inf"), tl.float32)
     largest = _row_maxima(
-        largest, q, k_base, k_row, positions, 0, whole_end, keys, shift,
+        largest, q, k_base, k_strides[2], positions, 0, whole_end, keys, shift,
         False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     largest = _row_maxima(
-        largest, q, k_base, k_row, positions, whole_end, end, keys, shift,
+        largest, q, k_base, k_strides[2], positions, whole_end, end, keys, shift,
         True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     row_max = tl.max(largest, 1)
@@ -251,12 +246,12 @@ def shadow_kernel(
     units = tl.zeros((ROWS, 8), tl.float32)
     accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16, units,
-        q, k_base, v_base, k_row, v_row, positions, reference, tied, tied_bf16, unit,
+        q, k_base, v_base, k_strides[2], v_strides[2], positions, reference, tied, tied_bf16, unit,
         0, whole_end, keys, shift, scale_log2, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16, units,
-        q, k_base, v_base, k_row, v_row, positions, reference, tied, tied_bf16, unit,
+        q, k_base, v_base, k_strides[2], v_strides[2], positions, reference, tied, tied_bf16, unit,
         whole_end, end, keys, shift, scale_log2, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
 
@@ -349,9 +344,9 @@ def shadow(
             row_max,
             entropy,
             *counts,
-            *q.stride()[:3],
-            *k.stride()[:3],
-            *v.stride()[:3],
+            q.stride()[:3],
+            k.stride()[:3],
+            v.stride()[:3],
             heads,
             heads // kv_heads,
             count,
@@ -384,15 +379,9 @@ def delta_bias_kernel(
     rows_pointer,
     bias_pointer,
     size_pointer,
-    d_out_batch,
-    d_out_head,
-    d_out_row,
-    out_batch,
-    out_head,
-    out_row,
-    residual_batch,
-    residual_head,
-    residual_row,
+    d_out_strides,
+    out_strides,
+    residual_strides,
     heads,
     count,
     rows,
@@ -407,25 +396,25 @@ def delta_bias_kernel(
     program = tl.program_id(0)
     place = program // row_tiles
     first = program % row_tiles * ROWS
-    batch = (place // heads).to(tl.int64)
-    head = (place % heads).to(tl.int64)
+    batch = place // heads
+    head = place % heads
     places = first + tl.arange(0, ROWS)
     positions = places
     if CHOSEN:
         chosen = tl.load(rows_pointer + places, mask=places < count, other=-1)
         positions = chosen.to(tl.int32)
 
-    d_out_base = d_out_pointer + batch * d_out_batch + head * d_out_head
-    d_out = load_rows(d_out_base, positions, d_out_row, rows, HEAD_DIM, WIDTH)
-    out_base = out_pointer + batch * out_batch + head * out_head
-    rounded = load_rows(out_base, positions, out_row, rows, HEAD_DIM, WIDTH)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    d_out = load_rows(d_out_base, positions, d_out_strides[2], rows, HEAD_DIM, WIDTH)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    rounded = load_rows(out_base, positions, out_strides[2], rows, HEAD_DIM, WIDTH)
     exact_base = exact_pointer + place.to(tl.int64) * count * HEAD_DIM
     exact = load_tile(exact_base, first, HEAD_DIM, count, ROWS, HEAD_DIM, WIDTH, True)
     weights = widen(d_out)
     bias = tl.sum(weights * (widen(rounded) - exact), 1)
     if COMPENSATED:
-        residual_base = residual_pointer + batch * residual_batch + head * residual_head
-        residual = load_rows(residual_base, positions, residual_row, rows, HEAD_DIM, WIDTH)
+        residual_base = head_of(residual_pointer, residual_strides, batch, head)
+        residual = load_rows(residual_base, positions, residual_strides[2], rows, HEAD_DIM, WIDTH)
         bias += residual_product(rounded, residual, weights)
     tl.store(bias_pointer + program, tl.sum(bias, 0))
     tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
@@ -475,9 +464,9 @@ def delta_bias(
                 exact,
                 exact if rows is None else rows.contiguous(),
                 *sums,
-                *d_out.stride()[:3],
-                *out.stride()[:3],
-                *counts.stride()[:3],
+                d_out.stride()[:3],
+                out.stride()[:3],
+                counts.stride()[:3],
                 heads,
                 count,
                 all_rows,

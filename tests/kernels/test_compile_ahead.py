@@ -21,11 +21,11 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 #: that need none (benchmarks/tune_tiles.py on an H200); for the shadow and sm_89 none is known.
 #: All others: 0.
 SPILLS = {
-    (89, "forward", 256): 16,
-    (90, "key_gradients", 32): 80,
-    (90, "key_gradients", 64): 144,
-    (90, "key_gradients", 128): 200,
-    (90, "key_gradients", 256): 384,
+    (89, "forward", 256): 8,
+    (90, "key_gradients", 32): 48,
+    (90, "key_gradients", 64): 152,
+    (90, "key_gradients", 128): 248,
+    (90, "key_gradients", 256): 424,
     (90, "shadow", 16): 208,
     (90, "shadow", 32): 80,
     (90, "shadow", 64): 80,
@@ -44,10 +44,10 @@ POINTERS = {
         "telemetry": "fp32",
     },
     "query_gradients": {
-        **dict.fromkeys(("lse", "delta", "log_sum", "bias"), "fp32"),
+        **dict.fromkeys(("lse", "statistics", "bias"), "fp32"),
         **dict.fromkeys(("residual", "codes"), "i8"), "numbers": "i32", "word": "i64",
     },
-    "key_gradients": {"delta": "fp32", "log_sum": "fp32", "numbers": "i32", "word": "i64"},
+    "key_gradients": {"statistics": "fp32", "numbers": "i32", "word": "i64"},
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy"), "fp32"),
         **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
@@ -76,12 +76,16 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
             signature[name] = "constexpr"
         elif kind == "pointer":
             signature[name] = "*" + pointers.get(stem, dtype)
+        elif kind == "strides":
+            signature[name] = ("i32", "i32", "i32")
         elif name == "seed":
             signature[name] = "i64"
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
-        if kind in ("pointer", "batch", "head", "row") and stem:
+        if kind == "pointer":
             aligned[number,] = [["tt.divisibility", 16]]
+        elif kind == "strides":
+            aligned |= {(number, i): [["tt.divisibility", 16]] for i in range(3)}
     source = ASTSource(
         fn=kernel,
         signature=signature,
