@@ -120,7 +120,8 @@ def _attend(
     -inf before any key; row_sum of P-bar in eight parts, if any head is not compensated;
     rounded_sum, of P-bar as rounded, 16 times, if any is; tied, whether a second score lies within
     eps of row_max. With TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and
-    weighted, the sum of P-bar log2 P-bar.
+    weighted, the sum of P-bar log2 P-bar. Which products are fused with a sum is spelled out, so
+    that all variants give the same bits.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -145,7 +146,8 @@ def _attend(
                 shifted = tied & (code == _ROW_MAX)
             excess = (beta - 1.0) * tl.abs(new_reference)
             excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
-            new_reference += tl.where(shifted, shift_min_log2 + excess, 0.0)
+            added = tl.where(shifted, shift_min_log2 + excess, 0.0)
+            new_reference = tl.fma(new_max, scale_log2, added)
         # 0 instead of the -inf of a row that has seen no key.
         finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
         # One rounding, as in FlashAttention-2. Where s is so large that `reference` is rounded by
@@ -172,7 +174,7 @@ def _attend(
             ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
             rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
         if COMPENSATED != _ALL_HEADS or TELEMETRY:
-            row_sum = row_sum * rescale[:, None] + partial_sums(probabilities)
+            row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
         row_max = new_max
         reference = new_reference
     return accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted
@@ -322,7 +324,6 @@ def forward_kernel(
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     # What was subtracted beyond row_max scale_log2: a shift, and the rounding of the reference.
     extra = tl.where(row_max == float("-inf"), 0.0, tl.fma(-row_max, scale_log2, reference))
-    # Which products are fused is spelled out, so that all variants give the same bits.
     lse = tl.fma(row_max, scale, (extra + tl.log2(row_sum)) * LN_2)
     tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
 
