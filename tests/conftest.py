@@ -13,6 +13,9 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Tensors are small, and tests run side by side.
+torch.set_num_threads(1)
+
 # In a list, because instrumentation replaces every module's own reference.
 STOCK = [F.scaled_dot_product_attention]
 

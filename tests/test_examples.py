@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs_and_its_heads_are_measured(path, tmp_path, monkeypatch, capsys):
-    torch.set_num_threads(1)
     monkeypatch.chdir(tmp_path)
     # Seeding by Lightning leaves these behind.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")

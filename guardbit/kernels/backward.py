@@ -437,6 +437,15 @@ def backward(
     if dropout is not None:
         random = (launch.device_numbers(dropout.heads, q.device), dropout.word)
         dropped = (dropout.all_heads, dropout.threshold, dropout.factor)
+    scales = (scale, scale * math.log2(math.e))
+    shared = (heads // kv_heads, rows, keys, shift, *scales, *dropped)
+    options = {
+        "DROPOUT": dropout is not None,
+        "CAUSAL": causal is not False,
+        "HEAD_DIM": head_dim,
+        "WIDTH": width,
+        **launch.COMPILER_OPTIONS,
+    }
     with launch.device_of(q):
         if q.numel():
             query_gradients_kernel[(bias.numel(),)](
@@ -460,21 +469,11 @@ def backward(
                 d_out.stride()[:3],
                 dq.stride()[:3],
                 heads,
-                heads // kv_heads,
-                rows,
-                keys,
-                shift,
-                scale,
-                scale * math.log2(math.e),
-                *dropped,
-                DROPOUT=dropout is not None,
-                CAUSAL=causal is not False,
-                HEAD_DIM=head_dim,
-                WIDTH=width,
+                *shared,
+                **options,
                 ROWS=size.rows,
                 KEYS=size.keys,
                 **size.options,
-                **launch.COMPILER_OPTIONS,
             )
         if k.numel():
             key_gradients_kernel[(triton.cdiv(keys, key_size.keys) * batch * kv_heads,)](
@@ -493,22 +492,12 @@ def backward(
                 dk.stride()[:3],
                 dv.stride()[:3],
                 kv_heads,
-                heads // kv_heads,
-                rows,
-                keys,
-                shift,
-                scale,
-                scale * math.log2(math.e),
-                *dropped,
-                DROPOUT=dropout is not None,
-                CAUSAL=causal is not False,
+                *shared,
+                **options,
                 BOUNDED=rows % key_size.rows != 0,
-                HEAD_DIM=head_dim,
-                WIDTH=width,
                 ROWS=key_size.rows,
                 KEYS=key_size.keys,
                 **key_size.options,
-                **launch.COMPILER_OPTIONS,
             )
     delta_bias = torch.full((heads,), torch.nan, device=q.device)
     if compensated:

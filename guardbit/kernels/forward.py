@@ -145,7 +145,7 @@ def _attend(
             if ROW_MAX == _SOME_HEADS:
                 shifted = tied & (code == _ROW_MAX)
             excess = (beta - 1.0) * tl.abs(new_reference)
-            excess -= tl.floor(excess / shift_range_log2) * shift_range_log2
+            excess = tl.fma(-tl.floor(excess / shift_range_log2), shift_range_log2, excess)
             added = tl.where(shifted, shift_min_log2 + excess, 0.0)
             new_reference = tl.fma(new_max, scale_log2, added)
         # 0 instead of the -inf of a row that has seen no key.
@@ -397,11 +397,7 @@ def forward(
     batch, all_heads, rows, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     numbers = tuple(range(all_heads)) if heads is None else tuple(heads)
-    if len(stabilizers) != len(numbers):
-        raise ValueError(
-            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for "
-            f"{len(numbers)} heads."
-        )
+    launch.check_count(stabilizers, len(numbers))
     shift = launch.causal_shift(causal, rows, keys)
     codes = launch.device_codes(tuple(stabilizers), q.device)
     out = launch.empty_like_rows(q if heads is None else q[:, : len(numbers)])

@@ -134,9 +134,13 @@ def main(arguments: list[str]) -> Path:
         compiled=options.device == "cuda",
     )
     folder = options.folder / run_name(options, options.arm)
-    checkpoint = folder / "kept.ckpt" if options.resume else None
-    if options.branch:
+    checkpoint = origin = None
+    if options.resume:
+        checkpoint = folder / "kept.ckpt"
+        origin = json.loads((folder / "about.json").read_text())["branched_from"]
+    elif options.branch:
         checkpoint = branch(options.folder / run_name(options, "stock"), folder)
+        origin = str(checkpoint)
     folder.mkdir(parents=True, exist_ok=True)
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv")]
@@ -159,7 +163,7 @@ def main(arguments: list[str]) -> Path:
         "stabilizer": None if options.arm == "stock" else options.stabilizer,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "branched_from": None if checkpoint is None else str(checkpoint),
+        "branched_from": origin,
         "size": asdict(size),
         "corpus": facts,
         "device": torch.cuda.get_device_name()

@@ -135,7 +135,6 @@ class Trains:
 
 @pytest.fixture
 def trains(tmp_path):
-    torch.set_num_threads(1)
     return Trains(tmp_path)
 
 

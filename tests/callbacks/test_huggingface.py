@@ -64,11 +64,6 @@ def train(folder, *callbacks, resume=None, steps=10, **settings):
     return model
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_weights, accumulate):
     settings = {"gradient_accumulation_steps": accumulate, "save_strategy": "no"}

@@ -11,14 +11,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs(shape, dtype=torch.bfloat16, seed=0):
     """d_out, q, k, v."""
     batch, heads, kv_heads, rows, keys, width = shape

@@ -18,14 +18,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs(shape, dtype=torch.bfloat16, seed=0):
     batch, heads, kv_heads, rows, keys, width = shape
     generator = torch.Generator().manual_seed(seed)

@@ -17,9 +17,9 @@ import pytest
 #: compute capability).
 SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
-#: Bytes of local memory that entries may use. The gradients of sm_90 are faster with it than any
-#: that need none (benchmarks/tune_tiles.py on an H200); for the shadow and sm_89 none is known.
-#: All others: 0.
+#: Bytes of local memory that entries may use; all others: 0. For the gradients of sm_90, entries
+#: with it were faster than any that need none (benchmarks/tune_tiles.py on an H200, an earlier
+#: state of the kernels); for the shadow and sm_89 none is known that needs none.
 SPILLS = {
     (89, "forward", 256): 8,
     (90, "key_gradients", 32): 48,
@@ -33,7 +33,7 @@ SPILLS = {
 }
 
 FLOATS = {
-    "scale", "scale_log2", "beta", "eps", "shift_min_log2", "shift_range_log2",
+    "scale", "scale_log2", "beta", "eps", "eps_log2", "shift_min_log2", "shift_range_log2",
     "factor",
 }  # fmt: skip
 

@@ -19,14 +19,6 @@ FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in a
 MIX = ("stochastic", "compensated", "none", "row_max")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def philox(counter, key):
     """Philox-4x32-10 as its authors give it; NumPy's unsigned integers, arrays that broadcast."""
     c = [numpy.asarray(word, dtype=numpy.uint64) for word in counter]

@@ -17,14 +17,6 @@ SAFE = ("none", "compensated", "stochastic", "row_max")
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def allowed(rows, keys, causal):
     n, m = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
     if causal is False:

@@ -11,14 +11,6 @@ from guardbit import numerics
 from guardbit.kernels import reference
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def random_inputs(shape, dtype, seed=0):
     batch, heads, kv_heads, rows, keys, width = shape
     generator = torch.Generator().manual_seed(seed)

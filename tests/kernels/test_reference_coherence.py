@@ -19,14 +19,6 @@ STABILIZERS = ("none", "compensated", "stochastic", "row_max")
 OPTIONS = {"causal": False, "scale": 1.0, "stabilizers": STABILIZERS}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Sinks(NamedTuple):
     """BF16 inputs (8, 1, ., 64), one batch entry a seed, and what FP64 makes of them."""
 

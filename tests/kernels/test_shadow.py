@@ -20,14 +20,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs(shape, dtype=torch.bfloat16, seed=0):
     """q, k, v, d_out; every third key repeats the first, so that rows have several maxima."""
     batch, heads, kv_heads, rows, keys, width = shape

@@ -29,14 +29,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def memory(batch, heads, length, width, by_rows, dtype, generator):
     shape = (batch, length, heads, width) if by_rows else (batch, heads, length, width)
     return torch.randn(shape, generator=generator).to(dtype)

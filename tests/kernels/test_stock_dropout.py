@@ -16,14 +16,6 @@ from guardbit.kernels.switchboard import NO_SITE
 SITE = torch.tensor(NO_SITE)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def inputs(shape=(2, 4, 2, 33, 40, 16), dtype=torch.float32):
     batch, heads, kv_heads, rows, keys, width = shape
     generator = torch.Generator().manual_seed(rows)

@@ -35,10 +35,7 @@ STOCK = [F.scaled_dot_product_attention]
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     torch._dynamo.reset()
     assert F.scaled_dot_product_attention is STOCK[0]
     assert not site_stack

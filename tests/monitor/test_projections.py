@@ -9,14 +9,6 @@ from torch.nn.utils import parametrizations
 import guardbit
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Adapted(nn.Linear):
     """LoRA as one writes it: W x + B f(A dropout(x)) with W frozen."""
 

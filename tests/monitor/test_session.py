@@ -95,11 +95,6 @@ class Loop:
         return self
 
 
-@pytest.fixture(autouse=True)
-def few_threads():
-    torch.set_num_threads(1)
-
-
 def values(path, indicator, site=""):
     frame = read_run(path)
     rows = frame[(frame.indicator == indicator) & (frame.site == site)]

@@ -9,14 +9,6 @@ import guardbit
 from guardbit.kernels.attention import site_stack
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def model(tiny):
     torch.manual_seed(0)

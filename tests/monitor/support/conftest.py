@@ -68,9 +68,6 @@ def report(request):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def nothing_compiled_before():
     yield
-    torch.set_num_threads(before)
     torch._dynamo.reset()
