@@ -115,7 +115,7 @@ def time_all(kernel: Pass, tensors: list[torch.Tensor], name: str, candidates: l
         table[width] = tile
         run = call(kernel, tensors, name)
         error = max(
-            ((x - y).norm() / y.norm()).item()
+            ((x.double() - y.double()).norm() / y.double().norm()).item()
             for x, y in zip([x for x in run() if x is not None][:3], expected[:3], strict=False)
         )
         rows.append((triton.testing.do_bench(run, 5, 20, return_mode="median"), tile, error))

@@ -17,9 +17,6 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 #: Low bits of an FP32 significand that the narrower format has no room for.
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-#: Exponent of the least last place that residuals are counted in: that of FP16's subnormal
-#: numbers; of BF16 one whose 240-fold inverse FP32 can still hold.
-_SMALLEST_PLACE = {torch.bfloat16: -100, torch.float16: -24}
 #: Counts to a unit in the last place, see `encode_residual`.
 RESIDUAL_STEPS = 240
 _FP16_SMALLEST_NORMAL = 2.0**-14
@@ -171,33 +168,30 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     thirds, quarters, fifths, sixths, eighths and so on of a place are whole counts: means of two to
     six equal weights leave just these, in every row alike, and an error in them would add up.
 
+    The place is counted in FP32's own bits, so that below a power of two it is that of the numbers
+    there. FP16's subnormal numbers have wider ones; of them the byte keeps what it has room for.
+
     Args:
         exact: FP32 tensor of any shape.
         rounded: `exact` rounded to nearest, BF16 or FP16; FP32 has nothing to keep.
 
     Returns:
-        INT8 tensor of the same shape, within -120..120; 0 where `rounded` is not finite.
+        INT8 tensor of the same shape, within -120..120; any number where `rounded` is not finite.
     """
-    if rounded.dtype not in _DROPPED_BITS:
-        return torch.zeros_like(rounded, dtype=torch.int8)
-    counts = (exact - rounded.float()) * (RESIDUAL_STEPS / _last_place(rounded))
-    return counts.where(rounded.isfinite(), 0).round().to(torch.int8)
+    dropped = _DROPPED_BITS.get(rounded.dtype, 0)
+    half = (1 << dropped) >> 1
+    lost = exact.view(torch.int32) - rounded.float().view(torch.int32)
+    counts = (lost.clamp(-half, half) * (RESIDUAL_STEPS << (16 - dropped)) + (1 << 15)) >> 16
+    return counts.to(torch.int8)
 
 
 def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
-    """The residual that `encode_residual` wrote, FP32."""
-    if rounded.dtype not in _DROPPED_BITS:
-        return torch.zeros_like(rounded)
-    residual = counts.float() * (1 / RESIDUAL_STEPS) * _last_place(rounded)
-    return residual.where(rounded.isfinite(), 0)
-
-
-def _last_place(x: Tensor) -> Tensor:
-    """Distance of x from the next larger number of its format, FP32; never below 2^-100 in BF16."""
-    exponent = x.float().view(torch.int32) & 0x7F800000
-    place = exponent - ((23 - _DROPPED_BITS[x.dtype]) << 23)
-    # An exponent of 127 + e in the upper bits is 2^e.
-    return place.clamp_min((127 + _SMALLEST_PLACE[x.dtype]) << 23).view(torch.float32)
+    """The residual that `encode_residual` wrote, FP32; NaN or infinite where `rounded` is."""
+    dropped = _DROPPED_BITS.get(rounded.dtype, 0)
+    shift = 22 - dropped
+    lost = (counts.int() * ((1 << 22) // RESIDUAL_STEPS) + (1 << shift >> 1)) >> shift
+    wide = rounded.float()
+    return (wide.view(torch.int32) + lost).view(torch.float32) - wide
 
 
 def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:

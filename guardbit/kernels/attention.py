@@ -190,7 +190,7 @@ def flash_attention(
 
 def is_inside_site() -> bool:
     """Whether the caller runs inside an instrumented module."""
-    return bool(site_stack) and (torch.compiler.is_compiling() or not is_other_thread())
+    return len(site_stack) > 0 and (torch.compiler.is_compiling() or not is_other_thread())
 
 
 def is_other_thread() -> bool:

@@ -11,7 +11,6 @@ Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -23,11 +22,11 @@ from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
     LOG2_E,
     allowed,
+    decode_residual,
     head_of,
     kept_entries,
     load_tile,
     product,
-    residual_product,
     round_nearest,
     store_tile,
     visible_keys,
@@ -38,13 +37,16 @@ from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
 
+# Numbers that are added up side by side.
+_BLOCK = tl.constexpr(256)
+
 
 @triton.jit
 def _query_gradient(
     dq,
     q,
     d_out,
-    log_inverse,
+    negative_lse,
     delta,
     k_base,
     v_base,
@@ -55,7 +57,7 @@ def _query_gradient(
     end,
     keys,
     shift,
-    scale_log2,
+    scale,
     word,
     place,
     threshold,
@@ -74,7 +76,8 @@ def _query_gradient(
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), zeros)
-        exponents = tl.fma(scores, scale_log2, log_inverse[:, None])
+        # In this order, so that S = L is P = 1 however large the two are.
+        exponents = tl.fma(scores, scale, negative_lse[:, None]) * LOG2_E
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
@@ -117,7 +120,6 @@ def query_gradients_kernel(
     keys,
     shift,
     scale,
-    scale_log2,
     all_heads,
     threshold,
     factor,
@@ -130,7 +132,7 @@ def query_gradients_kernel(
 ):
     """One program: delta, a head's share of its bias, and dQ of ROWS queries of one head.
 
-    Leaves -L in log2 units and delta of each row side by side. Heavy causal tiles come first.
+    Leaves -L and delta of each row side by side. Heavy causal tiles come first.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -159,16 +161,15 @@ def query_gradients_kernel(
         counts = load_tile(
             residual_base, first, residual_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True
         )
-        correction = residual_product(out, counts, widen(d_out))
+        correction = tl.sum(widen(d_out) * decode_residual(out, counts), 1)
     delta += correction
     tl.store(bias_pointer + program, -tl.sum(correction, 0))
     inside = positions < rows
     row_place = place.to(tl.int64) * rows + positions
     log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
-    # -L in log2 units: P is one multiply-add and exp2, as in FlashAttention-2. It is -inf, which
-    # makes its P 0, for a row with no allowed key too.
-    log_inverse = tl.where(log_sum == float("-inf"), float("-inf"), -log_sum * LOG2_E)
-    tl.store(statistics_pointer + 2 * row_place, log_inverse, mask=inside)
+    # -inf, which makes its P 0, for a row with no allowed key too.
+    negative_lse = tl.where(log_sum == float("-inf"), log_sum, -log_sum)
+    tl.store(statistics_pointer + 2 * row_place, negative_lse, mask=inside)
     tl.store(statistics_pointer + 2 * row_place + 1, delta, mask=inside)
 
     word = tl.full((), 0, tl.int64)
@@ -181,14 +182,14 @@ def query_gradients_kernel(
     # Loops never run zero times, for the reason given in the forward.
     if whole_end > 0:
         dq = _query_gradient(
-            dq, q, d_out, log_inverse, delta, k_base, v_base, k_row, v_row, positions,
-            0, whole_end, keys, shift, scale_log2, word, random_place, threshold, factor,
+            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
+            0, whole_end, keys, shift, scale, word, random_place, threshold, factor,
             DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
         dq = _query_gradient(
-            dq, q, d_out, log_inverse, delta, k_base, v_base, k_row, v_row, positions,
-            whole_end, end, keys, shift, scale_log2, word, random_place, threshold, factor,
+            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
+            whole_end, end, keys, shift, scale, word, random_place, threshold, factor,
             DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
@@ -211,7 +212,7 @@ def _key_gradients(
     end,
     rows,
     shift,
-    scale_log2,
+    scale,
     word,
     place,
     first_key,
@@ -242,10 +243,10 @@ def _key_gradients(
             statistics = tl.load(pairs, mask=(positions < rows)[:, None], other=0.0)
         else:
             statistics = tl.load(pairs)
-        log_inverse, delta = tl.split(statistics)
+        negative_lse, delta = tl.split(statistics)
         d_out = load_tile(d_out_base, first, d_out_stride, rows, ROWS, HEAD_DIM, WIDTH, BOUNDED)
         scores = product(k, tl.trans(q), zeros)
-        exponents = tl.fma(scores, scale_log2, log_inverse[None, :])
+        exponents = tl.fma(scores, scale, negative_lse[None, :]) * LOG2_E
         if CAUSAL:
             visible = columns[:, None] <= positions[None, :] + shift
             exponents = tl.where(visible, exponents, float("-inf"))
@@ -264,17 +265,49 @@ def _key_gradients(
     return dk, dv
 
 
+@triton.jit
+def _add_bias(
+    bias_pointer,
+    codes_pointer,
+    delta_bias_pointer,
+    head,
+    heads,
+    batches,
+    row_tiles,
+):
+    """Stores a head's bias of delta, the sum of what the tiles of queries left; NaN if it has none.
+
+    In one order whatever else runs.
+    """
+    total = float("nan")
+    if tl.load(codes_pointer + head) == _COMPENSATED:
+        sums = tl.zeros((_BLOCK,), tl.float32)
+        for start in tl.range(0, batches * row_tiles, _BLOCK):
+            places = start + tl.arange(0, _BLOCK)
+            batch = places // row_tiles
+            pointers = bias_pointer + (batch * heads + head) * row_tiles + places % row_tiles
+            sums += tl.load(pointers, mask=batch < batches, other=0.0)
+        total = tl.sum(sums, 0)
+    tl.store(delta_bias_pointer + head, total)
+
+
 @triton.jit(
-    do_not_specialize=["kv_heads", "group", "rows", "keys", "shift", "all_heads", "threshold"]
-)
+    do_not_specialize=[
+        "kv_heads", "group", "rows", "keys", "shift", "all_heads", "threshold", "batches",
+        "row_tiles",
+    ]
+)  # fmt: skip
 def key_gradients_kernel(
     q_pointer,
     k_pointer,
     v_pointer,
     d_out_pointer,
     statistics_pointer,
+    bias_pointer,
+    codes_pointer,
     dk_pointer,
     dv_pointer,
+    delta_bias_pointer,
     numbers_pointer,
     word_pointer,
     q_strides,
@@ -283,13 +316,14 @@ def key_gradients_kernel(
     d_out_strides,
     dk_strides,
     dv_strides,
+    batches,
+    row_tiles,
     kv_heads,
     group,
     rows,
     keys,
     shift,
     scale,
-    scale_log2,
     all_heads,
     threshold,
     factor,
@@ -302,6 +336,8 @@ def key_gradients_kernel(
     KEYS: tl.constexpr,
 ):
     """One program: dK and dV of KEYS keys of one key head, over all query heads of its group.
+
+    Those with the first batch's last keys, the lightest, also add up the bias of delta.
 
     The first keys, which causal masking makes the heaviest, come first. BOUNDED says that ROWS does
     not divide the number of rows.
@@ -342,19 +378,19 @@ def key_gradients_kernel(
             if whole > start:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
-                    columns, start, whole, rows, shift, scale_log2, word, random_place, first,
+                    columns, start, whole, rows, shift, scale, word, random_place, first,
                     threshold, factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
             if rows > whole:
                 dk, dv = _key_gradients(
                     dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
-                    columns, whole, rows, rows, shift, scale_log2, word, random_place, first,
+                    columns, whole, rows, rows, shift, scale, word, random_place, first,
                     threshold, factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
                 )  # fmt: skip
         elif rows > 0:
             dk, dv = _key_gradients(
                 dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
-                columns, 0, rows, rows, shift, scale_log2, word, random_place, first, threshold,
+                columns, 0, rows, rows, shift, scale, word, random_place, first, threshold,
                 factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, ROWS,
             )  # fmt: skip
     dtype: tl.constexpr = k_pointer.dtype.element_ty
@@ -366,6 +402,13 @@ def key_gradients_kernel(
         dv *= factor
     rounded = round_nearest(dv, dtype)
     store_tile(dv_base, first, dv_strides[2], keys, rounded, KEYS, HEAD_DIM, WIDTH)
+    if (batch == 0) & (first + KEYS >= keys):
+        for member in tl.range(0, group, 1, num_stages=1):
+            head = key_head * group + member
+            _add_bias(
+                bias_pointer, codes_pointer, delta_bias_pointer,
+                head, kv_heads * group, batches, row_tiles,
+            )  # fmt: skip
 
 
 def backward(
@@ -416,8 +459,7 @@ def backward(
     launch.check_count(stabilizers, heads)
     shift = launch.causal_shift(causal, rows, keys)
     codes = launch.device_codes(tuple(stabilizers), q.device)
-    compensated = "compensated" in stabilizers
-    if compensated and residual is None:
+    if "compensated" in stabilizers and residual is None:
         raise ValueError("Compensated heads need the forward's residual, but it is None.")
     # Never read if no head is compensated; any pointer to bytes will do.
     residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
@@ -433,12 +475,12 @@ def backward(
     lse = lse.contiguous()
     statistics = lse.new_empty((*lse.shape, 2))
     bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
+    delta_bias = torch.empty(heads, dtype=torch.float32, device=q.device)
     random, dropped = (codes, lse), (heads, 0, 1.0)
     if dropout is not None:
         random = (launch.device_numbers(dropout.heads, q.device), dropout.word)
         dropped = (dropout.all_heads, dropout.threshold, dropout.factor)
-    scales = (scale, scale * math.log2(math.e))
-    shared = (heads // kv_heads, rows, keys, shift, *scales, *dropped)
+    shared = (heads // kv_heads, rows, keys, shift, scale, *dropped)
     options = {
         "DROPOUT": dropout is not None,
         "CAUSAL": causal is not False,
@@ -482,8 +524,11 @@ def backward(
                 v,
                 d_out,
                 statistics,
+                bias,
+                codes,
                 dk,
                 dv,
+                delta_bias,
                 *random,
                 q.stride()[:3],
                 k.stride()[:3],
@@ -491,6 +536,8 @@ def backward(
                 d_out.stride()[:3],
                 dk.stride()[:3],
                 dv.stride()[:3],
+                batch,
+                row_tiles,
                 kv_heads,
                 *shared,
                 **options,
@@ -499,8 +546,6 @@ def backward(
                 KEYS=key_size.keys,
                 **key_size.options,
             )
-    delta_bias = torch.full((heads,), torch.nan, device=q.device)
-    if compensated:
-        is_compensated = codes == STABILIZERS.index("compensated")
-        delta_bias = torch.where(is_compensated, bias.sum((0, 2)), delta_bias)
+    if not k.numel():
+        delta_bias = torch.where(codes == _COMPENSATED.value, 0.0, torch.nan)
     return Gradients(dq, dk, dv, delta_bias)

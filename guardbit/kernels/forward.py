@@ -49,8 +49,8 @@ _ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
 # How many heads of a launch have a stabilizer. With all or none there is nothing to choose.
 _NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-# The narrowest right operand of a product.
-_LEAST_WIDTH = tl.constexpr(16)
+# The narrowest right operand of a product on tensor cores, PTX's m16n8k16.
+_LEAST_WIDTH = tl.constexpr(8)
 
 # What a program reports of its rows, see `_report`.
 _NUM_REPORTED = tl.constexpr(6)
@@ -79,7 +79,7 @@ def _second_near_maximum(second, differences, row_max, tile_max, distance):
 def _attend(
     accumulator,
     row_max,
-    reference,
+    raised,
     row_sum,
     rounded_sum,
     tied,
@@ -96,8 +96,8 @@ def _attend(
     keys,
     shift,
     scale_log2,
-    beta,
     eps,
+    shift_turns,
     shift_min_log2,
     shift_range_log2,
     code,
@@ -116,9 +116,9 @@ def _attend(
 ):
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
-    Carries, a row: row_max, largest s so far; reference, what is subtracted from s, in log2 units,
-    -inf before any key; row_sum of P-bar in eight parts, if any head is not compensated;
-    rounded_sum, of P-bar as rounded, 16 times, if any is; tied, whether a second score lies within
+    Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
+    row_sum of P-bar in eight parts, if any head is not compensated;
+    rounded_sum, of P-bar as rounded, eight times, if any is; tied, whether a second score lies within
     eps of row_max. With TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and
     weighted, the sum of P-bar log2 P-bar. Which products are fused with a sum is spelled out, so
     that all variants give the same bits.
@@ -133,27 +133,30 @@ def _attend(
             scores = tl.where(visible, scores, float("-inf"))
         tile_max = tl.max(scores, 1)
         new_max = tl.maximum(row_max, tile_max)
+        # 0 instead of the -inf of a row that has seen no key.
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # Subtracted before the scale: the largest P-bar is 1 however large s is. Fused into one
+        # multiply-add, s beyond 10^4 makes it 2^e with e the rounding of row_max scale, which BF16
+        # then rounds.
+        differences = scores - finite[:, None]
         if ROW_MAX != _NO_HEAD or TELEMETRY:
-            differences = scores - tl.where(new_max == float("-inf"), 0.0, new_max)[:, None]
             tied = _second_near_maximum(tied, differences, row_max, tile_max, eps)
         if TELEMETRY:
             least = -UNIT_LOG2 / scale_log2
             unit = _second_near_maximum(unit, differences, row_max, tile_max, least)
-        new_reference = new_max * scale_log2
-        if ROW_MAX != _NO_HEAD:
+        if ROW_MAX == _NO_HEAD:
+            new_raised = raised
+            exponents = differences * scale_log2
+            rise = (row_max - finite) * scale_log2
+        else:
             shifted = tied
             if ROW_MAX == _SOME_HEADS:
                 shifted = tied & (code == _ROW_MAX)
-            excess = (beta - 1.0) * tl.abs(new_reference)
-            excess = tl.fma(-tl.floor(excess / shift_range_log2), shift_range_log2, excess)
-            added = tl.where(shifted, shift_min_log2 + excess, 0.0)
-            new_reference = tl.fma(new_max, scale_log2, added)
-        # 0 instead of the -inf of a row that has seen no key.
-        finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
-        # One rounding, as in FlashAttention-2. Where s is so large that `reference` is rounded by
-        # as much as matters, all P-bar of the row are off by one factor, and so is their sum.
-        exponents = tl.fma(scores, scale_log2, -finite[:, None])
-        rise = reference - finite
+            turns = tl.abs(finite) * shift_turns
+            shift_log2 = tl.fma(turns - tl.floor(turns), shift_range_log2, shift_min_log2)
+            new_raised = tl.where(shifted, shift_log2, 0.0)
+            exponents = tl.fma(differences, scale_log2, -new_raised[:, None])
+            rise = tl.fma(row_max - finite, scale_log2, raised - new_raised)
         probabilities = tl.exp2(exponents)
         rescale = tl.exp2(rise)
         if TELEMETRY:
@@ -176,8 +179,8 @@ def _attend(
         if COMPENSATED != _ALL_HEADS or TELEMETRY:
             row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
         row_max = new_max
-        reference = new_reference
-    return accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted
+        raised = new_raised
+    return accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted
 
 
 @triton.jit
@@ -232,8 +235,8 @@ def forward_kernel(
     shift,
     scale,
     scale_log2,
-    beta,
     eps,
+    shift_turns,
     shift_min_log2,
     shift_range_log2,
     seed: tl.int64,
@@ -285,7 +288,7 @@ def forward_kernel(
 
     accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    reference = tl.full((ROWS,), float("-inf"), tl.float32)
+    raised = tl.zeros((ROWS,), tl.float32)
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
     tied = tl.zeros((ROWS,), tl.int1)
@@ -294,18 +297,18 @@ def forward_kernel(
     # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
     # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
     if whole_end > 0:
-        accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, keys, shift,
-            scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
+            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
-        accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, reference, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted,
             q, k_base, v_base, k_strides[2], v_strides[2], positions, whole_end, end, keys, shift,
-            scale_log2, beta, eps, shift_min_log2, shift_range_log2, code,
+            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
             COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
@@ -322,9 +325,7 @@ def forward_kernel(
         )
     # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    # What was subtracted beyond row_max scale_log2: a shift, and the rounding of the reference.
-    extra = tl.where(row_max == float("-inf"), 0.0, tl.fma(-row_max, scale_log2, reference))
-    lse = tl.fma(row_max, scale, (extra + tl.log2(row_sum)) * LN_2)
+    lse = tl.fma(row_max, scale, (raised + tl.log2(row_sum)) * LN_2)
     tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
 
     if DROPOUT:
@@ -445,8 +446,8 @@ def forward(
             shift,
             size_of_scale,
             size_of_scale * math.log2(math.e),
-            beta,
             eps / size_of_scale,
+            (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN),
             SHIFT_MIN * math.log2(math.e),
             (shift_max - SHIFT_MIN) * math.log2(math.e),
             seed=launch.signed(seed),

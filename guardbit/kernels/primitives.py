@@ -25,7 +25,7 @@ LN_2 = tl.constexpr(math.log(2))
 
 # log2 of the least P-bar that rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
 UNIT_LOG2 = tl.constexpr(math.log2(1 - 2.0**-9))
-RESIDUAL_STEPS = tl.constexpr(float(numerics.RESIDUAL_STEPS))
+RESIDUAL_STEPS = tl.constexpr(numerics.RESIDUAL_STEPS)
 
 
 @triton.jit
@@ -86,7 +86,9 @@ def store_tile(
 ):
     """Stores (SIZE, WIDTH) from row `start` on, up to row `limit` and column HEAD_DIM."""
     rows = tl.arange(0, SIZE)
-    columns = tl.arange(0, WIDTH)
+    # A thread stores eight numbers, of bytes too: with sixteen of them, Triton gives the copies of
+    # keys and values, whose addresses are built alike, the same shape, and the loop takes longer.
+    columns = tl.max_contiguous(tl.arange(0, WIDTH), 8)
     base += tl.cast(start, tl.int64) * stride
     pointers = base + rows[:, None] * stride + columns[None, :]
     inside = (start + rows < limit)[:, None] & (columns < HEAD_DIM)[None, :]
@@ -225,55 +227,24 @@ def round_stochastic(x, halves, dtype: tl.constexpr):
 
 
 @triton.jit
-def leading_place(rounded):
-    """2^e of numbers from 2^e up to 2^(e + 1), as bits of FP32.
-
-    The last place of `guardbit.numerics` is this times 2^-7 in BF16, 2^-10 in FP16.
-    """
-    SMALLEST: tl.constexpr = -100 + 7 if rounded.dtype == tl.bfloat16 else -24 + 10
-    exponent = widen(rounded).to(tl.int32, bitcast=True) & 0x7F800000
-    return tl.maximum(exponent, (127 + SMALLEST) << 23)
-
-
-@triton.jit
 def encode_residual(exact, rounded):
-    """`guardbit.numerics.encode_residual`: FP32 and what it was rounded to, to INT8.
-
-    Where `rounded` is not finite the result is any number.
-    """
-    PLACES: tl.constexpr = RESIDUAL_STEPS * (128.0 if rounded.dtype == tl.bfloat16 else 1024.0)
-    # 1 / 2^e: the biased exponents of the two add up to 254.
-    inverse = ((254 << 23) - leading_place(rounded)).to(tl.float32, bitcast=True)
-    counts = (exact - widen(rounded)) * (inverse * PLACES)
-    # Beside 1.5 2^23 there is no room for a fraction: it is rounded away, to nearest even, and the
-    # lowest byte of the sum is the number.
-    return (counts + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    """`guardbit.numerics.encode_residual`: FP32 and what it was rounded to, to INT8."""
+    DROPPED: tl.constexpr = 16 if rounded.dtype == tl.bfloat16 else 13
+    lost = exact.to(tl.int32, bitcast=True) - widen(rounded).to(tl.int32, bitcast=True)
+    if DROPPED < 16:
+        lost = tl.minimum(tl.maximum(lost, -(1 << (DROPPED - 1))), 1 << (DROPPED - 1))
+    counts = (lost * (RESIDUAL_STEPS << (16 - DROPPED)) + (1 << 15)) >> 16
+    return counts.to(tl.int8)
 
 
 @triton.jit
-def residual_product(rounded, counts, weights):
-    """Row sums of `guardbit.numerics.decode_residual` times FP32 weights.
-
-    Four or more elements a thread.
-    """
-    PLACES: tl.constexpr = RESIDUAL_STEPS * (128.0 if rounded.dtype == tl.bfloat16 else 1024.0)
-    if INTERPRET:
-        numbers = counts.to(tl.float32)
-    else:
-        # A conversion runs at an eighth of the rate: each byte is put beside 2^23 and 128 instead.
-        numbers = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; xor.b32 t, $4, 0x80808080;"
-            " prmt.b32 $0, t, 0x4B000000, 0x7540; prmt.b32 $1, t, 0x4B000000, 0x7541;"
-            " prmt.b32 $2, t, 0x4B000000, 0x7542; prmt.b32 $3, t, 0x4B000000, 0x7543; }",
-            "=f,=f,=f,=f,r",
-            [counts],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=4,
-        )
-        numbers -= 8388736.0
-    place = leading_place(rounded).to(tl.float32, bitcast=True)
-    return tl.sum(weights * (numbers * place), 1) * (1.0 / PLACES)
+def decode_residual(rounded, counts):
+    """`guardbit.numerics.decode_residual`, FP32."""
+    DROPPED: tl.constexpr = 16 if rounded.dtype == tl.bfloat16 else 13
+    SHIFT: tl.constexpr = 22 - DROPPED
+    lost = (counts.to(tl.int32) * ((1 << 22) // RESIDUAL_STEPS) + (1 << (SHIFT - 1))) >> SHIFT
+    wide = widen(rounded)
+    return (wide.to(tl.int32, bitcast=True) + lost).to(tl.float32, bitcast=True) - wide
 
 
 @triton.jit

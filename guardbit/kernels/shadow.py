@@ -20,6 +20,7 @@ from torch import Tensor
 
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
+    decode_residual,
     LN_2,
     UNIT_LOG2,
     allowed,
@@ -30,7 +31,6 @@ from guardbit.kernels.primitives import (
     partial_maxima,
     partial_sums,
     product,
-    residual_product,
     round_nearest,
     store_tile,
     visible_keys,
@@ -410,12 +410,12 @@ def delta_bias_kernel(
     rounded = load_rows(out_base, positions, out_strides[2], rows, HEAD_DIM, WIDTH)
     exact_base = exact_pointer + place.to(tl.int64) * count * HEAD_DIM
     exact = load_tile(exact_base, first, HEAD_DIM, count, ROWS, HEAD_DIM, WIDTH, True)
-    weights = widen(d_out)
-    bias = tl.sum(weights * (widen(rounded) - exact), 1)
+    errors = widen(rounded) - exact
     if COMPENSATED:
         residual_base = head_of(residual_pointer, residual_strides, batch, head)
-        residual = load_rows(residual_base, positions, residual_strides[2], rows, HEAD_DIM, WIDTH)
-        bias += residual_product(rounded, residual, weights)
+        counts = load_rows(residual_base, positions, residual_strides[2], rows, HEAD_DIM, WIDTH)
+        errors += decode_residual(rounded, counts)
+    bias = tl.sum(widen(d_out) * errors, 1)
     tl.store(bias_pointer + program, tl.sum(bias, 0))
     tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
 

@@ -12,7 +12,14 @@ from guardbit.kernels import reference, switchboard
 from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.reference import Dropout
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's own: its compiler's first import, the debug mode for waiting, and a capture's
+    # stream, which differs from the warm-up's.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+]
 
 MIX = ("stochastic", "compensated", "none", "row_max")
 

@@ -33,7 +33,7 @@ SPILLS = {
 }
 
 FLOATS = {
-    "scale", "scale_log2", "beta", "eps", "eps_log2", "shift_min_log2", "shift_range_log2",
+    "scale", "scale_log2", "eps", "eps_log2", "shift_turns", "shift_min_log2", "shift_range_log2",
     "factor",
 }  # fmt: skip
 
@@ -47,7 +47,10 @@ POINTERS = {
         **dict.fromkeys(("lse", "statistics", "bias"), "fp32"),
         **dict.fromkeys(("residual", "codes"), "i8"), "numbers": "i32", "word": "i64",
     },
-    "key_gradients": {"statistics": "fp32", "numbers": "i32", "word": "i64"},
+    "key_gradients": {
+        **dict.fromkeys(("statistics", "bias", "delta_bias"), "fp32"), "codes": "i8",
+        "numbers": "i32", "word": "i64",
+    },
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy"), "fp32"),
         **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),

@@ -5,7 +5,13 @@ import torch
 
 import guardbit
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # PyTorch's own: its compiler's first import, and graphs between two calls of attention in
+    # which nothing is left to capture.
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
+]
 
 
 @pytest.fixture
