@@ -53,13 +53,10 @@ CANDIDATES: dict[Pass, list[Tile]] = {
         for stages in (2, 3)
     ],
 }  # fmt: skip
-# A head's bits must not depend on the others': as many keys as the plain forward's entries.
-CANDIDATES["compensated_forward"] = [tile for tile in CANDIDATES["forward"] if tile.keys == 64]
 
 #: What runs with a pass's entries; an entry must serve them all.
 STABILIZERS: dict[Pass, list[str]] = {
-    "forward": ["none", "stochastic", "row_max"],
-    "compensated_forward": ["compensated"],
+    "forward": ["none", "compensated", "stochastic", "row_max"],
     "query_gradients": ["none", "compensated"],
     "key_gradients": ["none"],
 }
@@ -78,7 +75,7 @@ def inputs(batch: int, heads: int, rows: int, width: int) -> list[torch.Tensor]:
 def entries(kernel: Pass) -> dict[int, Tile]:
     """What the launchers look up on this device, by padded head dimension."""
     table = tiles.TILES.setdefault(torch.cuda.get_device_capability(), dict(tiles.FALLBACK))
-    return table.setdefault(kernel, dict(table["forward"]))
+    return table[kernel]
 
 
 def call(kernel: Pass, tensors: list[torch.Tensor], name: str):
@@ -87,7 +84,7 @@ def call(kernel: Pass, tensors: list[torch.Tensor], name: str):
     options = {
         "causal": True, "scale": 1 / math.sqrt(q.shape[-1]), "stabilizers": [name] * q.shape[1],
     }  # fmt: skip
-    if kernel.endswith("forward"):
+    if kernel == "forward":
         return lambda: forward.forward(q, k, v, **options)
     result = forward.forward(q, k, v, **options)
     return lambda: backward.backward(d_out, q, k, v, *result, **options)

@@ -411,8 +411,7 @@ def forward(
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
-    kernel = "compensated_forward" if compensated else "forward"
-    size = tiles.tile(launch.capability_of(q), width, kernel)
+    size = tiles.tile(launch.capability_of(q), width, "forward")
     if dropout is not None:
         size = size.for_dropout
     row_tiles = triton.cdiv(rows, size.rows)

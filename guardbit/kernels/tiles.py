@@ -1,8 +1,8 @@
 """Tile sizes, warps and pipeline depth of each kernel, by device and head dimension.
 
-Never tuned in a user's first step. Of sm_90, forward and gradients for up to 128 features are the
-fastest that `benchmarks/tune_tiles.py` found on an H200 for an earlier state of the kernels; the
-rest was chosen to need little local memory. A device that is not listed gets `FALLBACK`, which fits
+Never tuned in a user's first step. Of sm_90, forward and gradients for 64 and 128 features are the
+fastest that `benchmarks/tune_tiles.py` found on an H200; the rest was chosen to need little local
+memory. A device that is not listed gets `FALLBACK`, which fits
 99 KiB of shared memory, the least of any GPU since Ampere (CUDA C++ Programming Guide, table of
 technical specifications per compute capability).
 """
@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple, get_args
 
 Pass = Literal[
     "forward",
-    "compensated_forward",
     "query_gradients",
     "key_gradients",
     "shadow",
@@ -51,8 +50,8 @@ class Tile(NamedTuple):
 
     @property
     def for_dropout(self) -> Tile:
-        """With one tile less in flight: the mask passes through shared memory too."""
-        return self._replace(stages=max(1, self.stages - 1))
+        """With as many registers as it takes: drawing the mask needs more."""
+        return self._replace(registers=None)
 
 
 #: By compute capability, then pass, then padded head dimension.
@@ -62,7 +61,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             16: Tile(64, 64, 4, 3),
             32: Tile(128, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(128, 64, 8, 2),
+            128: Tile(128, 32, 8, 3),
             256: Tile(64, 16, 8, 2),
         },
         "query_gradients": {
@@ -82,7 +81,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "shadow": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
+            64: Tile(64, 64, 8, 3),
             128: Tile(128, 32, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
@@ -105,22 +104,14 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "forward": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
+            64: Tile(64, 64, 4, 3, 128),
             128: Tile(64, 64, 4, 3),
-            256: Tile(64, 64, 8, 2),
-        },
-        # As many keys a tile as above, so that a head's bits do not depend on the others'.
-        "compensated_forward": {
-            16: Tile(128, 64, 8, 3),
-            32: Tile(128, 64, 8, 3),
-            64: Tile(128, 64, 8, 3),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(64, 64, 8, 2),
+            256: Tile(64, 32, 4, 2),
         },
         "query_gradients": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
-            64: Tile(64, 64, 4, 3),
+            64: Tile(128, 64, 4, 3),
             128: Tile(128, 64, 8, 3),
             256: Tile(64, 32, 8, 3),
         },
@@ -158,7 +149,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
 FALLBACK: dict[Pass, dict[int, Tile]] = {
     "forward": {
         16: Tile(64, 64, 8, 2),
-        32: Tile(64, 64, 8, 2),
+        32: Tile(64, 64, 4, 2),
         64: Tile(64, 64, 8, 2),
         128: Tile(64, 32, 8, 2),
         256: Tile(32, 16, 8, 1),
@@ -200,8 +191,11 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
     },
 }
 
-# Blackwell's data centre GPUs, untuned: the fallback, but for an entry that would spill there.
-TILES[10, 0] = {**FALLBACK, "forward": {**FALLBACK["forward"], 256: Tile(64, 16, 8, 2)}}
+# Blackwell's data centre GPUs, untuned: the fallback, but for entries that would spill there.
+TILES[10, 0] = {
+    **FALLBACK,
+    "forward": {**FALLBACK["forward"], 64: Tile(64, 64, 4, 2), 256: Tile(64, 16, 8, 2)},
+}
 
 
 def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
@@ -213,10 +207,6 @@ def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
         kernel: One of `PASSES`.
 
     Returns:
-        The device's entry, or that of `FALLBACK`. "compensated_forward", for launches in which a
-        head is compensated, has entries of its own only where they are faster than "forward".
+        The device's entry, or that of `FALLBACK`.
     """
-    table = TILES.get(capability or (0, 0), FALLBACK)
-    if kernel == "compensated_forward":
-        return table.get(kernel, table["forward"])[width]
-    return table[kernel][width]
+    return TILES.get(capability or (0, 0), FALLBACK)[kernel][width]
