@@ -212,7 +212,8 @@ def neutrality(options: argparse.Namespace) -> None:
             session.close()
         return [weight.detach() for weight in training.model.parameters()]
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Warned only, PyTorch would go on choosing cuDNN, whose gradients differ from run to run.
+    torch.use_deterministic_algorithms(True)
     plain, again, watched = weights(ARMS[0]), weights(ARMS[0]), weights(ARMS[1])
     torch.use_deterministic_algorithms(False)
     torch.compiler.reset()

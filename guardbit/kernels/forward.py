@@ -117,10 +117,10 @@ def _attend(
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
     Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
-    row_sum of P-bar in eight parts, if any head is not compensated;
-    rounded_sum, of P-bar as rounded, eight times, if any is; tied, whether a second score lies within
-    eps of row_max. With TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and
-    weighted, the sum of P-bar log2 P-bar. Which products are fused with a sum is spelled out, so
+    row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
+    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max. With
+    TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and weighted, the sum of P-bar
+    log2 P-bar. Which products are fused with a sum is spelled out, so
     that all variants give the same bits.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
