@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ from guardbit.records import RUN_INDICATORS, Sample
 
 _NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"})
 _AUDITED = frozenset({"dq_relative_error", "dq_coherent_error"})
+_LARGEST_BATCH = 2**24  # FP64 numbers
 
 
 class NoAttentionSeenError(RuntimeError):
@@ -154,8 +157,7 @@ class Measurement:
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
         if self._wanted & (_NORMS | _AUDITED):
-            for name, site in sites.items():
-                columns.update({(name, norm): value for norm, value in self._norms(site).items()})
+            columns.update(self._norms(sites))
         self._next_audited += self._num_audited_heads
         return columns
 
@@ -215,23 +217,30 @@ class Measurement:
         suspects = self.suspects.get(site.name, set())
         return sorted(in_turn | {head for head in suspects if head < site.num_heads})
 
-    def _norms(self, site: Site) -> dict[str, Tensor]:
-        """The spectral norms of one site, as far as its weights are known."""
-        try:
-            query = site.query_weights()
-        except LayoutUnavailable:
-            return {}
-        self._directions[site.name] = indicators.top_directions(query)
-        norms = {"w_q_spectral_norm": indicators.spectral_norms(query)}
-        try:
-            key = site.key_weights()
-        except LayoutUnavailable:
-            return norms
-        # Of the key head that each query head uses.
-        shared_by = query.size(0) // key.size(0)
-        norms["w_k_spectral_norm"] = indicators.spectral_norms(key).repeat_interleave(shared_by)
-        norms["qk_spectral_norm"] = indicators.bilinear_spectral_norms(query, key)
-        return norms
+    def _norms(self, sites: Mapping[str, Site]) -> dict[tuple[str, str], Tensor]:
+        """The spectral norms of all sites, as far as their weights are known."""
+        queries: dict[str, Tensor] = {}
+        keys: dict[str, Tensor] = {}  # of the key head that each query head uses
+        for name, site in sites.items():
+            with suppress(LayoutUnavailable):
+                query = queries[name] = indicators.gram_matrices(site.query_weights())
+                key = indicators.gram_matrices(site.key_weights())
+                keys[name] = key.repeat_interleave(len(query) // len(key), dim=0)
+        columns: dict[tuple[str, str], Tensor] = {}
+        for names in _batches(queries):
+            heads = [len(queries[name]) for name in names]
+            query = torch.cat([queries[name] for name in names])
+            norms, directions = indicators.spectral_norms(query)
+            self._directions.update(zip(names, directions.split(heads), strict=True))
+            columns.update(_named(names, "w_q_spectral_norm", norms.split(heads)))
+        for names in _batches(keys):
+            heads = [len(keys[name]) for name in names]
+            query, key = (torch.cat([grams[name] for name in names]) for grams in (queries, keys))
+            norms, _ = indicators.spectral_norms(key)
+            forms = indicators.bilinear_spectral_norms(query, key)
+            columns.update(_named(names, "w_k_spectral_norm", norms.split(heads)))
+            columns.update(_named(names, "qk_spectral_norm", forms.split(heads)))
+        return columns
 
     def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
         """Adds to the running sums; what is not finite would stay in them for ever.
@@ -243,6 +252,25 @@ class Measurement:
             if math.isfinite(value):
                 total[head] = value if math.isnan(total[head]) else total[head] + value
         return tuple(total)
+
+
+def _batches(grams: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Sites whose matrices can be treated at once, so many that they stay below 128 MiB."""
+    alike: dict[tuple[int, torch.device], list[str]] = {}
+    for name, matrices in grams.items():
+        alike.setdefault((matrices.size(1), matrices.device), []).append(name)
+    for names in alike.values():
+        while names:
+            ends = itertools.accumulate(grams[name].numel() for name in names)
+            count = max(1, sum(end <= _LARGEST_BATCH for end in ends))
+            yield names[:count]
+            del names[:count]
+
+
+def _named(
+    sites: list[str], indicator: str, values: Iterable[Tensor]
+) -> dict[tuple[str, str], Tensor]:
+    return {(site, indicator): value for site, value in zip(sites, values, strict=True)}
 
 
 def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
