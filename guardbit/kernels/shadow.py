@@ -20,10 +20,10 @@ from torch import Tensor
 
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.primitives import (
-    decode_residual,
     LN_2,
     UNIT_LOG2,
     allowed,
+    decode_residual,
     head_of,
     load_rows,
     load_tile,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 #: Squarings of a matrix: its power 2^24 is that of its largest eigenvalue to within 10^-6, for any
 #: size and any distance of the second largest.
 _SQUARINGS = 24
