@@ -135,7 +135,9 @@ class Training:
         self.forward: Callable[[Tensor], Tensor] = (
             self.model if options.eager else torch.compile(self.model, fullgraph=True)
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, fused=self.device.type == "cuda"
+        )
 
     def step(self, number: int, session: MonitorSession | None) -> None:
         """One optimizer step, as a plain loop writes it."""
@@ -387,7 +389,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--vocabulary", type=int, default=50304)
-    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block", type=int, default=50, help="steps a block, a multiple of 50")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")

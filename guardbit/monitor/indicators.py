@@ -78,26 +78,29 @@ def _largest_eigenvalues(matrices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         FP64 `(H,)`, and `(H, D, D)`: A^p divided by its size.
     """
-    powers, sizes = matrices, []
+    powers, logs = matrices, torch.zeros(len(matrices), dtype=torch.float64).to(matrices.device)
     for number in range(1 + _SQUARINGS):
         if number > 0:
             powers = powers @ powers
-        sizes.append(torch.linalg.matrix_norm(powers))
-        # Zero stays zero; what is not finite becomes NaN.
-        powers = powers / sizes[-1].clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
-    shares = 0.5 ** torch.arange(len(sizes), device=matrices.device, dtype=torch.float64)
-    return (shares @ torch.stack(sizes).log()).exp(), powers
+        # Not each time, to save launches: |A|^8 does not leave FP64's range, nor does the largest
+        # eigenvalue^8 where it is 10^-8 |A|, as of W_Q^T W_K whose factors miss each other.
+        if number % 3 == 0:
+            size = torch.linalg.matrix_norm(powers)
+            logs = logs + size.log() * 0.5**number
+            # Zero stays zero; what is not finite becomes NaN.
+            powers = powers / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
+    return logs.exp(), powers
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:
     """Counts the rows whose maximum is attained more than once (paper, figure 13).
 
     Args:
-        maxima: `(B, H, R)`, number of scores within eps of the row maximum.
-        row_max: `(B, H, R)`; -inf in rows with no allowed key, which do not count.
+        maxima: `(..., B, H, R)`, number of scores within eps of the row maximum.
+        row_max: `(..., B, H, R)`; -inf in rows with no allowed key, which do not count.
 
     Returns:
-        FP64 `(H,)` rows with more than one maximum, and `(H,)` rows counted.
+        FP64 `(..., H)` rows with more than one maximum, and `(..., H)` rows counted.
     """
     counted = row_max > -torch.inf
     return _per_head((maxima > 1) & counted), _per_head(counted)
@@ -109,17 +112,18 @@ def gradient_error(
     """Compares a kernel's dQ with the FP32-accurate one, head by head.
 
     Args:
-        dq: `(B, H, N, D)`, as the kernel in use returned it.
-        exact: FP32 `(B, H, N, D)`.
-        directions: FP32 `(H, D)`, see `top_directions`.
+        dq: `(..., B, H, N, D)`, as the kernel in use returned it.
+        exact: FP32 `(..., B, H, N, D)`.
+        directions: FP32 `(..., H, D)`, see `spectral_norms`.
 
     Returns:
-        FP64 `(H,)` each: squared norm of the error, squared norm of `exact`, sum over rows of the
-        error along the head's direction (signed), and sum over rows of |exact| along it.
+        FP64 `(..., H)` each: squared norm of the error, squared norm of `exact`, sum over rows of
+        the error along the head's direction (signed), and sum over rows of |exact| along it.
     """
     error = dq.float() - exact
-    along = torch.einsum("bhnd,hd->bhn", error, directions)
-    scale = torch.einsum("bhnd,hd->bhn", exact, directions).abs()
+    columns = directions[..., None, :, :, None]
+    along = (error @ columns)[..., 0]
+    scale = (exact @ columns)[..., 0].abs()
     return (
         _per_head(error.square().sum(-1)),
         _per_head(exact.square().sum(-1)),
@@ -129,5 +133,5 @@ def gradient_error(
 
 
 def _per_head(rows: Tensor) -> Tensor:
-    """Sums `(B, H, R)` over batch and rows in FP64."""
-    return rows.double().sum(dim=(0, 2))
+    """Sums `(..., B, H, R)` over batch and rows in FP64."""
+    return rows.sum(dim=(-3, -1), dtype=torch.float64)

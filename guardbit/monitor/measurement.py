@@ -101,7 +101,7 @@ class Measurement:
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
             heads = [head for head in self._audited_heads(site) if head in call.known_heads]
             if heads:
-                self._metrics.audit(site.layer, call, heads, directions[heads].to(call.q.device))
+                self._metrics.audit(site.layer, call, heads, directions.to(call.q.device))
 
     def discard(self) -> None:
         """Drops what the attention calls gave, because it is incomplete."""

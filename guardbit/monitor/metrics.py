@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from guardbit.kernels import dispatch
+from guardbit.kernels.constants import device_constant
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators
 
@@ -24,11 +28,42 @@ _SUMS = (
     "dq_along",
 )
 
+#: Numbers to hold back before they are added up, some 64 MB.
+_MOST_PENDING = 2**24
+
+
+class _Statistics(NamedTuple):
+    """What one call's rows look like: `(B, H, R)`, and sums over them, `(H,)`."""
+
+    maxima: Tensor
+    maxima_bf16: Tensor
+    row_max: Tensor
+    entropy: Tensor
+    bias: Tensor
+    bias_abs: Tensor
+
+
+class _Gradients(NamedTuple):
+    """One call's dQ of the audited heads, `(B, C, N, D)`, and directions `(C, D)`."""
+
+    dq: Tensor
+    exact: Tensor
+    directions: Tensor
+
+
+class _Pending(NamedTuple):
+    """What waits to be added up, and where to."""
+
+    site: int
+    heads: tuple[int, ...]
+    tensors: _Statistics | _Gradients
+
 
 class AttentionMetrics(Metric):
     """Indicators of every head of every site, from the attention calls of a sampled step.
 
-    All sites share two state tensors, so that ranks exchange one sum and one maximum.
+    All sites share two state tensors, so that ranks exchange one sum and one maximum. Calls are
+    added up many at a time: single small kernels would keep the host busier than the device.
 
     Args:
         num_sites: Number of sites S.
@@ -48,6 +83,7 @@ class AttentionMetrics(Metric):
         super().__init__()
         self.num_rows = num_rows
         self.eps = eps
+        self._pending: list[_Pending] = []
         zeros = torch.zeros(len(_SUMS), num_sites, num_heads, dtype=torch.float64)
         self.add_state("sums", zeros, dist_reduce_fx="sum")
         self.add_state(
@@ -76,18 +112,16 @@ class AttentionMetrics(Metric):
             rows=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
-        shared, counted = indicators.shared_maxima(shadow.maxima, shadow.row_max)
-        shared_bf16, _ = indicators.shared_maxima(shadow.maxima_bf16, shadow.row_max)
         bias, bias_abs = dispatch.delta_bias(
             call.d_out, call.out, shadow.out, residual=call.residual, rows=rows
         )
         unknown = [head for head in range(heads) if head not in call.known_heads]
         if unknown:
             bias[unknown] = bias_abs[unknown] = torch.nan
-        entropy = shadow.entropy.double().sum(dim=(0, 2))
-        self._add(site, _SUMS[:6], (counted, shared, shared_bf16, entropy, bias, bias_abs))
-        largest = shadow.row_max.amax(dim=(0, 2)).to(self.maxima.device)
-        self.maxima[site, :heads] = torch.maximum(self.maxima[site, :heads], largest)
+        statistics = _Statistics(
+            shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, bias, bias_abs
+        )
+        self._hold_back(_Pending(site, tuple(range(heads)), statistics))
 
     def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
         """Adds one call's gradient audit: the kernel's dQ against an FP32-accurate backward.
@@ -96,7 +130,7 @@ class AttentionMetrics(Metric):
             site: Index of the site, from 0.
             call: The call.
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
-            directions: FP32 `(len(heads), D)`, along which the coherent error is taken.
+            directions: FP32 `(H, D)`, along which the coherent error is taken.
         """
         exact, _, _ = dispatch.exact_backward(
             call.d_out,
@@ -108,11 +142,15 @@ class AttentionMetrics(Metric):
             heads=heads,
             dropout=call.dropout_of(heads),
         )
-        errors = indicators.gradient_error(call.dq[:, heads], exact, directions)
-        self._add(site, _SUMS[6:], errors, heads)
+        index = device_constant(tuple(heads), torch.int64, call.dq.device)
+        gradients = _Gradients(
+            call.dq.index_select(1, index), exact, directions.index_select(0, index)
+        )
+        self._hold_back(_Pending(site, tuple(heads), gradients))
 
     def compute(self) -> Tensor:
         """Returns the indicators, FP64 `(I, S, H)` in the order of `MEASURED`; NaN: no data."""
+        self._add_up()
         total = dict(zip(_SUMS, self.sums, strict=True))
         rows = total["rows"]
         squares, along = total["dq_squares"], total["dq_along"]
@@ -133,17 +171,63 @@ class AttentionMetrics(Metric):
             return None
         return torch.linspace(0, q.size(2) - 1, self.num_rows, device=q.device).round().long()
 
-    def _add(
-        self,
-        site: int,
-        names: tuple[str, ...],
-        values: tuple[Tensor, ...],
-        heads: list[int] | None = None,
-    ) -> None:
-        chosen = slice(values[0].numel()) if heads is None else heads
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """As torchmetrics has it, with everything added up before ranks exchange it."""
+        self._add_up()
+        super().sync(*args, **kwargs)
+
+    def reset(self) -> None:
+        """As torchmetrics has it."""
+        self._pending = []
+        super().reset()
+
+    def _hold_back(self, new: _Pending) -> None:
+        again = any(
+            old.site == new.site and type(old.tensors) is type(new.tensors) for old in self._pending
+        )
+        if again or _size(self._pending) > _MOST_PENDING:
+            self._add_up()
+        self._pending.append(new)
+
+    def _add_up(self) -> None:
+        """Adds what was held back to the state, calls of one shape at a time."""
+        pending, self._pending = self._pending, []
+        alike: dict[Any, list[_Pending]] = {}
+        for entry in pending:
+            first = entry.tensors[0]
+            alike.setdefault((type(entry.tensors), first.shape, first.device), []).append(entry)
+        for (kind, _, _), entries in alike.items():
+            stacked = [torch.stack(x) for x in zip(*(e.tensors for e in entries), strict=True)]
+            if kind is _Gradients:
+                self._add(_SUMS[6:], entries, indicators.gradient_error(*stacked))
+                continue
+            maxima, maxima_bf16, row_max, entropy, bias, bias_abs = stacked
+            shared, counted = indicators.shared_maxima(maxima, row_max)
+            shared_bf16, _ = indicators.shared_maxima(maxima_bf16, row_max)
+            entropies = entropy.double().sum((1, 3))
+            sums = (counted, shared, shared_bf16, entropies, bias, bias_abs)
+            self._add(_SUMS[:6], entries, sums)
+            places = self._places(entries)
+            largest = row_max.amax((1, 3)).flatten().to(self.maxima.device)
+            flat = self.maxima.view(-1)
+            flat.index_copy_(0, places, torch.maximum(flat.index_select(0, places), largest))
+
+    def _add(self, names: Sequence[str], entries: list[_Pending], values: Iterable[Tensor]) -> None:
+        """Adds `(S, C)` of each of some sums, S sites with C heads each."""
         start = _SUMS.index(names[0])
-        added = torch.stack(values).to(self.sums.device)  # a model may lie on several devices
-        self.sums[start : start + len(names), site, chosen] += added
+        added = torch.stack([x.flatten() for x in values]).to(self.sums.device)
+        rows = self.sums[start : start + len(names)].view(len(names), -1)
+        rows.index_add_(1, self._places(entries), added)
+
+    def _places(self, entries: list[_Pending]) -> Tensor:
+        """Where the heads of some sites lie in the state, sites and heads in one dimension."""
+        num_heads = self.maxima.size(1)
+        places = tuple(e.site * num_heads + head for e in entries for head in e.heads)
+        return device_constant(places, torch.int64, self.sums.device)
+
+
+def _size(pending: list[_Pending]) -> int:
+    return sum(tensor.numel() for entry in pending for tensor in entry.tensors)
 
 
 #: The indicators `AttentionMetrics.compute` returns, in its order.
