@@ -391,7 +391,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block", type=int, default=50, help="steps a block, a multiple of 50")
+    parser.add_argument("--block", type=int, default=100, help="steps a block, a multiple of 50")
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
     parser.add_argument("--csv", metavar="FILE", help="where to write the rows")
     parser.add_argument("--table", metavar="FILE", help="print a written file's table, run nothing")

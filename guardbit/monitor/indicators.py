@@ -27,69 +27,41 @@ def gram_matrices(weights: Tensor) -> Tensor:
     return wide @ wide.mT
 
 
-def spectral_norms(grams: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest singular value of each head's rows of a projection (paper, figures 3 and 11).
+def spectral_norms(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest singular values, from matrices whose largest eigenvalues are their squares.
 
-    Args:
-        grams: `(H, d_head, d_head)`, see `gram_matrices`.
-
-    Returns:
-        FP32 `(H,)`, NaN where a weight is not finite; and FP32 `(H, d_head)`, the direction in the
-        head's space along which its W is largest: a unit vector whose largest component is
-        positive, or zeros where a weight is not finite.
-    """
-    squares, powers = _largest_eigenvalues(grams)
-    # All columns of the power point along the largest eigenvector, or lie in the space of several.
-    column = powers.diagonal(dim1=1, dim2=2).argmax(dim=1)
-    vectors = powers.take_along_dim(column[:, None, None], dim=2)[..., 0]
-    largest = vectors.take_along_dim(vectors.abs().argmax(dim=1, keepdim=True), dim=1)
-    directions = torch.nn.functional.normalize(vectors, dim=1) * largest.sign()
-    return squares.sqrt().float(), directions.nan_to_num(0.0).float()
-
-
-def bilinear_spectral_norms(query_grams: Tensor, key_grams: Tensor) -> Tensor:
-    """Largest singular value of W_Q^T W_K, the form that makes a head's logits.
-
-    Its square is the largest eigenvalue of G_Q G_K, so nothing of size `d_model x d_model` is
-    formed.
-
-    Args:
-        query_grams: `(H, d_head, d_head)`, see `gram_matrices`.
-        key_grams: `(H, d_head, d_head)`, of the key head that each query head uses.
-
-    Returns:
-        FP32 `(H,)`; NaN where a weight is not finite.
-    """
-    squares, _ = _largest_eigenvalues(query_grams @ key_grams)
-    return squares.sqrt().float()
-
-
-def _largest_eigenvalues(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest eigenvalue of matrices that have no negative or complex ones, and their powers.
+    A Gram matrix G_Q gives that of W_Q (paper, figures 3 and 11). The product G_Q G_K gives that of
+    W_Q^T W_K, the form that makes a head's logits, without a `d_model x d_model` matrix.
 
     By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
-    it does not depend on how far apart the eigenvalues are, and a rounding error of the n-th
-    squaring is divided by 2^n. All matrices are treated at once. On a GPU an eigensolver takes
-    them one by one instead, a millisecond each.
+    it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
+    counts 2^-n. All matrices are treated at once; a GPU's eigensolver takes a millisecond for each.
 
     Args:
-        matrices: FP64 `(H, D, D)`.
+        matrices: FP64 `(H, D, D)`, with no eigenvalue that is negative or complex.
 
     Returns:
-        FP64 `(H,)`, and `(H, D, D)`: A^p divided by its size.
+        FP32 `(H,)`, NaN where an element is not finite; and FP32 `(H, D)`, of Gram matrices the
+        direction in the head's space along which its W is largest: a unit vector whose largest
+        component is positive, or zeros where an element is not finite.
     """
-    powers, logs = matrices, torch.zeros(len(matrices), dtype=torch.float64).to(matrices.device)
+    powers, logs = matrices, matrices.new_zeros(len(matrices))
     for number in range(1 + _SQUARINGS):
         if number > 0:
             powers = powers @ powers
         # Not each time, to save launches: |A|^8 does not leave FP64's range, nor does the largest
-        # eigenvalue^8 where it is 10^-8 |A|, as of W_Q^T W_K whose factors miss each other.
+        # eigenvalue^8 where it is 10^-8 |A|, as of a W_Q and a W_K that miss each other.
         if number % 3 == 0:
             size = torch.linalg.matrix_norm(powers)
             logs = logs + size.log() * 0.5**number
             # Zero stays zero; what is not finite becomes NaN.
             powers = powers / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
-    return logs.exp(), powers
+    # All columns of the power point along the largest eigenvector, or lie in the space of several.
+    column = powers.diagonal(dim1=1, dim2=2).argmax(dim=1)
+    vectors = powers.take_along_dim(column[:, None, None], dim=2)[..., 0]
+    largest = vectors.take_along_dim(vectors.abs().argmax(dim=1, keepdim=True), dim=1)
+    directions = torch.nn.functional.normalize(vectors, dim=1) * largest.sign()
+    return logs.exp().sqrt().float(), directions.nan_to_num(0.0).float()
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:

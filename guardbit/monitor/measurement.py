@@ -219,27 +219,24 @@ class Measurement:
 
     def _norms(self, sites: Mapping[str, Site]) -> dict[tuple[str, str], Tensor]:
         """The spectral norms of all sites, as far as their weights are known."""
-        queries: dict[str, Tensor] = {}
-        keys: dict[str, Tensor] = {}  # of the key head that each query head uses
+        matrices: dict[tuple[str, str], Tensor] = {}
         for name, site in sites.items():
             with suppress(LayoutUnavailable):
-                query = queries[name] = indicators.gram_matrices(site.query_weights())
+                query = indicators.gram_matrices(site.query_weights())
+                matrices[name, "w_q_spectral_norm"] = query
                 key = indicators.gram_matrices(site.key_weights())
-                keys[name] = key.repeat_interleave(len(query) // len(key), dim=0)
+                # Of the key head that each query head uses.
+                key = key.repeat_interleave(len(query) // len(key), dim=0)
+                matrices[name, "w_k_spectral_norm"] = key
+                matrices[name, "qk_spectral_norm"] = query @ key
         columns: dict[tuple[str, str], Tensor] = {}
-        for names in _batches(queries):
-            heads = [len(queries[name]) for name in names]
-            query = torch.cat([queries[name] for name in names])
-            norms, directions = indicators.spectral_norms(query)
-            self._directions.update(zip(names, directions.split(heads), strict=True))
-            columns.update(_named(names, "w_q_spectral_norm", norms.split(heads)))
-        for names in _batches(keys):
-            heads = [len(keys[name]) for name in names]
-            query, key = (torch.cat([grams[name] for name in names]) for grams in (queries, keys))
-            norms, _ = indicators.spectral_norms(key)
-            forms = indicators.bilinear_spectral_norms(query, key)
-            columns.update(_named(names, "w_k_spectral_norm", norms.split(heads)))
-            columns.update(_named(names, "qk_spectral_norm", forms.split(heads)))
+        for keys in _batches(matrices):
+            heads = [len(matrices[key]) for key in keys]
+            norms, directions = indicators.spectral_norms(torch.cat([matrices[k] for k in keys]))
+            columns.update(zip(keys, norms.split(heads), strict=True))
+            for (name, norm), vectors in zip(keys, directions.split(heads), strict=True):
+                if norm == "w_q_spectral_norm":
+                    self._directions[name] = vectors
         return columns
 
     def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
@@ -254,23 +251,17 @@ class Measurement:
         return tuple(total)
 
 
-def _batches(grams: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Sites whose matrices can be treated at once, so many that they stay below 128 MiB."""
-    alike: dict[tuple[int, torch.device], list[str]] = {}
-    for name, matrices in grams.items():
-        alike.setdefault((matrices.size(1), matrices.device), []).append(name)
-    for names in alike.values():
-        while names:
-            ends = itertools.accumulate(grams[name].numel() for name in names)
+def _batches(matrices: Mapping[tuple[str, str], Tensor]) -> Iterator[list[tuple[str, str]]]:
+    """Which matrices can be treated at once, so many that they stay below 128 MiB."""
+    alike: dict[tuple[int, torch.device], list[tuple[str, str]]] = {}
+    for key, of_heads in matrices.items():
+        alike.setdefault((of_heads.size(1), of_heads.device), []).append(key)
+    for keys in alike.values():
+        while keys:
+            ends = itertools.accumulate(matrices[key].numel() for key in keys)
             count = max(1, sum(end <= _LARGEST_BATCH for end in ends))
-            yield names[:count]
-            del names[:count]
-
-
-def _named(
-    sites: list[str], indicator: str, values: Iterable[Tensor]
-) -> dict[tuple[str, str], Tensor]:
-    return {(site, indicator): value for site, value in zip(sites, values, strict=True)}
+            yield keys[:count]
+            del keys[:count]
 
 
 def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
