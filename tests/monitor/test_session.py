@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import dispatch, switchboard
-from guardbit.monitor import indicators, measurement
+from guardbit.monitor import indicators, measurement, metrics
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
@@ -318,6 +318,29 @@ def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, c
     loop.run([1, 2])  # and closes it again
     assert sampled(tmp_path) == [0]
     assert caplog.messages == ["the session is closed: step 1 and later ones are not watched"]
+
+
+def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
+    # Two sites of 2 and 4 heads; two micro-batches, so that a site comes back in one step.
+    def numbers(path):
+        loop = Loop(every_n_train_steps=2, dirpath=path, strict=True)
+        for step in range(6):
+            with loop.session.step(step) as record:
+                for micro_batch in (step, 100 + step):
+                    record.loss(loop.backward(micro_batch))
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        loop.session.close()
+        frame = read_run(path).sort_values(["step", "site", "head", "indicator"])
+        return frame.reset_index(drop=True)
+
+    together = numbers(tmp_path / "together")
+    monkeypatch.setattr(measurement, "_LARGEST_BATCH", 1)
+    monkeypatch.setattr(metrics, "_MOST_PENDING", 1)
+    singly = numbers(tmp_path / "singly")
+    assert together["value"].notna().any()
+    # Only the order of FP64 sums may differ.
+    pd.testing.assert_frame_equal(together, singly, rtol=1e-12, atol=0)
 
 
 def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
