@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +51,14 @@ def prepare(cache: Path, most_bytes: int, vocabulary: int = VOCABULARY) -> tuple
         ]
         tokens = np.concatenate(pieces)
         cache.mkdir(parents=True, exist_ok=True)
-        np.save(tokens_path, tokens)
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
         facts = {"files": len(texts), "bytes": size, "tokens": tokens.size, "sha256": digest}
-        facts_path.write_text(json.dumps(facts))
+        # Runs side by side may prepare the same: none is to read what another has half written.
+        own = cache / f"{os.getpid()}.npy"
+        np.save(own, tokens)
+        own.replace(tokens_path)
+        own.with_suffix(".json").write_text(json.dumps(facts))
+        own.with_suffix(".json").replace(facts_path)
     return np.load(tokens_path, mmap_mode="r"), json.loads(facts_path.read_text())
 
 
