@@ -2,7 +2,7 @@
 
 Calls arrive from inside the op's backward, where q, k, v, the output and all gradients are at hand:
 once a call, also under activation checkpointing and `torch.compile`. They are passed on at once
-and not kept, so a sampled step needs no more memory than any other.
+and not kept.
 """
 
 from __future__ import annotations

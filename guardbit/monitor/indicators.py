@@ -31,7 +31,8 @@ def spectral_norms(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Largest singular values, from matrices whose largest eigenvalues are their squares.
 
     A Gram matrix G_Q gives that of W_Q (paper, figures 3 and 11). The product G_Q G_K gives that of
-    W_Q^T W_K, the form that makes a head's logits, without a `d_model x d_model` matrix.
+    W_Q^T W_K, the form that makes a head's logits, without a `d_model x d_model` matrix; to 1e-5 of
+    it where it is at least 1e-3 |W_Q| |W_K|, while below rounding leaves up to 1e-6 |W_Q| |W_K|.
 
     By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
     it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
@@ -41,16 +42,16 @@ def spectral_norms(matrices: Tensor) -> tuple[Tensor, Tensor]:
         matrices: FP64 `(H, D, D)`, with no eigenvalue that is negative or complex.
 
     Returns:
-        FP32 `(H,)`, NaN where an element is not finite; and FP32 `(H, D)`, of Gram matrices the
-        direction in the head's space along which its W is largest: a unit vector whose largest
-        component is positive, or zeros where an element is not finite.
+        FP32 `(H,)`, NaN where an element or its square is not finite; and FP32 `(H, D)`, of Gram
+        matrices the direction in the head's space along which its W is largest: a unit vector whose
+        largest component is positive, or zeros where there is none.
     """
     powers, logs = matrices, matrices.new_zeros(len(matrices))
     for number in range(1 + _SQUARINGS):
         if number > 0:
             powers = powers @ powers
-        # Not each time, to save launches: |A|^8 does not leave FP64's range, nor does the largest
-        # eigenvalue^8 where it is 10^-8 |A|, as of a W_Q and a W_K that miss each other.
+        # Not each time, to save launches: three squarings do not leave FP64's range, even where the
+        # largest eigenvalue is far below |A|, as of a W_Q and a W_K that miss each other.
         if number % 3 == 0:
             size = torch.linalg.matrix_norm(powers)
             logs = logs + size.log() * 0.5**number
@@ -75,35 +76,33 @@ def shared_maxima(maxima: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:
         FP64 `(..., H)` rows with more than one maximum, and `(..., H)` rows counted.
     """
     counted = row_max > -torch.inf
-    return _per_head((maxima > 1) & counted), _per_head(counted)
+    return per_head((maxima > 1) & counted), per_head(counted)
 
 
 def gradient_error(
     dq: Tensor, exact: Tensor, directions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compares a kernel's dQ with the FP32-accurate one, head by head.
+    """Compares a kernel's dQ with the FP32-accurate one, row by row.
 
     Args:
-        dq: `(..., B, H, N, D)`, as the kernel in use returned it.
-        exact: FP32 `(..., B, H, N, D)`.
-        directions: FP32 `(..., H, D)`, see `spectral_norms`.
+        dq: `(B, H, N, D)`, as the kernel in use returned it.
+        exact: FP32 `(B, H, N, D)`.
+        directions: FP32 `(H, D)`, see `spectral_norms`.
 
     Returns:
-        FP64 `(..., H)` each: squared norm of the error, squared norm of `exact`, sum over rows of
-        the error along the head's direction (signed), and sum over rows of |exact| along it.
+        FP32 `(B, H, N)` each: squared norm of the error, squared norm of `exact`, the error along
+        the head's direction (signed), and |exact| along it.
     """
-    error = dq.float() - exact
-    columns = directions[..., None, :, :, None]
-    along = (error @ columns)[..., 0]
-    scale = (exact @ columns)[..., 0].abs()
+    error = dq - exact
+    columns = directions[:, :, None]
     return (
-        _per_head(error.square().sum(-1)),
-        _per_head(exact.square().sum(-1)),
-        _per_head(along),
-        _per_head(scale),
+        torch.linalg.vector_norm(error, dim=-1).square(),
+        torch.linalg.vector_norm(exact, dim=-1).square(),
+        (error @ columns)[..., 0],
+        (exact @ columns)[..., 0].abs(),
     )
 
 
-def _per_head(rows: Tensor) -> Tensor:
+def per_head(rows: Tensor) -> Tensor:
     """Sums `(..., B, H, R)` over batch and rows in FP64."""
     return rows.sum(dim=(-3, -1), dtype=torch.float64)

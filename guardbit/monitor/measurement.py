@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from guardbit.records import RUN_INDICATORS, Sample
 
 _NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"})
 _AUDITED = frozenset({"dq_relative_error", "dq_coherent_error"})
-_LARGEST_BATCH = 2**24  # FP64 numbers
+_LARGEST_BATCH = 2**25  # bytes
 
 
 class NoAttentionSeenError(RuntimeError):
@@ -123,6 +122,11 @@ class Measurement:
         self._losses = [entry for entry in self._losses if entry[0] != step]
         self._grad_norms = [entry for entry in self._grad_norms if entry[0] != step]
 
+    def finish(self) -> None:
+        """Adds up what the attention calls of a sampled step gave, before ranks exchange it."""
+        if self._metrics is not None:
+            self._metrics.finish()
+
     def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
         """Ends a sampled step at the heads; all ranks call it.
 
@@ -146,6 +150,8 @@ class Measurement:
             for site in self._known.values():
                 for name, values in measured.items():
                     columns[site.name, name] = values[site.layer, : site.num_heads]
+        else:
+            self.discard()
         sites = self._instrumentation.sites
         if not sites:
             raise NoAttentionSeenError(
@@ -219,24 +225,18 @@ class Measurement:
 
     def _norms(self, sites: Mapping[str, Site]) -> dict[tuple[str, str], Tensor]:
         """The spectral norms of all sites, as far as their weights are known."""
-        matrices: dict[tuple[str, str], Tensor] = {}
-        for name, site in sites.items():
-            with suppress(LayoutUnavailable):
-                query = indicators.gram_matrices(site.query_weights())
-                matrices[name, "w_q_spectral_norm"] = query
-                key = indicators.gram_matrices(site.key_weights())
-                # Of the key head that each query head uses.
-                key = key.repeat_interleave(len(query) // len(key), dim=0)
-                matrices[name, "w_k_spectral_norm"] = key
-                matrices[name, "qk_spectral_norm"] = query @ key
         columns: dict[tuple[str, str], Tensor] = {}
-        for keys in _batches(matrices):
-            heads = [len(matrices[key]) for key in keys]
-            norms, directions = indicators.spectral_norms(torch.cat([matrices[k] for k in keys]))
-            columns.update(zip(keys, norms.split(heads), strict=True))
-            for (name, norm), vectors in zip(keys, directions.split(heads), strict=True):
-                if norm == "w_q_spectral_norm":
-                    self._directions[name] = vectors
+        for batch in _batches(_matrices(sites)):
+            sizes = [len(entry.matrices) for entry in batch]
+            norms, vectors = indicators.spectral_norms(torch.cat([x.matrices for x in batch]))
+            for entry, of_heads, directions in zip(
+                batch, norms.split(sizes), vectors.split(sizes), strict=True
+            ):
+                # Of the key head that each query head uses.
+                of_heads = of_heads.repeat_interleave(entry.num_heads // len(of_heads))
+                columns[entry.site, entry.indicator] = of_heads
+                if entry.indicator == "w_q_spectral_norm":
+                    self._directions[entry.site] = directions
         return columns
 
     def _accumulate(self, site: str, values: tuple[float, ...]) -> tuple[float, ...]:
@@ -251,17 +251,37 @@ class Measurement:
         return tuple(total)
 
 
-def _batches(matrices: Mapping[tuple[str, str], Tensor]) -> Iterator[list[tuple[str, str]]]:
-    """Which matrices can be treated at once, so many that they stay below 128 MiB."""
-    alike: dict[tuple[int, torch.device], list[tuple[str, str]]] = {}
-    for key, of_heads in matrices.items():
-        alike.setdefault((of_heads.size(1), of_heads.device), []).append(key)
-    for keys in alike.values():
-        while keys:
-            ends = itertools.accumulate(matrices[key].numel() for key in keys)
-            count = max(1, sum(end <= _LARGEST_BATCH for end in ends))
-            yield keys[:count]
-            del keys[:count]
+class _Matrices(NamedTuple):
+    """Matrices whose largest eigenvalues are squares of an indicator, of some heads of a site."""
+
+    site: str
+    indicator: str
+    num_heads: int
+    matrices: Tensor
+
+
+def _matrices(sites: Mapping[str, Site]) -> Iterator[_Matrices]:
+    for name, site in sites.items():
+        with suppress(LayoutUnavailable):
+            query = indicators.gram_matrices(site.query_weights())
+            heads = len(query)
+            yield _Matrices(name, "w_q_spectral_norm", heads, query)
+            key = indicators.gram_matrices(site.key_weights())
+            yield _Matrices(name, "w_k_spectral_norm", heads, key)
+            product = query @ key.repeat_interleave(heads // len(key), dim=0)
+            yield _Matrices(name, "qk_spectral_norm", heads, product)
+
+
+def _batches(matrices: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
+    """What can be treated at once, so much that it is not above 32 MiB if it can be helped."""
+    alike: dict[tuple[int, torch.device], list[_Matrices]] = {}
+    for entry in matrices:
+        batch = alike.setdefault((entry.matrices.size(1), entry.matrices.device), [])
+        batch.append(entry)
+        if sum(held.matrices.nbytes for held in batch) >= _LARGEST_BATCH:
+            yield batch.copy()
+            batch.clear()
+    yield from filter(None, alike.values())
 
 
 def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:

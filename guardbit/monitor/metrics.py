@@ -28,42 +28,33 @@ _SUMS = (
     "dq_along",
 )
 
-#: Numbers to hold back before they are added up, some 64 MB.
-_MOST_PENDING = 2**24
+#: Bytes to hold back before they are added up.
+_MOST_HELD = 2**25
 
 
-class _Statistics(NamedTuple):
-    """What one call's rows look like: `(B, H, R)`, and sums over them, `(H,)`."""
+class _Held(NamedTuple):
+    """What one call's rows look like, to be added up with others.
 
-    maxima: Tensor
-    maxima_bf16: Tensor
-    row_max: Tensor
-    entropy: Tensor
-    bias: Tensor
-    bias_abs: Tensor
-
-
-class _Gradients(NamedTuple):
-    """One call's dQ of the audited heads, `(B, C, N, D)`, and directions `(C, D)`."""
-
-    dq: Tensor
-    exact: Tensor
-    directions: Tensor
-
-
-class _Pending(NamedTuple):
-    """What waits to be added up, and where to."""
+    Attributes:
+        site: Index of the site.
+        heads: Heads of the call that are meant, C of them.
+        rows: `(B, C, R)` each; of an audit `indicators.gradient_error`.
+        sums: `(C,)` each, over the rows of an update: the delta bias and its size.
+    """
 
     site: int
     heads: tuple[int, ...]
-    tensors: _Statistics | _Gradients
+    rows: tuple[Tensor, ...]
+    sums: tuple[Tensor, ...] = ()
 
 
 class AttentionMetrics(Metric):
     """Indicators of every head of every site, from the attention calls of a sampled step.
 
     All sites share two state tensors, so that ranks exchange one sum and one maximum. Calls are
-    added up many at a time: single small kernels would keep the host busier than the device.
+    held back and added up many at a time: single small kernels would keep the host busier than the
+    device. So there are four ways in and out, `update`, `audit`, `finish` and `compute`; most else
+    that torchmetrics offers does not know what is held back.
 
     Args:
         num_sites: Number of sites S.
@@ -83,7 +74,8 @@ class AttentionMetrics(Metric):
         super().__init__()
         self.num_rows = num_rows
         self.eps = eps
-        self._pending: list[_Pending] = []
+        self._held: list[_Held] = []
+        self._held_bytes = 0
         zeros = torch.zeros(len(_SUMS), num_sites, num_heads, dtype=torch.float64)
         self.add_state("sums", zeros, dist_reduce_fx="sum")
         self.add_state(
@@ -118,10 +110,8 @@ class AttentionMetrics(Metric):
         unknown = [head for head in range(heads) if head not in call.known_heads]
         if unknown:
             bias[unknown] = bias_abs[unknown] = torch.nan
-        statistics = _Statistics(
-            shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, bias, bias_abs
-        )
-        self._hold_back(_Pending(site, tuple(range(heads)), statistics))
+        rows_seen = (shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy)
+        self._hold_back(_Held(site, tuple(range(heads)), rows_seen, (bias, bias_abs)))
 
     def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
         """Adds one call's gradient audit: the kernel's dQ against an FP32-accurate backward.
@@ -143,14 +133,40 @@ class AttentionMetrics(Metric):
             dropout=call.dropout_of(heads),
         )
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
-        gradients = _Gradients(
+        rows = indicators.gradient_error(
             call.dq.index_select(1, index), exact, directions.index_select(0, index)
         )
-        self._hold_back(_Pending(site, tuple(heads), gradients))
+        self._hold_back(_Held(site, tuple(heads), rows))
+
+    def finish(self) -> None:
+        """Adds up what is held back, which `compute` needs done.
+
+        By itself, because an error is to be met before ranks begin to exchange their states.
+        """
+        held, self._held, self._held_bytes = self._held, [], 0
+        alike: dict[Any, list[_Held]] = {}
+        for entry in held:
+            first = entry.rows[0]
+            alike.setdefault((len(entry.sums), first.shape, first.device), []).append(entry)
+        for entries in alike.values():
+            rows = _stacked([entry.rows for entry in entries])
+            sums = _stacked([entry.sums for entry in entries])
+            if not sums:
+                self._add(_SUMS[6:], entries, [indicators.per_head(x) for x in rows])
+                continue
+            maxima, maxima_bf16, row_max, entropy = rows
+            shared, counted = indicators.shared_maxima(maxima, row_max)
+            shared_bf16, _ = indicators.shared_maxima(maxima_bf16, row_max)
+            entropies = indicators.per_head(entropy)
+            self._add(_SUMS[:6], entries, [counted, shared, shared_bf16, entropies, *sums])
+            places = self._places(entries)
+            largest = row_max.amax((1, 3)).flatten().to(self.maxima.device)
+            flat = self.maxima.view(-1)
+            flat.index_copy_(0, places, torch.maximum(flat.index_select(0, places), largest))
 
     def compute(self) -> Tensor:
         """Returns the indicators, FP64 `(I, S, H)` in the order of `MEASURED`; NaN: no data."""
-        self._add_up()
+        self.finish()
         total = dict(zip(_SUMS, self.sums, strict=True))
         rows = total["rows"]
         squares, along = total["dq_squares"], total["dq_along"]
@@ -172,62 +188,45 @@ class AttentionMetrics(Metric):
         return torch.linspace(0, q.size(2) - 1, self.num_rows, device=q.device).round().long()
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """As torchmetrics has it, with everything added up before ranks exchange it."""
-        self._add_up()
+        """As torchmetrics has it, of all that was given."""
+        self.finish()
         super().sync(*args, **kwargs)
 
     def reset(self) -> None:
-        """As torchmetrics has it."""
-        self._pending = []
+        """Forgets everything, what is held back too."""
+        self._held, self._held_bytes = [], 0
         super().reset()
 
-    def _hold_back(self, new: _Pending) -> None:
-        again = any(
-            old.site == new.site and type(old.tensors) is type(new.tensors) for old in self._pending
-        )
-        if again or _size(self._pending) > _MOST_PENDING:
-            self._add_up()
-        self._pending.append(new)
+    def _hold_back(self, new: _Held) -> None:
+        # A site's second call may not join its first: their sums go to one place.
+        again = any(x.site == new.site and len(x.sums) == len(new.sums) for x in self._held)
+        size = sum(tensor.nbytes for tensor in (*new.rows, *new.sums))
+        if again or (self._held and self._held_bytes + size > _MOST_HELD):
+            self.finish()
+        self._held.append(new)
+        self._held_bytes += size
+        if size > _MOST_HELD:
+            self.finish()
 
-    def _add_up(self) -> None:
-        """Adds what was held back to the state, calls of one shape at a time."""
-        pending, self._pending = self._pending, []
-        alike: dict[Any, list[_Pending]] = {}
-        for entry in pending:
-            first = entry.tensors[0]
-            alike.setdefault((type(entry.tensors), first.shape, first.device), []).append(entry)
-        for (kind, _, _), entries in alike.items():
-            stacked = [torch.stack(x) for x in zip(*(e.tensors for e in entries), strict=True)]
-            if kind is _Gradients:
-                self._add(_SUMS[6:], entries, indicators.gradient_error(*stacked))
-                continue
-            maxima, maxima_bf16, row_max, entropy, bias, bias_abs = stacked
-            shared, counted = indicators.shared_maxima(maxima, row_max)
-            shared_bf16, _ = indicators.shared_maxima(maxima_bf16, row_max)
-            entropies = entropy.double().sum((1, 3))
-            sums = (counted, shared, shared_bf16, entropies, bias, bias_abs)
-            self._add(_SUMS[:6], entries, sums)
-            places = self._places(entries)
-            largest = row_max.amax((1, 3)).flatten().to(self.maxima.device)
-            flat = self.maxima.view(-1)
-            flat.index_copy_(0, places, torch.maximum(flat.index_select(0, places), largest))
-
-    def _add(self, names: Sequence[str], entries: list[_Pending], values: Iterable[Tensor]) -> None:
+    def _add(self, names: Sequence[str], entries: list[_Held], values: Iterable[Tensor]) -> None:
         """Adds `(S, C)` of each of some sums, S sites with C heads each."""
         start = _SUMS.index(names[0])
         added = torch.stack([x.flatten() for x in values]).to(self.sums.device)
         rows = self.sums[start : start + len(names)].view(len(names), -1)
         rows.index_add_(1, self._places(entries), added)
 
-    def _places(self, entries: list[_Pending]) -> Tensor:
+    def _places(self, entries: list[_Held]) -> Tensor:
         """Where the heads of some sites lie in the state, sites and heads in one dimension."""
         num_heads = self.maxima.size(1)
         places = tuple(e.site * num_heads + head for e in entries for head in e.heads)
         return device_constant(places, torch.int64, self.sums.device)
 
 
-def _size(pending: list[_Pending]) -> int:
-    return sum(tensor.numel() for entry in pending for tensor in entry.tensors)
+def _stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The n-th tensors of all parts in one, `(S, ...)`; of a single part without a copy."""
+    if len(parts) == 1:
+        return [tensor[None] for tensor in parts[0]]
+    return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
 #: The indicators `AttentionMetrics.compute` returns, in its order.

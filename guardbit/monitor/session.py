@@ -177,7 +177,8 @@ class MonitorSession:
             cadence = self.every_n_train_steps
             self._is_sampled = step % cadence == 0 or step // cadence != previous // cadence
             self._step, self._micro_batch = step, 0
-            if self._is_sampled and self._measurement.needs_calls and "capture" not in self._off:
+            wanted = self._measurement.needs_calls and not self._off & {"capture", "metrics"}
+            if self._is_sampled and wanted:
                 self._measurement.begin()
                 self._capture.arm()
         else:
@@ -234,6 +235,7 @@ class MonitorSession:
             return []
         self._is_sampled = False
         self._capture.disarm()
+        self.attempt("capture", self._measurement.finish)
         # Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
         if not ranks.all_agree("metrics" not in self._off, "metrics"):
             self.attempt("metrics", _failed_elsewhere)
@@ -256,6 +258,7 @@ class MonitorSession:
     def abandon_step(self) -> None:
         """Forgets the step that has begun, as after an error in it; it may begin again."""
         self._capture.disarm()
+        self._measurement.discard()
         self._measurement.forget_step(self._step)
         self._step, self._is_sampled = None, False
 
@@ -267,6 +270,7 @@ class MonitorSession:
         self._loaded_stabilizers = self._stabilizers()
         self._closed, self._step = True, None
         self._capture.disarm()
+        self._measurement.discard()
         writer = self._writer
         if writer is not None:
             step = self._last_ended or 0

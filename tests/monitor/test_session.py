@@ -336,7 +336,7 @@ def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
 
     together = numbers(tmp_path / "together")
     monkeypatch.setattr(measurement, "_LARGEST_BATCH", 1)
-    monkeypatch.setattr(metrics, "_MOST_PENDING", 1)
+    monkeypatch.setattr(metrics, "_MOST_HELD", 1)
     singly = numbers(tmp_path / "singly")
     assert together["value"].notna().any()
     # Only the order of FP64 sums may differ.
@@ -609,7 +609,7 @@ WORKER = textwrap.dedent(
     import importlib.util, json, sys
     import torch
 
-    rank, folder, path = int(sys.argv[1]), *sys.argv[2:]
+    rank, folder, path, module, function = int(sys.argv[1]), *sys.argv[2:]
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
@@ -626,7 +626,7 @@ WORKER = textwrap.dedent(
     )
     for step in range(5):
         if rank == 1 and step == 2:
-            test_session.dispatch.delta_bias = test_session.fail
+            setattr(getattr(test_session, module), function, test_session.fail)
         if rank == 1 and step == 3:
             test_session.indicators.spectral_norms = test_session.fail
         with loop.session.step(step) as record:
@@ -661,9 +661,14 @@ class LoudRow:
         return [Finding(SITES[1], (0,), "a row is loud")] if loud else []
 
 
-def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path):
+@pytest.mark.parametrize(
+    "broken",
+    [("dispatch", "delta_bias"), ("indicators", "shared_maxima")],
+    ids=["in a call", "between calls and exchange"],
+)
+def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
     workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), tmp_path, __file__])
+        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), tmp_path, __file__, *broken])
         for rank in range(2)
     ]
     try:
