@@ -169,7 +169,8 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     six equal weights leave just these, in every row alike, and an error in them would add up.
 
     The place is counted in FP32's own bits, so that below a power of two it is that of the numbers
-    there. FP16's subnormal numbers have wider ones; of them the byte keeps what it has room for.
+    there, and away from 0: a positive count says that |exact| is the larger. FP16's subnormal
+    numbers have wider places; of them the byte keeps what it has room for.
 
     Args:
         exact: FP32 tensor of any shape.
@@ -186,7 +187,10 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
-    """The residual that `encode_residual` wrote, FP32; NaN or infinite where `rounded` is."""
+    """The residual that `encode_residual` wrote, FP32; NaN or infinite where `rounded` is.
+
+    `rounded` must be what was encoded, to the sign of a zero.
+    """
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
     shift = 22 - dropped
     lost = (counts.int() * ((1 << 22) // RESIDUAL_STEPS) + (1 << shift >> 1)) >> shift

@@ -38,7 +38,7 @@ from guardbit.records import STABILIZERS
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
 
 # Numbers that are added up side by side.
-_BLOCK = tl.constexpr(256)
+_BLOCK = tl.constexpr(64)
 
 
 @triton.jit
@@ -76,7 +76,8 @@ def _query_gradient(
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), zeros)
-        # In this order, so that S = L is P = 1 however large the two are.
+        # Not in log2 units, where L would be rounded once more. A P of scores beyond 10^4 is off by
+        # exp(L's own rounding), which is none where one key has all of P and scale is a power of 2.
         exponents = tl.fma(scores, scale, negative_lse[:, None]) * LOG2_E
         if MASKED:
             columns = first + tl.arange(0, KEYS)
@@ -547,5 +548,5 @@ def backward(
                 **key_size.options,
             )
     if not k.numel():
-        delta_bias = torch.where(codes == _COMPENSATED.value, 0.0, torch.nan)
+        delta_bias.fill_(torch.nan).masked_fill_(codes == _COMPENSATED.value, 0.0)
     return Gradients(dq, dk, dv, delta_bias)

@@ -120,8 +120,8 @@ def _attend(
     row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
     rounded, eight times, if any is; tied, whether a second score lies within eps of row_max. With
     TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and weighted, the sum of P-bar
-    log2 P-bar. Which products are fused with a sum is spelled out, so
-    that all variants give the same bits.
+    log2 P-bar. Which products are fused with a sum is spelled out, so that all variants give the
+    same bits.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -153,7 +153,8 @@ def _attend(
             if ROW_MAX == _SOME_HEADS:
                 shifted = tied & (code == _ROW_MAX)
             turns = tl.abs(finite) * shift_turns
-            shift_log2 = tl.fma(turns - tl.floor(turns), shift_range_log2, shift_min_log2)
+            fraction = tl.fma(tl.abs(finite), shift_turns, -tl.floor(turns))
+            shift_log2 = tl.fma(tl.maximum(fraction, 0.0), shift_range_log2, shift_min_log2)
             new_raised = tl.where(shifted, shift_log2, 0.0)
             exponents = tl.fma(differences, scale_log2, -new_raised[:, None])
             rise = tl.fma(row_max - finite, scale_log2, raised - new_raised)

@@ -17,7 +17,7 @@ from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-#: s scale - L is one fused multiply-add, whatever Triton's default is.
+#: Whatever Triton's defaults are: the same sums are fused in every version.
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 

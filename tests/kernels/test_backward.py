@@ -103,15 +103,46 @@ def test_keys_that_no_row_sees_have_no_gradient():
     assert ours.dv[:, :, :9].all()
 
 
+def test_a_key_alone_has_a_probability_of_one_however_large_its_score():
+    # In log2 units L of 10^5 is off by up to 2^-8, and P, rounded to BF16, often below 1.
+    generator = torch.Generator().manual_seed(7)
+    size = 1e5
+    q = torch.randn(1, 40, 1, 64, generator=generator)
+    k = (q * 8 * size / q.square().sum(-1, keepdim=True)).bfloat16().to(DEVICE)
+    q = q.bfloat16().to(DEVICE)
+    d_out = torch.ones_like(q)
+    options = {"causal": False, "scale": 0.125, "stabilizers": ["none"] * 40}
+    result = forward.forward(q, k, k, **options)
+    assert (result.lse > 0.9 * size).all()
+    assert (backward.backward(d_out, q, k, k, *result, **options).dv == 1).all()
+
+
+def test_the_bias_of_delta_adds_up_over_many_tiles_batches_and_grouped_heads():
+    # 33 batches of two tiles of rows: more sums than are added side by side.
+    q, k, v, d_out = inputs((33, 2, 1, 65, 5, 16))
+    options = {"causal": False, "scale": 0.25, "stabilizers": ["compensated", "none"]}
+    result = forward.forward(q, k, v, **options)
+    bias = backward.backward(d_out, q, k, v, *result, **options).delta_bias
+    residual = decode_residual(result.out, result.residual)[:, 0].double()
+    products = -(d_out[:, 0].double() * residual)
+    # FP32 sums of 34,000 numbers of size 2^-9, 64 side by side.
+    allowed = 1e-5 * products.abs().sum().item()
+    assert bias[0].item() == pytest.approx(products.sum().item(), abs=allowed)
+    assert abs(products.sum().item()) > 10 * allowed
+    assert bias[1].isnan()
+
+
 def test_no_keys_no_rows_no_batch():
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
         q, k, v, d_out = inputs(shape)
-        options = {"causal": False, "scale": 1.0, "stabilizers": ["none"] * 2}
+        options = {"causal": False, "scale": 1.0, "stabilizers": ["none", "compensated"]}
         result = forward.forward(q, k, v, **options)
         ours = backward.backward(d_out, q, k, v, *result, **options)
         for gradient, x in zip(ours, (q, k, v), strict=False):
             assert gradient.shape == x.shape
             assert not gradient.any()
+        assert ours.delta_bias.dtype == torch.float32
+        assert ours.delta_bias[0].isnan() and (shape[0] == 0 or ours.delta_bias[1] == 0)
 
 
 def test_layouts_and_determinism():

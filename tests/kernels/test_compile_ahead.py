@@ -196,7 +196,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         if entry["kernel"].endswith("with dropout"):
-            continue  # takes the tiles of the kernel without; they have room for it, not registers
+            continue  # takes the tiles of the kernel without, and local memory as it needs
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
         assert entry["spilled"] <= limit, entry
 

@@ -27,7 +27,7 @@ class Gradients(NamedTuple):
         dk: (B, H_kv, M, D) in k's dtype.
         dv: (B, H_kv, M, D) in v's dtype.
         delta_bias: FP32 (H,), sum over batch and rows of delta_lp - delta_hp, where delta_lp is
-            that of the rounded O; NaN in heads that are not compensated.
+            that of the rounded O; NaN in heads that are not compensated, not finite where O is not.
     """
 
     dq: Tensor
@@ -89,7 +89,8 @@ def backward(
         if residual is None:
             raise ValueError("Compensated heads need the forward's residual, but it is None.")
         chosen = torch.tensor([name == "compensated" for name in stabilizers], device=q.device)
-        correction = (d_out_wide * decode_residual(out, residual)).sum(-1) * chosen[:, None]
+        correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
+        correction = torch.where(chosen[:, None], correction, 0.0)
         delta = delta + correction
         delta_bias = torch.where(chosen, -correction.sum((0, 2)), delta_bias)
 
