@@ -27,7 +27,7 @@ SPILLS = {
     (90, "forward", 128): 8,
     (90, "forward", 256): 96,
     (90, "key_gradients", 32): 48,
-    (90, "key_gradients", 64): 152,
+    (90, "key_gradients", 64): 120,
     (90, "key_gradients", 128): 256,
     (90, "key_gradients", 256): 424,
     (90, "shadow", 16): 208,
