@@ -33,6 +33,7 @@ CANDIDATES: dict[Pass, list[Tile]] = {
         for rows, keys, warps, registers in [
             (64, 64, 4, None), (64, 64, 4, 128), (128, 64, 8, None), (128, 64, 8, 128),
             (128, 64, 4, None), (64, 128, 4, None), (128, 128, 8, None),
+            (64, 32, 4, None), (64, 32, 8, None), (128, 32, 8, None),
         ]
         for stages in (2, 3)
     ],

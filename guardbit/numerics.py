@@ -19,6 +19,8 @@ _PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 #: Counts to a unit in the last place, see `encode_residual`.
 RESIDUAL_STEPS = 240
+#: A count in units of 2^-31 of a last place.
+RESIDUAL_STEP_BITS = round(2**31 / RESIDUAL_STEPS)
 _FP16_SMALLEST_NORMAL = 2.0**-14
 _FP16_SUBNORMALS_PER_UNIT = 2.0**24
 
@@ -169,33 +171,37 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
     six equal weights leave just these, in every row alike, and an error in them would add up.
 
     The place is counted in FP32's own bits, so that below a power of two it is that of the numbers
-    there, and away from 0: a positive count says that |exact| is the larger. FP16's subnormal
-    numbers have wider places; of them the byte keeps what it has room for.
+    there, and away from 0: a positive count says that |exact| is the larger.
 
     Args:
         exact: FP32 tensor of any shape.
         rounded: `exact` rounded to nearest, BF16 or FP16; FP32 has nothing to keep.
 
     Returns:
-        INT8 tensor of the same shape, within -120..120; any number where `rounded` is not finite.
+        INT8 tensor of the same shape, within -120..120; 0 where `rounded` is not finite.
     """
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
-    half = (1 << dropped) >> 1
-    lost = exact.view(torch.int32) - rounded.float().view(torch.int32)
-    counts = (lost.clamp(-half, half) * (RESIDUAL_STEPS << (16 - dropped)) + (1 << 15)) >> 16
-    return counts.to(torch.int8)
+    wide = rounded.float()
+    lost = exact.view(torch.int32) - wide.view(torch.int32)
+    counts = (lost * (RESIDUAL_STEPS << (16 - dropped)) + (1 << 15)) >> 16
+    if rounded.dtype == torch.float16:
+        # Up to the smallest normal number, FP16's lie evenly apart.
+        steps = (exact.abs() - wide.abs()) * (RESIDUAL_STEPS * _FP16_SUBNORMALS_PER_UNIT)
+        counts = steps.round().int().where(wide.abs() <= _FP16_SMALLEST_NORMAL, counts)
+    return counts.where(rounded.isfinite(), 0).to(torch.int8)
 
 
 def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
-    """The residual that `encode_residual` wrote, FP32; NaN or infinite where `rounded` is.
-
-    `rounded` must be what was encoded, to the sign of a zero.
-    """
+    """The residual that `encode_residual` wrote, FP32; `rounded` to the sign of a zero."""
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
-    shift = 22 - dropped
-    lost = (counts.int() * ((1 << 22) // RESIDUAL_STEPS) + (1 << shift >> 1)) >> shift
     wide = rounded.float()
-    return (wide.view(torch.int32) + lost).view(torch.float32) - wide
+    lost = (counts.int() * RESIDUAL_STEP_BITS + (1 << 30 - dropped)) >> 31 - dropped
+    residual = (wide.view(torch.int32) + lost).view(torch.float32) - wide
+    if rounded.dtype == torch.float16:
+        steps = counts.float() * (1 / (RESIDUAL_STEPS * _FP16_SUBNORMALS_PER_UNIT))
+        steps = steps * torch.ones_like(wide).copysign(wide)
+        residual = steps.where(wide.abs() <= _FP16_SMALLEST_NORMAL, residual)
+    return residual.where(rounded.isfinite(), 0)
 
 
 def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:

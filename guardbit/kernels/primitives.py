@@ -26,6 +26,7 @@ LN_2 = tl.constexpr(math.log(2))
 # log2 of the least P-bar that rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
 UNIT_LOG2 = tl.constexpr(math.log2(1 - 2.0**-9))
 RESIDUAL_STEPS = tl.constexpr(numerics.RESIDUAL_STEPS)
+RESIDUAL_STEP_BITS = tl.constexpr(numerics.RESIDUAL_STEP_BITS)
 
 
 @triton.jit
@@ -228,23 +229,36 @@ def round_stochastic(x, halves, dtype: tl.constexpr):
 
 @triton.jit
 def encode_residual(exact, rounded):
-    """`guardbit.numerics.encode_residual`: FP32 and what it was rounded to, to INT8."""
+    """`guardbit.numerics.encode_residual`: FP32 and what it was rounded to, to INT8.
+
+    Where `rounded` is not finite the result is any number.
+    """
     DROPPED: tl.constexpr = 16 if rounded.dtype == tl.bfloat16 else 13
-    lost = exact.to(tl.int32, bitcast=True) - widen(rounded).to(tl.int32, bitcast=True)
-    if DROPPED < 16:
-        lost = tl.minimum(tl.maximum(lost, -(1 << (DROPPED - 1))), 1 << (DROPPED - 1))
+    wide = widen(rounded)
+    lost = exact.to(tl.int32, bitcast=True) - wide.to(tl.int32, bitcast=True)
     counts = (lost * (RESIDUAL_STEPS << (16 - DROPPED)) + (1 << 15)) >> 16
+    if rounded.dtype == tl.float16:
+        steps = (tl.abs(exact) - tl.abs(wide)) * (RESIDUAL_STEPS * 2.0**24)
+        # Beside 1.5 2^23 there is no room for a fraction: it is rounded away, to nearest even, and
+        # the lowest byte of the sum is the number.
+        steps = (steps + 12582912.0).to(tl.int32, bitcast=True)
+        counts = tl.where(tl.abs(wide) <= 2.0**-14, steps, counts)
     return counts.to(tl.int8)
 
 
 @triton.jit
 def decode_residual(rounded, counts):
-    """`guardbit.numerics.decode_residual`, FP32."""
+    """`guardbit.numerics.decode_residual`, FP32; not finite where `rounded` is not."""
     DROPPED: tl.constexpr = 16 if rounded.dtype == tl.bfloat16 else 13
-    SHIFT: tl.constexpr = 22 - DROPPED
-    lost = (counts.to(tl.int32) * ((1 << 22) // RESIDUAL_STEPS) + (1 << (SHIFT - 1))) >> SHIFT
     wide = widen(rounded)
-    return (wide.to(tl.int32, bitcast=True) + lost).to(tl.float32, bitcast=True) - wide
+    bits = wide.to(tl.int32, bitcast=True)
+    lost = (counts.to(tl.int32) * RESIDUAL_STEP_BITS + (1 << (30 - DROPPED))) >> (31 - DROPPED)
+    residual = (bits + lost).to(tl.float32, bitcast=True) - wide
+    if rounded.dtype == tl.float16:
+        steps = counts.to(tl.float32) * (1.0 / (RESIDUAL_STEPS * 2.0**24))
+        steps = tl.where(bits < 0, -steps, steps)
+        residual = tl.where(tl.abs(wide) <= 2.0**-14, steps, residual)
+    return residual
 
 
 @triton.jit

@@ -27,42 +27,51 @@ def gram_matrices(weights: Tensor) -> Tensor:
     return wide @ wide.mT
 
 
-def spectral_norms(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest singular values, from matrices whose largest eigenvalues are their squares.
+def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Largest singular values, of W or of W'^T W, from Gram matrices alone.
 
-    A Gram matrix G_Q gives that of W_Q (paper, figures 3 and 11). The product G_Q G_K gives that of
-    W_Q^T W_K, the form that makes a head's logits, without a `d_model x d_model` matrix; to 1e-5 of
-    it where it is at least 1e-3 |W_Q| |W_K|, while below rounding leaves up to 1e-6 |W_Q| |W_K|.
+    Of W_Q it is a head's spectral norm (paper, figures 3 and 11); W_Q^T W_K is the form that makes
+    its logits. The square is the largest eigenvalue of G, or of G' G.
 
     By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
     it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
-    counts 2^-n. All matrices are treated at once; a GPU's eigensolver takes a millisecond for each.
+    counts 2^-n. G' G is not symmetric, but (G' G)^n = G' X with an X that is, and its square is
+    G' (X G' X): to 1e-5 of |W'^T W| where that is at least 1e-4 |W'| |W|. All matrices are treated
+    at once; a GPU's eigensolver takes a millisecond for each.
 
     Args:
-        matrices: FP64 `(H, D, D)`, with no eigenvalue that is negative or complex.
+        grams: FP64 `(H, D, D)`, see `gram_matrices`.
+        others: The Gram matrices G' of other projections, of the same shape; None for W alone.
 
     Returns:
-        FP32 `(H,)`, NaN where an element or its square is not finite; and FP32 `(H, D)`, of Gram
-        matrices the direction in the head's space along which its W is largest: a unit vector whose
-        largest component is positive, or zeros where there is none.
+        FP32 `(H,)`, NaN where an element or its square is not finite; and FP32 `(H, D)`, of W alone
+        the direction in the head's space along which it is largest: a unit vector whose largest
+        component is positive, or zeros where there is none.
     """
-    powers, logs = matrices, matrices.new_zeros(len(matrices))
+    powers, logs = grams, grams.new_zeros(len(grams))
+    if others is not None:
+        others, size = _normalized(others)
+        logs = size.log()
     for number in range(1 + _SQUARINGS):
         if number > 0:
-            powers = powers @ powers
-        # Not each time, to save launches: three squarings do not leave FP64's range, even where the
-        # largest eigenvalue is far below |A|, as of a W_Q and a W_K that miss each other.
+            powers = powers @ powers if others is None else powers @ others @ powers
+        # Not each time, to save launches: three squarings do not leave FP64's range, even where W
+        # and W' all but miss each other.
         if number % 3 == 0:
-            size = torch.linalg.matrix_norm(powers)
+            powers, size = _normalized(powers)
             logs = logs + size.log() * 0.5**number
-            # Zero stays zero; what is not finite becomes NaN.
-            powers = powers / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None]
     # All columns of the power point along the largest eigenvector, or lie in the space of several.
     column = powers.diagonal(dim1=1, dim2=2).argmax(dim=1)
     vectors = powers.take_along_dim(column[:, None, None], dim=2)[..., 0]
     largest = vectors.take_along_dim(vectors.abs().argmax(dim=1, keepdim=True), dim=1)
     directions = torch.nn.functional.normalize(vectors, dim=1) * largest.sign()
     return logs.exp().sqrt().float(), directions.nan_to_num(0.0).float()
+
+
+def _normalized(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices over their Frobenius norms, and these; zero stays zero, not finite becomes NaN."""
+    size = torch.linalg.matrix_norm(matrices)
+    return matrices / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None], size
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> tuple[Tensor, Tensor]:

@@ -226,9 +226,12 @@ class Measurement:
     def _norms(self, sites: Mapping[str, Site]) -> dict[tuple[str, str], Tensor]:
         """The spectral norms of all sites, as far as their weights are known."""
         columns: dict[tuple[str, str], Tensor] = {}
-        for batch in _batches(_matrices(sites)):
-            sizes = [len(entry.matrices) for entry in batch]
-            norms, vectors = indicators.spectral_norms(torch.cat([x.matrices for x in batch]))
+        for batch in _batches(_norms_of(sites)):
+            sizes = [len(entry.grams) for entry in batch]
+            others = [entry.others for entry in batch if entry.others is not None]
+            norms, vectors = indicators.spectral_norms(
+                torch.cat([entry.grams for entry in batch]), torch.cat(others) if others else None
+            )
             for entry, of_heads, directions in zip(
                 batch, norms.split(sizes), vectors.split(sizes), strict=True
             ):
@@ -251,34 +254,36 @@ class Measurement:
         return tuple(total)
 
 
-class _Matrices(NamedTuple):
-    """Matrices whose largest eigenvalues are squares of an indicator, of some heads of a site."""
+class _Norms(NamedTuple):
+    """What an indicator of a site is to be taken from, see `indicators.spectral_norms`."""
 
     site: str
     indicator: str
     num_heads: int
-    matrices: Tensor
+    grams: Tensor
+    others: Tensor | None = None
 
 
-def _matrices(sites: Mapping[str, Site]) -> Iterator[_Matrices]:
+def _norms_of(sites: Mapping[str, Site]) -> Iterator[_Norms]:
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
             query = indicators.gram_matrices(site.query_weights())
             heads = len(query)
-            yield _Matrices(name, "w_q_spectral_norm", heads, query)
+            yield _Norms(name, "w_q_spectral_norm", heads, query)
             key = indicators.gram_matrices(site.key_weights())
-            yield _Matrices(name, "w_k_spectral_norm", heads, key)
-            product = query @ key.repeat_interleave(heads // len(key), dim=0)
-            yield _Matrices(name, "qk_spectral_norm", heads, product)
+            yield _Norms(name, "w_k_spectral_norm", heads, key)
+            shared = key.repeat_interleave(heads // len(key), dim=0)
+            yield _Norms(name, "qk_spectral_norm", heads, shared, query)
 
 
-def _batches(matrices: Iterable[_Matrices]) -> Iterator[list[_Matrices]]:
+def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:
     """What can be treated at once, so much that it is not above 32 MiB if it can be helped."""
-    alike: dict[tuple[int, torch.device], list[_Matrices]] = {}
-    for entry in matrices:
-        batch = alike.setdefault((entry.matrices.size(1), entry.matrices.device), [])
+    alike: dict[tuple[bool, int, torch.device], list[_Norms]] = {}
+    for entry in norms:
+        kind = (entry.others is None, entry.grams.size(1), entry.grams.device)
+        batch = alike.setdefault(kind, [])
         batch.append(entry)
-        if sum(held.matrices.nbytes for held in batch) >= _LARGEST_BATCH:
+        if sum(held.grams.nbytes for held in batch) >= _LARGEST_BATCH:
             yield batch.copy()
             batch.clear()
     yield from filter(None, alike.values())

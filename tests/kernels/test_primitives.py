@@ -22,8 +22,8 @@ def codec_kernel(exact_pointer, rounded_pointer, counts_pointer, residual_pointe
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_residual_is_that_of_numerics(dtype):
-    # Every exponent FP16 has, and those around; ties, numbers next to powers of two, zeros.
-    exponents = torch.arange(127 - 30, 127 + 16, dtype=torch.int32)[:, None] << 23
+    # FP16's exponents but the last, and those below; ties, numbers next to powers of two, zeros.
+    exponents = torch.arange(127 - 30, 127 + 15, dtype=torch.int32)[:, None] << 23
     fractions = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FF000, 0x7FFFFF]
     bits = (exponents + torch.tensor(fractions, dtype=torch.int32)).flatten()
     exact = bits.view(torch.float32)
@@ -35,7 +35,6 @@ def test_the_residual_is_that_of_numerics(dtype):
     residual = torch.empty_like(exact)
     codec_kernel[(1,)](exact, rounded, counts, residual, N=exact.numel())
     expected = numerics.encode_residual(exact, rounded)
-    finite = rounded.isfinite()
     assert expected.unique().numel() > 100
-    assert torch.equal(counts[finite], expected[finite])
-    assert torch.equal(residual[finite], numerics.decode_residual(rounded, expected)[finite])
+    assert torch.equal(counts, expected)
+    assert torch.equal(residual, numerics.decode_residual(rounded, expected))

@@ -30,7 +30,7 @@ def top_directions(weights):
 def bilinear_spectral_norms(query, key):
     query_grams, key_grams = (indicators.gram_matrices(weights) for weights in (query, key))
     group = len(query) // len(key)
-    return indicators.spectral_norms(query_grams @ key_grams.repeat_interleave(group, 0))[0]
+    return indicators.spectral_norms(key_grams.repeat_interleave(group, 0), query_grams)[0]
 
 
 def exact_norms(weights):
@@ -98,11 +98,11 @@ def test_bilinear_norms_are_those_of_the_formed_product(kv_heads, group, d_head,
     for head in range(kv_heads * group):
         product = query[head].double().T @ key[head // group].double()
         exact = torch.linalg.svdvals(product)[0]
-        # FP64 inside; where W_Q and W_K miss each other, its rounding is up to the square of this.
+        # In FP64 inside; the root of an eigenvalue halves the digits where the product vanishes.
         bound = torch.linalg.matrix_norm(query[head].double(), 2) * torch.linalg.matrix_norm(
             key[head // group].double(), 2
         )
-        torch.testing.assert_close(norms[head].double(), exact, rtol=1e-6, atol=1e-6 * bound)
+        torch.testing.assert_close(norms[head].double(), exact, rtol=1e-6, atol=1e-7 * bound)
 
 
 def test_bilinear_norm_sees_that_large_factors_miss_each_other():
@@ -114,7 +114,7 @@ def test_bilinear_norm_sees_that_large_factors_miss_each_other():
     torch.testing.assert_close(bilinear_spectral_norms(query, key), torch.tensor([300.0]))
 
 
-@pytest.mark.parametrize("missing", [1e-1, 1e-2, 1e-3])
+@pytest.mark.parametrize("missing", [1e-1, 1e-2, 1e-3, 1e-4])
 @pytest.mark.parametrize("d_head", [2, 16, 64])
 def test_bilinear_norm_of_factors_that_nearly_miss_each_other(missing, d_head):
     # W_Q is large along one direction of the head, W_K along another at nearly a right angle.

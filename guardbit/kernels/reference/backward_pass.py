@@ -27,7 +27,7 @@ class Gradients(NamedTuple):
         dk: (B, H_kv, M, D) in k's dtype.
         dv: (B, H_kv, M, D) in v's dtype.
         delta_bias: FP32 (H,), sum over batch and rows of delta_lp - delta_hp, where delta_lp is
-            that of the rounded O; NaN in heads that are not compensated, not finite where O is not.
+            that of the rounded O; NaN in heads that are not compensated.
     """
 
     dq: Tensor
