@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import re
 import shutil
@@ -59,16 +60,25 @@ class FromTheStart(Callback):
 
 
 class Clock(Callback):
-    """Writes down when every 100th step ended: the slow-down after a switch is read off it."""
+    """Writes down when every 100th step ended: the slow-down after a switch is read off it.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: File of steps and seconds.
+        minutes: When to stop; None for never.
+    """
+
+    def __init__(self, path: Path, minutes: float | None) -> None:
         self.path, self.start = path, time.monotonic()
+        self.seconds = math.inf if minutes is None else 60 * minutes
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Appends step and seconds."""
+        passed = time.monotonic() - self.start
         if trainer.global_step % 100 == 0:
             with self.path.open("a") as file:
-                file.write(f"{trainer.global_step},{time.monotonic() - self.start:.3f}\n")
+                file.write(f"{trainer.global_step},{passed:.3f}\n")
+        if passed > self.seconds:
+            trainer.should_stop = True
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -81,7 +91,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=17_000)
-    parser.add_argument("--minutes", type=float, help="stop after so many, whatever the step")
+    parser.add_argument("--minutes", type=float, help="train no longer, this time")
     parser.add_argument("--every-n-train-steps", type=int, default=50)
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
@@ -134,16 +144,16 @@ def main(arguments: list[str]) -> Path:
         compiled=options.device == "cuda",
     )
     folder = options.folder / run_name(options, options.arm)
-    checkpoint = origin = None
-    if options.resume:
-        checkpoint = folder / "kept.ckpt"
-        origin = json.loads((folder / "about.json").read_text())["branched_from"]
-    elif options.branch:
+    checkpoint, earlier = None, {"commands": [], "branched_from": None}
+    if options.branch:
         checkpoint = branch(options.folder / run_name(options, "stock"), folder)
-        origin = str(checkpoint)
+    elif options.resume:
+        checkpoint = folder / "kept.ckpt"
+    if checkpoint is not None:
+        earlier = json.loads((folder / "about.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
-    callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv")]
+    callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.arm == "rescue":
         callbacks.append(AutoStabilizer(options.stabilizer))
     elif options.arm == "from_start":
@@ -157,25 +167,29 @@ def main(arguments: list[str]) -> Path:
             )
         )
     about = {
-        "command": " ".join(["python -m studies.rescue.train", *arguments]),
+        "commands": [*earlier["commands"], " ".join(["studies.rescue.train", *arguments])],
         "arm": options.arm,
         "backend": options.backend,
         "stabilizer": None if options.arm == "stock" else options.stabilizer,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "branched_from": origin,
+        "branched_from": str(checkpoint) if options.branch else earlier["branched_from"],
         "size": asdict(size),
         "corpus": facts,
         "device": torch.cuda.get_device_name()
         if options.device == "cuda"
         else platform.processor(),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "versions": {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "python": platform.python_version(),
+        },
     }
     (folder / "about.json").write_text(json.dumps(about, indent=2))
     trainer = L.Trainer(
         accelerator=options.device, devices=1, precision="bf16-mixed", max_steps=options.steps,
-        max_epochs=-1, max_time=None if options.minutes is None else {"minutes": options.minutes},
-        gradient_clip_val=1.0, callbacks=callbacks, logger=False,
+        max_epochs=-1, gradient_clip_val=1.0, callbacks=callbacks, logger=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False, default_root_dir=folder,
