@@ -124,11 +124,21 @@ class GPT2(L.LightningModule):
         )
         return self.net(self.tokens[places].long())
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips by the norm; Lightning itself refuses to with a fused optimizer."""
+        if gradient_clip_val is not None:
+            nn.utils.clip_grad_norm_(self.net.parameters(), gradient_clip_val)
+
     def configure_optimizers(self) -> dict:
         """AdamW without weight decay, as in the study."""
         optimizer = torch.optim.AdamW(
             self.net.parameters(), lr=self.learning_rate, betas=(0.9, 0.95), weight_decay=0.0,
-            fused=self.device.type == "cuda",
+            fused=True,
         )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps)
