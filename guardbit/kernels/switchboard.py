@@ -76,9 +76,12 @@ class SiteState:
         launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
             Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
             "triton" counts besides how often ours ran in Triton; else they ran in plain torch.
+            Calls that were left to PyTorch's function, see `is_idle`, are not counted.
         requested: One name a head, as the last call asked for; empty before the first.
         stock_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
             0 where nothing drops, or all heads are always ours.
+        at_rest: Whether calls need not be seen for now. Not to be changed between a forward and
+            its recomputation, which must be alike.
     """
 
     stabilizers: tuple[str, ...] | None = None
@@ -86,6 +89,13 @@ class SiteState:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
     stock_dropout_p: float = 0.0
+    at_rest: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next call may be left to PyTorch's own function, as if nobody was here."""
+        # Not the first: what it asks for is to be known.
+        return self.at_rest and bool(self.requested) and set(self.in_force) == {"none"}
 
     @property
     def in_force(self) -> tuple[str, ...]:

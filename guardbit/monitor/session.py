@@ -178,6 +178,8 @@ class MonitorSession:
             self._is_sampled = step % cadence == 0 or step // cadence != previous // cadence
             self._step, self._micro_batch = step, 0
             wanted = self._measurement.needs_calls and not self._off & {"capture", "metrics"}
+            # Once a step: a forward and its recomputation must be alike.
+            self.instrumentation.rest(not (self._is_sampled and wanted))
             if self._is_sampled and wanted:
                 self._measurement.begin()
                 self._capture.arm()

@@ -96,7 +96,11 @@ class Site:
 
     @property
     def launches(self) -> dict[tuple[str, str], int]:
-        """How often each kernel ran here, by (direction, kernel)."""
+        """How often each kernel ran here, by (direction, kernel).
+
+        In a session, calls of steps that are not sampled are not counted while none of the heads
+        is switched, unless they are compiled: PyTorch's own function takes them.
+        """
         return dict(switchboard.site_state(self.number).launches)
 
     @property
@@ -272,6 +276,11 @@ class Instrumentation:
         """Calls `observer` in every attention backward from now on; None for no longer."""
         for site in self._sites.values():
             switchboard.site_state(site.number).observer = observer
+
+    def rest(self, at_rest: bool) -> None:
+        """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
+        for site in self._sites.values():
+            switchboard.site_state(site.number).at_rest = at_rest
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless."""

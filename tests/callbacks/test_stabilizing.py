@@ -82,7 +82,8 @@ def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, mon
     trains.fit(*order, watching, precision="bf16-mixed", max_steps=8)
     # The second sample is step 3's.
     assert steps_with(watching.used, "compensated") == [4, 5, 6, 7]
-    assert steps_with(watching.used, "FLASH_ATTENTION") == list(range(8)), "head 0 keeps its kernel"
+    # Head 0 keeps its kernel; in steps 1 and 2 nobody asks, and PyTorch's own function runs.
+    assert steps_with(watching.used, "FLASH_ATTENTION") == [0, 3, 4, 5, 6, 7]
     assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "compensated")]
     assert "fires_at_sample" in read_events(tmp_path / "run").iloc[1].why

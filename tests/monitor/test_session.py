@@ -242,6 +242,35 @@ def test_steps_that_are_not_sampled_run_no_kernel(tmp_path):
     assert "aten::bmm" in operations.names, "the count must see what a sampled step does"
 
 
+def operations_of_step(loop, step):
+    with Operations() as operations:
+        loop.backward(step)
+    # Reads a number on the host: of a site, and the loss.
+    return [name for name in operations.names if name != "aten::_local_scalar_dense"]
+
+
+def test_steps_that_are_not_sampled_run_what_an_unwatched_model_runs():
+    loop = Loop(every_n_train_steps=4, strict=True)
+    loop.run([0, 1], close=False)
+    instrumentation = loop.session.instrumentation
+    with loop.session.step(2):
+        unsampled = operations_of_step(loop, 2)
+    instrumentation.switch("layers.0", "row_max", heads=[1])
+    with loop.session.step(3):
+        switched = operations_of_step(loop, 3)
+    instrumentation.switch("layers.0", "none")
+    with loop.session.step(4):
+        sampled = operations_of_step(loop, 4)
+    with loop.session.step(5):
+        given_back = operations_of_step(loop, 5)
+    loop.session.close()
+    assert unsampled == given_back == operations_of_step(loop, 6)
+    through_the_op = [
+        names.count("guardbit::attention") for names in (unsampled, switched, sampled)
+    ]
+    assert through_the_op == [0, 1, 2]
+
+
 def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
     transfers = []
     loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True)

@@ -23,6 +23,7 @@ from guardbit.kernels.attention import (
     site_stack,
     switchable_attention,
 )
+from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.frames import frame_stack, inside
 from guardbit.monitor.interception.records import Heads, note_call
 from guardbit.monitor.interception.rerunning import probe
@@ -46,10 +47,12 @@ def scaled_dot_product_attention(
         refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
         if torch.compiler.is_compiling():
             note_traced_call(site, heads, refusal)
-        elif probe.note_call(int(site), query, key):
+        elif probe.note_call(number := int(site), query, key):
             refusal = "it is probed"  # a re-run must not look like a call of the model
         else:
-            note_call(int(site), heads, refusal)
+            note_call(number, heads, refusal)
+            if site_state(number).is_idle:
+                refusal = "nobody asks"  # and the op would cost the host 0.2 ms
         if refusal is None:
             return switchable_attention(
                 query, key, value, site, is_causal=is_causal, scale=scale, dropout_p=dropout_p
