@@ -3,14 +3,27 @@
     python -m studies.rescue.analyse pack runs/rescue studies/rescue/results
     python -m studies.rescue.analyse table studies/rescue/results
 
-`pack` makes each run small enough for the repository: the loss of every 20th step and, every 200
-steps, each layer's largest value over heads. `table` prints one line a run and one an arm.
+`pack` thins each run for the repository: its journal, the losses and gradient norms of every 20th
+step and, of every 200th, what the rules and the figures read of all heads, to three digits. What it
+writes is a run as any other, for `guardbit report`, `live` and `replay`. `table` prints one line a
+run and one an arm.
+
+A run has failed when it leaves the matched run, the one whose heads are all compensated from the
+start, with the same seed, batches and rate, in one of two ways:
+
+- its loss, averaged over the 500 steps before, lies 0.1 nats above. Pairs of recorded stable runs
+  on the same batches (`tests/data/runs`) differ by 0.046 at most from step 1,000 on, the failing
+  one passes 0.17. A loss that is not finite is large.
+- its largest W_Q spectral norm, the median over 1,000 steps, is twice as large. Pairs of the
+  recorded stable runs differ by a factor of 1.74 at most, the failing one passes 3.6.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -18,62 +31,68 @@ import pandas as pd
 from scipy.stats import beta
 
 from guardbit import read_events, read_run
+from guardbit.monitor.replay import samples
+from guardbit.records import Event
+from guardbit.store import RunWriter, read_metadata
 
-#: A run has failed at the first step at which its loss, averaged over the WINDOW steps before, lies
-#: MARGIN nats above that of the matched run, the one whose heads are all compensated from the
-#: start, with the same seed, batches and rate. A loss that is not finite is large. Pairs of
-#: recorded stable runs on the same batches (`tests/data/runs`) differ by 0.046 at most from step
-#: 1,000 on; the failing one passes 0.17.
 MARGIN, WINDOW = 0.1, 500
+RATIO, NORM_WINDOW = 2.0, 1000
 
 _LARGE_LOSS = 1e3
 
 _HEAD_STEPS, _LOSS_STEPS = 200, 20
+_KEPT = (
+    "w_q_spectral_norm", "max_logit", "multiple_maxima", "multiple_maxima_bf16", "delta_bias",
+    "delta_bias_abs", "delta_bias_cumulative", "dq_relative_error", "dq_coherent_error",
+)  # fmt: skip
 
 
 def pack(runs: Path, results: Path) -> None:
-    """Writes `NAME.csv.gz`, `NAME.events.csv` and `NAME.json` for every run below a folder."""
-    results.mkdir(parents=True, exist_ok=True)
+    """Thins every run below a folder; what was packed before under its name is replaced."""
     for about in sorted(runs.glob("*/about.json")):
-        folder, name = about.parent, about.parent.name
+        folder = about.parent
         frame = read_run(folder)
-        scalars = frame[frame["site"] == ""]
-        kept = scalars["step"] % _LOSS_STEPS == 0
-        heads = frame[(frame["site"] != "") & (frame["step"] % _HEAD_STEPS == 0)]
-        largest = heads.loc[
-            heads.assign(size=heads["value"].abs())
-            .groupby(["step", "site", "indicator"], observed=True)["size"]
-            .idxmax()
-        ]
-        packed = pd.concat([scalars[kept], largest]).sort_values(["step", "layer", "indicator"])
-        packed.to_csv(results / f"{name}.csv.gz", index=False, float_format="%.5g")
-        read_events(folder).to_csv(results / f"{name}.events.csv", index=False)
-        facts = json.loads(about.read_text())
-        clock = folder / "clock.csv"
-        if clock.exists():
+        scalar = frame["site"] == ""
+        thin = scalar & (frame["step"] % _LOSS_STEPS == 0)
+        thin |= ~scalar & (frame["step"] % _HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
+        kept = frame[thin].assign(
+            value=lambda part: part["value"].map("{:.3g}".format).astype(float)
+        )
+        study = json.loads(about.read_text())
+        if (clock := folder / "clock.csv").exists():
             steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
-            facts["clock"] = {"steps": steps.tolist(), "seconds": seconds.tolist()}
-        (results / f"{name}.json").write_text(json.dumps(facts))
+            study["clock"] = {"steps": steps.tolist(), "seconds": seconds.tolist()}
+        target = results / folder.name
+        shutil.rmtree(target, ignore_errors=True)
+        metadata = {**read_metadata(folder), "study": study}
+        with RunWriter(target, metadata=metadata, flush_every=1 << 30) as writer:
+            writer.add(samples(kept))
+            for event in read_events(folder).to_dict("records"):
+                writer.event(Event(**event))
 
 
-def losses(results: Path, name: str) -> pd.Series:
-    """Loss by step, as far as it was kept."""
-    frame = pd.read_csv(results / f"{name}.csv.gz")
-    return frame[frame["indicator"] == "loss"].set_index("step")["value"]
+def series(run: pd.DataFrame, indicator: str) -> pd.Series:
+    """The largest value of an indicator over all heads, by step."""
+    return run[run["indicator"] == indicator].groupby("step")["value"].max()
 
 
-def departure(loss: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run has failed, by the definition above; None if it has not.
+def departure(run: pd.DataFrame, reference: pd.DataFrame) -> int | None:
+    """First step at which a run has failed, see above; None if it has not.
 
     Args:
-        loss: By step.
-        reference: The same of the matched run.
+        run: Tidy, as `read_run` returns it.
+        reference: The matched run.
     """
-    both = reference.index.intersection(loss.index)
-    excess = loss.reindex(both).where(np.isfinite, _LARGE_LOSS) - reference.reindex(both)
+
+    def first(failing: pd.Series) -> Iterable[int]:
+        return failing.index[failing][:1].tolist()
+
+    loss = series(run, "loss").where(np.isfinite, _LARGE_LOSS)
+    excess = (loss - series(reference, "loss")).dropna()
     average = excess.rolling(WINDOW // _LOSS_STEPS, min_periods=1).mean()
-    failing = average.index[average > MARGIN]
-    return int(failing[0]) if len(failing) else None
+    ratio = series(run, "w_q_spectral_norm") / series(reference, "w_q_spectral_norm")
+    median = ratio.dropna().rolling(NORM_WINDOW // _HEAD_STEPS, min_periods=1).median()
+    return min([*first(average > MARGIN), *first(median > RATIO)], default=None)
 
 
 def speed(facts: dict, first: int, last: int) -> float:
@@ -87,54 +106,61 @@ def speed(facts: dict, first: int, last: int) -> float:
 
 def one_line_a_run(results: Path) -> pd.DataFrame:
     """Step of failure, alarm and switch, lead, verdict and last loss of every packed run."""
-    rows = []
-    about = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
-    for name, facts in sorted(about.items()):
-        loss = losses(results, name)
-        last = int(loss.index[-1])
-        end = loss[loss.index > last - 500].mean()
-        twins = [
-            other
-            for other, its in about.items()
-            if its["arm"] == "from_start"
-            and its["stabilizer"] == "compensated"
-            and (its["seed"], its["learning_rate"]) == (facts["seed"], facts["learning_rate"])
-        ]
-        failed = above = None
-        if twins:
-            reference = losses(results, twins[0])
-            failed = departure(loss, reference)
-            upto = reference[reference.index <= last]
-            above = end - upto[upto.index > last - 500].mean()
-        events = pd.read_csv(results / f"{name}.events.csv")
-        alarms, switches = events[events["kind"] == "alarm"], events[events["kind"] == "switch"]
-        verdicts = events[events["kind"] == "verdict"]
-        alarm = None if alarms.empty else int(alarms["step"].iloc[0])
-        switch = None if switches.empty else int(switches["step"].iloc[0])
-        rows.append(
-            {
-                "run": name,
-                "arm": facts["arm"],
-                "backend": facts["backend"],
-                "stabilizer": facts["stabilizer"] or "",
-                "learning_rate": facts["learning_rate"],
-                "seed": facts["seed"],
-                "steps": last,
-                "matched": bool(twins),
-                "failed_at": failed,
-                "first_alarm": alarm,
-                "rule": "" if alarms.empty else alarms["rule"].iloc[0],
-                "lead": None if failed is None or alarm is None else failed - alarm,
-                "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
-                "first_switch": switch,
-                "switches": len(switches),
-                "last_loss": end,
-                "above_matched": above,
-                "speed_before": speed(facts, 300, switch or last),
-                "speed_after": float("nan") if switch is None else speed(facts, switch + 100, last),
-            }
-        )
-    return pd.DataFrame(rows)
+    folders = sorted(path.parent for path in results.glob("*/session-*.json"))
+    about = {folder: read_metadata(folder)["study"] for folder in folders}
+    data = {folder: read_run(folder) for folder in folders}
+    return pd.DataFrame(_line(folder, about, data) for folder in folders)
+
+
+def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame]) -> dict:
+    facts, run = about[folder], data[folder]
+    loss = series(run, "loss")
+    last = int(loss.index[-1])
+    twins = [
+        data[other]
+        for other, its in about.items()
+        if its["arm"] == "from_start"
+        and its["stabilizer"] == "compensated"
+        and (its["seed"], its["learning_rate"]) == (facts["seed"], facts["learning_rate"])
+    ]
+    failed = above = None
+    if twins:
+        failed = departure(run, twins[0])
+        difference = (loss - series(twins[0], "loss")).dropna()
+        above = difference[difference.index > difference.index[-1] - 500].mean()
+    events = read_events(folder)
+    alarms, switches, verdicts = (
+        events[events["kind"] == kind] for kind in ("alarm", "switch", "verdict")
+    )
+    alarm = None if alarms.empty else int(alarms["step"].iloc[0])
+    switch = None if switches.empty else int(switches["step"].iloc[0])
+    return {
+        "run": folder.name,
+        "arm": facts["arm"],
+        "backend": facts["backend"],
+        "stabilizer": facts["stabilizer"] or "",
+        "learning_rate": facts["learning_rate"],
+        "seed": facts["seed"],
+        "steps": last,
+        "matched": bool(twins),
+        "failed_at": failed,
+        "first_alarm": alarm,
+        "rule": "" if alarms.empty else alarms["rule"].iloc[0],
+        "lead": None if failed is None or alarm is None else failed - alarm,
+        "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
+        "alarmed_heads": len(
+            {(row.site, head) for row in alarms.itertuples() for head in row.heads}
+        ),
+        "first_switch": switch,
+        "switches": len(switches),
+        "last_loss": loss[loss.index > last - 500].mean(),
+        "above_matched": above,
+        "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
+        "largest_logit": series(run, "max_logit").iloc[-1],
+        "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
+        "speed_before": speed(facts, 300, switch or last),
+        "speed_after": float("nan") if switch is None else speed(facts, switch + 100, last),
+    }
 
 
 def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
