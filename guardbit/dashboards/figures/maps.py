@@ -83,7 +83,10 @@ def spectral_norm_by_layer(
 
 @styled
 def model_map(
-    frame: pd.DataFrame, events: pd.DataFrame | None = None, step: int | None = None
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None = None,
+    step: int | None = None,
+    name: str = "",
 ) -> Figure | None:
     """Layers x heads, one cell a head: how far its worst indicator is above its own normal.
 
@@ -95,6 +98,7 @@ def model_map(
         frame: The samples.
         events: The journal.
         step: The map shows what was known after this step; None for the end of the run.
+        name: Of the run, for the title.
     """
     table = frames.excess(frame, step)
     if not has_finite(table["excess"]):
@@ -109,13 +113,18 @@ def model_map(
         cells,
         last,
         list(frames.first_events(frame, known, "alarm")),
-        [head for head, name in current.items() if name != "none"],
+        [head for head, stabilizer in current.items() if stabilizer != "none"],
+        name,
     )
 
 
 @styled
 def draw_model_map(
-    cells: np.ndarray, step: int, alarmed: Sequence[Head], stabilized: Sequence[Head]
+    cells: np.ndarray,
+    step: int,
+    alarmed: Sequence[Head],
+    stabilized: Sequence[Head],
+    name: str = "",
 ) -> Figure:
     """The model map of what is known already.
 
@@ -124,9 +133,11 @@ def draw_model_map(
         step: The step it stands for.
         alarmed: The heads to frame.
         stabilized: The heads to dot.
+        name: Of the run, for the title.
     """
     height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
-    figure, (axes,) = canvas(f"Model map at step {step:,}", panel_height=height)
+    title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
+    figure, (axes,) = canvas(title, panel_height=height)
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,

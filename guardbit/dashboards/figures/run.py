@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -65,9 +65,8 @@ def runs_over_steps(
         return None
     figure, (axes,) = canvas(title)
     colours = dict(zip(runs, RUN_LINES, strict=False))
-    for name, values in series.items():
+    for short, (name, values) in zip(_short(list(series)), series.items(), strict=True):
         colour, line_style = colours[name]
-        short = _short(name, _MOST_CHARACTERS // len(runs))
         axes.plot(values, color=colour, linestyle=line_style, label=short, gid=NAMED)
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
     finish([axes], pd.concat(list(runs.values()), ignore_index=True), None)
@@ -88,7 +87,16 @@ def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
     return smooth(series) if len(series) else frames.by_head(frame, indicator).abs().max(axis=1)
 
 
-def _short(name: str, most: int) -> str:
-    """Cut in the middle, as names of related runs differ at their ends."""
+def _short(names: Sequence[str]) -> list[str]:
+    """As many characters of each name as there is room for; first goes what all have in common."""
+    if sum(map(len, names)) > _MOST_CHARACTERS:
+        shared = set.intersection(*(set(name.split("-")) for name in names))
+        told = ["-".join(p for p in name.split("-") if p not in shared) for name in names]
+        if all(told) and len(set(told)) == len(names):
+            names = told
+    most = max(map(len, names))
+    while sum(min(len(name), most) for name in names) > _MOST_CHARACTERS:
+        most -= 1
+    # Cut in the middle, as names of related runs differ at their ends.
     kept = (most - 1) // 2
-    return name if len(name) <= most else f"{name[:kept]}…{name[-kept:]}"
+    return [name if len(name) <= most else f"{name[:kept]}…{name[-kept:]}" for name in names]

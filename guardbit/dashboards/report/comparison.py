@@ -137,11 +137,9 @@ def _overlays(runs: Sequence[Run]) -> list[Block]:
         if figure is not None:
             blocks.append(Picture(f"runs_{indicator}", title, caption, figure))
     for number, run in enumerate(runs):
-        figure = None if run.frame.empty else model_map(run.frame, run.events)
+        figure = None if run.frame.empty else model_map(run.frame, run.events, name=run.title)
         if figure is not None:
             title = f"Model map: {run.title}"
-            axes = figure.axes[0]
-            axes.set_title(f"{axes.get_title(loc='left')} · {run.title}", pad=40)
             caption = "Every head at the end of the run; the same colours in all runs."
             blocks.append(Picture(f"run_{number}_model_map", title, caption, figure))
     return blocks

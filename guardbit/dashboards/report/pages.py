@@ -79,7 +79,7 @@ def text_pages(document: Document) -> list[Figure]:
 
 
 def _lines(document: Document) -> Iterator[_Line]:
-    yield _Line(f"GuardBit · {document.title} · {document.extent}", quiet=True)
+    yield from _wrapped(f"GuardBit · {document.title} · {document.extent}", quiet=True)
     yield from _wrapped(document.headline, 19, bold=True, space=14)
     for text in document.lede:
         yield from _wrapped(text, 10.5, space=6)

@@ -89,7 +89,7 @@ def test_no_line_of_a_page_runs_off_it(run):
 
     why = "a very long reason " * 30
     events = run.events.assign(why=why)
-    for page in text_pages(document_of(Run("t" * 40, short(), events, {"x": {"y": why}}))):
+    for page in text_pages(document_of(Run("t-" * 80, short(), events, {"x": {"y": why}}))):
         renderer = FigureCanvasAgg(page).get_renderer()
         for line in page.texts:
             box = line.get_window_extent(renderer)
