@@ -57,10 +57,10 @@ def spectral_norm_of_heads(
 def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """Largest attention score of every head over steps, after scaling, on a log axis.
 
-    Values at or below zero have no place on a log axis and are left out.
+    Values at or below zero have no place on a log axis and leave a gap, as infinite ones do.
     """
     table = frames.by_head(frame, "max_logit")
-    table = table.where(table > 0)
+    table = table.mask(table <= 0, np.inf)
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Max logit of every head")
