@@ -4,9 +4,9 @@
     python -m studies.rescue.analyse table studies/rescue/results
 
 `pack` thins each run for the repository: its journal, the losses and gradient norms of every 20th
-step and, of every 200th, what the rules and the figures read of all heads, to three digits. What it
-writes is a run as any other, for `guardbit report`, `live` and `replay`. `table` prints one line a
-run and one an arm.
+step, the audited errors of dQ and, of every 200th step, what else rules and figures read of all
+heads, to three digits. What it writes is a run as any other, for `guardbit report`, `live` and
+`replay`. `table` prints one line a run and one an arm.
 
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
 start, with the same seed, batches and rate, in one of two ways:
@@ -23,7 +23,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +42,9 @@ _LARGE_LOSS = 1e3
 _HEAD_STEPS, _LOSS_STEPS = 200, 20
 _KEPT = (
     "w_q_spectral_norm", "max_logit", "multiple_maxima", "multiple_maxima_bf16", "delta_bias",
-    "delta_bias_abs", "delta_bias_cumulative", "dq_relative_error", "dq_coherent_error",
+    "delta_bias_abs", "delta_bias_cumulative",
 )  # fmt: skip
+_AUDITED = ("dq_relative_error", "dq_coherent_error")
 
 
 def pack(runs: Path, results: Path) -> None:
@@ -54,10 +54,12 @@ def pack(runs: Path, results: Path) -> None:
         frame = read_run(folder)
         scalar = frame["site"] == ""
         thin = scalar & (frame["step"] % _LOSS_STEPS == 0)
-        thin |= ~scalar & (frame["step"] % _HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
-        kept = frame[thin].assign(
-            value=lambda part: part["value"].map("{:.3g}".format).astype(float)
-        )
+        thin |= (frame["step"] % _HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
+        # One head of a layer in turn: thinned, some would never be seen.
+        thin |= frame["indicator"].isin(_AUDITED)
+        digits = np.where(scalar, 5, 3)[thin]
+        kept = frame[thin].copy()
+        kept["value"] = [float(f"{x:.{n}g}") for x, n in zip(kept["value"], digits, strict=True)]
         study = json.loads(about.read_text())
         if (clock := folder / "clock.csv").exists():
             steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
@@ -76,23 +78,32 @@ def series(run: pd.DataFrame, indicator: str) -> pd.Series:
     return run[run["indicator"] == indicator].groupby("step")["value"].max()
 
 
-def departure(run: pd.DataFrame, reference: pd.DataFrame) -> int | None:
-    """First step at which a run has failed, see above; None if it has not.
+def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
+    """First step at which a run's loss has left the matched run's, see above; None if it has not.
 
     Args:
-        run: Tidy, as `read_run` returns it.
-        reference: The matched run.
+        loss: By step.
+        reference: The same of the matched run.
     """
-
-    def first(failing: pd.Series) -> Iterable[int]:
-        return failing.index[failing][:1].tolist()
-
-    loss = series(run, "loss").where(np.isfinite, _LARGE_LOSS)
-    excess = (loss - series(reference, "loss")).dropna()
+    excess = (loss.where(np.isfinite, _LARGE_LOSS) - reference).dropna()
     average = excess.rolling(WINDOW // _LOSS_STEPS, min_periods=1).mean()
-    ratio = series(run, "w_q_spectral_norm") / series(reference, "w_q_spectral_norm")
-    median = ratio.dropna().rolling(NORM_WINDOW // _HEAD_STEPS, min_periods=1).median()
-    return min([*first(average > MARGIN), *first(median > RATIO)], default=None)
+    return _first(average > MARGIN)
+
+
+def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
+    """First step at which a run's largest W_Q norm is twice the matched run's; see above.
+
+    Args:
+        norm: The largest W_Q spectral norm over all heads, by step.
+        reference: The same of the matched run.
+    """
+    ratio = (norm / reference).dropna()
+    return _first(ratio.rolling(NORM_WINDOW // _HEAD_STEPS).median() >= RATIO)
+
+
+def _first(failing: pd.Series) -> int | None:
+    steps = failing.index[failing]
+    return int(steps[0]) if len(steps) else None
 
 
 def speed(facts: dict, first: int, last: int) -> float:
@@ -123,15 +134,20 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         and its["stabilizer"] == "compensated"
         and (its["seed"], its["learning_rate"]) == (facts["seed"], facts["learning_rate"])
     ]
-    failed = above = None
+    loss_failed = norm_failed = above = None
     if twins:
-        failed = departure(run, twins[0])
+        loss_failed = loss_departure(loss, series(twins[0], "loss"))
+        norm_failed = norm_departure(
+            *(series(each, "w_q_spectral_norm") for each in (run, twins[0]))
+        )
         difference = (loss - series(twins[0], "loss")).dropna()
         above = difference[difference.index > difference.index[-1] - 500].mean()
     events = read_events(folder)
     alarms, switches, verdicts = (
         events[events["kind"] == kind] for kind in ("alarm", "switch", "verdict")
     )
+    sums = run[run["indicator"] == "delta_bias_cumulative"]
+    sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
     switch = None if switches.empty else int(switches["step"].iloc[0])
     return {
@@ -143,10 +159,12 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "seed": facts["seed"],
         "steps": last,
         "matched": bool(twins),
-        "failed_at": failed,
+        "norm_failed_at": norm_failed,
+        "loss_failed_at": loss_failed,
         "first_alarm": alarm,
         "rule": "" if alarms.empty else alarms["rule"].iloc[0],
-        "lead": None if failed is None or alarm is None else failed - alarm,
+        "lead_on_norm": None if norm_failed is None or alarm is None else norm_failed - alarm,
+        "lead_on_loss": None if loss_failed is None or alarm is None else loss_failed - alarm,
         "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
         "alarmed_heads": len(
             {(row.site, head) for row in alarms.itertuples() for head in row.heads}
@@ -158,6 +176,9 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
         "largest_logit": series(run, "max_logit").iloc[-1],
         "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
+        "largest_dq_error": series(run, "dq_relative_error").loc[1000:].max(),
+        "bias_up": sums[sums > 0].sum(),
+        "bias_down": sums[sums < 0].sum(),
         "speed_before": speed(facts, 300, switch or last),
         "speed_after": float("nan") if switch is None else speed(facts, switch + 100, last),
     }
@@ -168,7 +189,8 @@ def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
     rows = []
     keys = ["arm", "backend", "stabilizer", "learning_rate"]
     for key, group in runs[runs["matched"]].groupby(keys):
-        failed, total = int(group["failed_at"].notna().sum()), len(group)
+        failing = group[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
+        failed, total = int(failing.sum()), len(group)
         low = beta.ppf(0.025, failed, total - failed + 1) if failed else 0.0
         high = beta.ppf(0.975, failed + 1, total - failed) if failed < total else 1.0
         rows.append(
@@ -178,7 +200,8 @@ def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
                 "failed": failed,
                 "failed_95": f"{low:.2f} to {high:.2f}",
                 "alarmed": int(group["first_alarm"].notna().sum()),
-                "least_lead": group["lead"].min(),
+                "least_lead_on_norm": group["lead_on_norm"].min(),
+                "least_lead_on_loss": group["lead_on_loss"].min(),
                 "above_matched": f"{group['above_matched'].min():+.3f} to "
                 f"{group['above_matched'].max():+.3f}",
             }

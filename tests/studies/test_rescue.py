@@ -21,30 +21,48 @@ def series(values, spacing=20):
     return pd.Series(values, index=np.arange(len(values)) * spacing, dtype=float)
 
 
-def recorded_loss(name):
+def recorded(name, indicator):
     (path,) = RECORDED.glob(f"{name}*")
-    frame = pd.read_csv(path)
-    return frame[frame["indicator"] == "loss"].set_index("step")["value"]
+    values = analyse.series(pd.read_csv(path), indicator)
+    return values[values.index >= 1000]
 
 
 def test_the_recorded_failure_departs_where_it_was_seen_to():
-    # Its loss leaves that of the stable runs on the same batches at about step 9,000.
-    reference = recorded_loss("stable-fp32out-lr1.5e-3")
-    step = analyse.departure(recorded_loss("fails-sdpa-lr1.5e-3"), reference)
-    assert 8500 <= step <= 9500
-    for other in ("stable-bf16out-lr1.5e-3", "stable-fa2numerics-lr1.5e-3"):
-        assert analyse.departure(recorded_loss(other), reference) is None
+    # Its loss leaves that of the stable runs on the same batches at about step 9,000; before, its
+    # largest norm is 17 at step 6,600 and 48 at 8,000, where theirs are 15 and 18.
+    stable = [f"stable-{name}-lr1.5e-3" for name in ("fp32out", "bf16out", "fa2numerics")]
+    for reference in stable:
+        losses, norms = (recorded(reference, name) for name in ("loss", "w_q_spectral_norm"))
+        fails = "fails-sdpa-lr1.5e-3"
+        assert 8500 <= analyse.loss_departure(recorded(fails, "loss"), losses) <= 9500
+        norm_failed = analyse.norm_departure(recorded(fails, "w_q_spectral_norm"), norms)
+        assert 7000 <= norm_failed <= 8500
+        for other in stable:
+            assert analyse.loss_departure(recorded(other, "loss"), losses) is None
+            norm = recorded(other, "w_q_spectral_norm")
+            assert analyse.norm_departure(norm, norms) is None
 
 
 @pytest.mark.parametrize("excess, samples, expected", [
     (0.3, 100, 2160), (0.09, 100, None), (-0.3, 100, None), (0.3, 8, None), (np.nan, 1, 2000),
 ])  # fmt: skip
-def test_only_a_lasting_rise_is_a_failure(excess, samples, expected):
+def test_only_a_lasting_rise_of_the_loss_is_a_failure(excess, samples, expected):
     # A window holds 25 samples: 9 of them at 0.3 average to 0.108, 8 to 0.096.
     reference = series(np.full(300, 2.0))
     loss = reference.copy()
     loss.iloc[100 : 100 + samples] += excess
-    assert analyse.departure(loss, reference) == expected
+    assert analyse.loss_departure(loss, reference) == expected
+
+
+@pytest.mark.parametrize("factor, samples, expected", [
+    (2.0, 3, 4400), (1.99, 9, None), (9.0, 2, None), (0.1, 9, None),
+])  # fmt: skip
+def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expected):
+    # Three of the five samples of a window are its median.
+    reference = series(np.linspace(1, 30, 40), 200)
+    norm = reference.copy()
+    norm.iloc[20 : 20 + samples] *= factor
+    assert analyse.norm_departure(norm, reference) == expected
 
 
 def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
@@ -86,7 +104,7 @@ def test_a_study_in_miniature(tmp_path, capsys):
     analyse.main("table", str(tmp_path / "packed"))
     runs = pd.read_csv(tmp_path / "packed" / "runs.csv").set_index("arm")
     assert runs["matched"].all()
-    assert runs["failed_at"].isna().all()
+    assert runs[["norm_failed_at", "loss_failed_at"]].isna().all(axis=None)
     # The stock run and the guarded ones differ by an alarm only, and the one is made up.
     assert runs.loc[["stock", "rescue"], "last_loss"].nunique() == 1
     assert runs.at["stock", "first_alarm"] == 5
