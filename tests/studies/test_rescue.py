@@ -9,11 +9,14 @@ import pandas as pd
 import pytest
 import torch
 
+from guardbit import read_events, read_run
+from guardbit.monitor.replay import replay
 from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.model import GPT2, Size
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
+RESULTS = Path(analyse.__file__).with_name("results")
 TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
 
 
@@ -63,6 +66,18 @@ def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expecte
     norm = reference.copy()
     norm.iloc[20 : 20 + samples] *= factor
     assert analyse.norm_departure(norm, reference) == expected
+
+
+@pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
+def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
+    alarms = read_events(run).query("kind == 'alarm'")["step"]
+    again = replay(read_run(run))
+    if alarms.empty:
+        assert (again.first_alarm, again.verdict) == (None, "stable")
+    else:
+        # Live there was a sample every 50 steps, packed there is one every 200.
+        assert alarms.min() <= again.first_alarm <= alarms.min() + 400
+        assert again.verdict == "rounding"
 
 
 def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
