@@ -192,7 +192,10 @@ def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
 
 
 def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
-    """The residual that `encode_residual` wrote, FP32; `rounded` to the sign of a zero."""
+    """The residual that `encode_residual` wrote, FP32; 0 where `rounded` is not finite.
+
+    `rounded` must be what was encoded, to the sign of a zero.
+    """
     dropped = _DROPPED_BITS.get(rounded.dtype, 0)
     wide = rounded.float()
     lost = (counts.int() * RESIDUAL_STEP_BITS + (1 << 30 - dropped)) >> 31 - dropped

@@ -238,6 +238,7 @@ def encode_residual(exact, rounded):
     lost = exact.to(tl.int32, bitcast=True) - wide.to(tl.int32, bitcast=True)
     counts = (lost * (RESIDUAL_STEPS << (16 - DROPPED)) + (1 << 15)) >> 16
     if rounded.dtype == tl.float16:
+        # Of these numbers the above may have left INT32; it is not used.
         steps = (tl.abs(exact) - tl.abs(wide)) * (RESIDUAL_STEPS * 2.0**24)
         # Beside 1.5 2^23 there is no room for a fraction: it is rounded away, to nearest even, and
         # the lowest byte of the sum is the number.

@@ -94,8 +94,7 @@ class SiteState:
     @property
     def is_idle(self) -> bool:
         """Whether the next call may be left to PyTorch's own function, as if nobody was here."""
-        # Not the first: what it asks for is to be known.
-        return self.at_rest and bool(self.requested) and set(self.in_force) == {"none"}
+        return self.at_rest and not {*self.requested, *(self.stabilizers or ())} - {"none"}
 
     @property
     def in_force(self) -> tuple[str, ...]:

@@ -173,14 +173,10 @@ class MonitorSession:
         if self._writer is None and self.dirpath is not None and "store" not in self._off:
             self._open_store(self.dirpath, step)
         if step != self._step:
-            previous = step - 1 if self._last_ended is None else self._last_ended
-            cadence = self.every_n_train_steps
-            self._is_sampled = step % cadence == 0 or step // cadence != previous // cadence
+            self._is_sampled = self._is_due(step)
             self._step, self._micro_batch = step, 0
-            wanted = self._measurement.needs_calls and not self._off & {"capture", "metrics"}
-            # Once a step: a forward and its recomputation must be alike.
-            self.instrumentation.rest(not (self._is_sampled and wanted))
-            if self._is_sampled and wanted:
+            wanted = self._rest_unless(self._is_sampled)
+            if wanted:
                 self._measurement.begin()
                 self._capture.arm()
         else:
@@ -233,6 +229,8 @@ class MonitorSession:
         if self._step is None:
             return []
         step = self._last_ended = self._step
+        # Not only when the next step begins: some loops run its forward before they say so.
+        self._rest_unless(self._is_due(step + 1))
         if not self._is_sampled:
             return []
         self._is_sampled = False
@@ -349,6 +347,21 @@ class MonitorSession:
     def _stabilizers(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.
         return {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
+        previous = step - 1 if self._last_ended is None else self._last_ended
+        cadence = self.every_n_train_steps
+        return step % cadence == 0 or step // cadence != previous // cadence
+
+    def _rest_unless(self, is_sampled: bool) -> bool:
+        """Leaves calls alone unless the step is sampled; returns whether they are wanted.
+
+        Between steps only: a forward and its recomputation must be alike.
+        """
+        wanted = self._measurement.needs_calls and not self._off & {"capture", "metrics"}
+        self.instrumentation.rest(not (is_sampled and wanted))
+        return is_sampled and wanted
 
     def _measure(self) -> dict[tuple[str, str], Tensor]:
         try:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import dispatch, switchboard
@@ -269,6 +270,45 @@ def test_steps_that_are_not_sampled_run_what_an_unwatched_model_runs():
         names.count("guardbit::attention") for names in (unsampled, switched, sampled)
     ]
     assert through_the_op == [0, 1, 2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"indicators": ["w_q_spectral_norm"]}], ids=str)
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_forward_and_its_recomputation_are_alike(monkeypatch, first, settings):
+    def checkpointed(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not
+        return x
+
+    monkeypatch.setattr(Model, "forward", checkpointed)
+    loop = Loop(every_n_train_steps=3, strict=True, **settings)
+    loop.run(range(first, first + 5), close=False)
+    loop.session.instrumentation.switch("layers.1", "row_max")
+    loop.run(range(first + 5, first + 9))
+
+
+def test_a_call_with_other_heads_gives_no_switched_head_back():
+    loop = Loop(every_n_train_steps=100, strict=True)
+    loop.run([0], close=False)
+    loop.session.instrumentation.switch("layers.0", "row_max", heads=[1])
+    layer, site = loop.model.layers[0], loop.session.instrumentation.sites["layers.0"]
+    for step, heads in enumerate([2, 1, 2, 2], start=1):
+        layer.o_proj.forward = lambda y: y.new_zeros(*y.shape[:2], 32)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection.forward = lambda x, width=16 * heads: x[..., :width]
+        layer.heads = layer.kv_heads = heads
+        loop.run([step], close=False)
+    assert site.launches["forward", "row_max"] == 3
+
+
+def test_a_forward_before_its_step_begins_is_seen(tmp_path):
+    loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True)
+    for step in range(7):
+        loss = loop.model(torch.ones(1, 3, 32).bfloat16()).float().square().mean()
+        with loop.session.step(step):
+            loss.backward()
+    loop.session.close()
+    assert sampled(tmp_path) == [0, 3, 6]
 
 
 def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):

@@ -95,7 +95,7 @@ def _short(names: Sequence[str]) -> list[str]:
         if all(told) and len(set(told)) == len(names):
             names = told
     most = max(map(len, names))
-    while sum(min(len(name), most) for name in names) > _MOST_CHARACTERS:
+    while most > 3 and sum(min(len(name), most) for name in names) > _MOST_CHARACTERS:
         most -= 1
     # Cut in the middle, as names of related runs differ at their ends.
     kept = (most - 1) // 2
