@@ -103,9 +103,11 @@ def test_a_study_in_miniature(tmp_path, capsys):
     common = [*sizes, "--device=cpu", f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8",
               "--every-n-train-steps=2", f"--folder={tmp_path / 'runs'}",
               "--checkpoint-every=2"]  # fmt: skip
-    for arm in ("stock", "rescue", "from_start"):
+    for arm in ("stock", "rescue", "rescue_all", "from_start"):
         folder = train.main([f"--arm={arm}", *common])
         assert json.loads((folder / "about.json").read_text())["arm"] == arm
+        switches = read_events(folder).query("kind == 'switch'")
+        assert switches["step"].tolist() == [0] * (arm == "from_start")
     with pytest.raises(SystemExit, match="raised no alarm"):
         train.main(["--arm=rescue", "--stabilizer=row_max", "--branch", *common])
     alarm = Event(5, "alarm", "net.h.0.attn", (0,), "planted", "norm_growth")
