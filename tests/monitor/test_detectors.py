@@ -472,7 +472,7 @@ def test_an_alarm_tells_what_shadow_and_audit_say_of_its_heads():
     assert shadow == plain + "; FP32 shadow: delta bias of head 2 -0.75 of its size"
     audit = why(dq_relative_error=[0.25, NAN], dq_coherent_error=[-0.02, NAN])
     assert audit.endswith(
-        "; gradient audit: dQ of head 1 off by 0.25 of its norm, coherently by -0.02"
+        "; gradient audit: dQ of head 1 off by 0.25 times its norm, coherently by -0.02"
     )
     assert "delta" not in why(delta_bias=[0.0, NAN], delta_bias_abs=[0.0, 1.0])
 

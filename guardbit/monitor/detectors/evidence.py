@@ -34,7 +34,7 @@ def measured_errors(frame: Frame, site: str, heads: tuple[int, ...]) -> str:
         clauses.append(f"FP32 shadow: delta bias of head {head} {ratio[head]:+.2g} of its size")
     if (head := _largest(relative, heads)) is not None:
         clauses.append(
-            f"gradient audit: dQ of head {head} off by {relative[head]:.2g} of its norm, "
+            f"gradient audit: dQ of head {head} off by {relative[head]:.2g} times its norm, "
             f"coherently by {coherent[head]:+.2g}"
         )
     return "; ".join(clauses)
