@@ -199,6 +199,7 @@ class Instrumentation:
                 " calls of F.scaled_dot_product_attention inside a model's own modules"
             )
         self._sites: dict[str, Site] = {}
+        self._at_rest = False
         interception.install()
         for name, module in candidates.items():
             around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
@@ -279,8 +280,10 @@ class Instrumentation:
 
     def rest(self, at_rest: bool) -> None:
         """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
-        for site in self._sites.values():
-            switchboard.site_state(site.number).at_rest = at_rest
+        if at_rest != self._at_rest:  # said twice a step, to hundreds of modules
+            self._at_rest = at_rest
+            for site in self._sites.values():
+                switchboard.site_state(site.number).at_rest = at_rest
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless."""
