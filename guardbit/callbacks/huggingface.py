@@ -16,7 +16,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.session import MonitorSession, check_settings
+from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.settings import check_settings
 
 log = logging.getLogger("guardbit")
 

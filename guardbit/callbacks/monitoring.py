@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.session import MonitorSession, check_settings
+from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.settings import check_settings
 from guardbit.records import Alarm
 from guardbit.store import LOGGED_KEYS
 

@@ -30,6 +30,7 @@ from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
 from guardbit.monitor.policy import Policy, judge
+from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, Site, instrument
 from guardbit.records import (
     HEAD_INDICATORS,
@@ -501,48 +502,6 @@ class MonitorSession:
         self._capture.disarm()
         self._measurement.discard()
         self._fail("capture", error)
-
-
-def check_settings(
-    every_n_train_steps: int,
-    sites: Sequence[str] | None,
-    indicators: Sequence[str] | None,
-    num_rows: int | None,
-    num_audited_heads: int,
-    rules: tuple[Rule, ...],
-) -> None:
-    """Refuses settings of `MonitorSession` that make no sense, in one sentence.
-
-    Raises:
-        ValueError: Naming the value and what is allowed.
-    """
-    whole = {
-        "every_n_train_steps": every_n_train_steps,
-        "num_audited_heads": num_audited_heads,
-        **({} if num_rows is None else {"num_rows": num_rows}),
-    }
-    for setting, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{setting} is {value!r}; it must be a whole number")
-    if every_n_train_steps < 1:
-        raise ValueError(f"every_n_train_steps is {every_n_train_steps}; it must be at least 1")
-    for setting, names in (("sites", sites), ("indicators", indicators)):
-        if isinstance(names, str):
-            raise ValueError(f"{setting} is {names!r}; it must be a list of names, [{names!r}] say")
-        if names is None:
-            continue
-        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{setting} is {names!r}; it must be a list of names, or None for all")
-        if not names:
-            raise ValueError(f"{setting} is empty; name at least one, or pass None for all")
-    for name in indicators or ():
-        if name not in INDICATORS:
-            raise ValueError(f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}")
-    if num_rows is not None and num_rows < 1:
-        raise ValueError(f"num_rows is {num_rows}; it must be at least 1, or None for all rows")
-    if num_audited_heads < 0:
-        raise ValueError(f"num_audited_heads is {num_audited_heads}; it must be at least 0")
-    Detectors(rules)
 
 
 def _failed_elsewhere() -> None:
