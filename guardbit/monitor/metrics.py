@@ -178,7 +178,8 @@ class AttentionMetrics(Metric):
             total["delta_bias"],
             total["delta_bias_abs"],
             (total["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan),
-            (total["dq_error_along"] / along).where(along > 0, torch.nan),
+            # Squares of what is below 1e-23 are lost: of so small a dQ neither error says anything.
+            (total["dq_error_along"] / along).where((squares > 0) & (along > 0), torch.nan),
         )
         return torch.stack(columns).where(rows > 0, torch.nan)
 

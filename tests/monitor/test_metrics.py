@@ -236,15 +236,16 @@ def test_activations_that_are_not_finite_stay_in_their_head(bad):
         assert not got[name][0, 1].isfinite()
 
 
-def test_zero_gradient_gives_no_audit():
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_zero_gradient_gives_no_audit(size):
     q, k, v, d_out = sink_inputs(seed=15)
-    call = call_of(q, k, v, torch.zeros_like(d_out))
+    call = call_of(q, k, v, size * d_out)
     metrics = AttentionMetrics(1, 4)
     metrics.update(0, call)
     metrics.audit(0, call, [0], torch.ones(4, 16))
     got = measured(metrics)
     assert got["dq_relative_error"].isnan().all() and got["dq_coherent_error"].isnan().all()
-    assert got["delta_bias"][0].tolist() == [0.0] * 4
+    assert got["delta_bias"][0].abs().max() <= 1e3 * size
 
 
 WORKER = textwrap.dedent(
