@@ -1,10 +1,10 @@
 """Tile sizes, warps and pipeline depth of each kernel, by device and head dimension.
 
-Never tuned in a user's first step. Of sm_90, forward and gradients for 64 and 128 features and the
-forward for 256 are the fastest that `benchmarks/tune_tiles.py` found on an H200. The rest was
-chosen to need little local memory. A device that is not listed gets `FALLBACK`, which fits 99 KiB
-of shared memory, the least of any GPU since Ampere (CUDA C++ Programming Guide, table of technical
-specifications per compute capability).
+Never tuned in a user's first step. Of sm_90, forward and gradients for 64 and 128 features are the
+fastest that `benchmarks/tune_tiles.py` found on an H200, the forward for 256 the fastest of the
+five of its candidates that were tried. The rest was chosen to need little local memory. A device
+that is not listed gets `FALLBACK`, which fits 99 KiB of shared memory, the least of any GPU since
+Ampere (CUDA C++ Programming Guide, table of technical specifications per compute capability).
 """
 
 from __future__ import annotations
