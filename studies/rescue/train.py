@@ -70,7 +70,9 @@ class Everywhere(Callback):
 
 
 class Clock(Callback):
-    """Writes down when every 100th step ended: the slow-down after a switch is read off it.
+    """Stops a run whose time is up, and writes down when every 100th step ended.
+
+    The slow-down after a switch is read off that.
 
     Args:
         path: File of steps and seconds.

@@ -281,10 +281,17 @@ def test_a_forward_and_its_recomputation_are_alike(monkeypatch, first, settings)
         return x
 
     monkeypatch.setattr(Model, "forward", checkpointed)
+    unwatched = Loop()
+    unwatched.session.close()
     loop = Loop(every_n_train_steps=3, strict=True, **settings)
-    loop.run(range(first, first + 5), close=False)
+    for each in (unwatched, loop):
+        each.run(range(first, first + 5), close=False)
+    assert all(map(torch.equal, loop.model.parameters(), unwatched.model.parameters()))
     loop.session.instrumentation.switch("layers.1", "row_max")
-    loop.run(range(first + 5, first + 9))
+    site = loop.session.instrumentation.sites["layers.1"]
+    loop.run(range(first + 5, first + 9), close=False)
+    # Each backward recomputes its forward.
+    assert (site.launches["forward", "row_max"], site.launches["backward", "row_max"]) == (8, 4)
 
 
 def test_a_call_with_other_heads_gives_no_switched_head_back():
