@@ -35,7 +35,7 @@ class HuggingFaceMonitor(TrainerCallback):
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
-        policy: Switches the heads an alarm names; None to watch only.
+        policy: Decides which heads are switched after an alarm; None to watch only.
         dry_run: Decide and record, but switch nothing.
         sites: Names or patterns (``"*.attn"``) of the attention modules; None for all.
         indicators: What to measure, of `guardbit.INDICATORS`; None for all.

@@ -11,13 +11,14 @@ from guardbit.monitor.policy import Policy
 
 
 class AutoStabilizer(pl.Callback):
-    """Swaps a stabilized attention kernel in for the heads an alarm names, in the middle of a run.
+    """Swaps a stabilized attention kernel in after an alarm, in the middle of a run.
 
     It needs an `AttentionMonitor` among the same Trainer's callbacks, which keeps its state in the
     checkpoint. The switch takes effect at the next step and recompiles nothing.
 
     Args:
-        stabilizer: What alarmed heads are switched to: "compensated", "stochastic" or "row_max".
+        stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max".
+        scope: Which heads: "head" for those that alarms name, "model" for all of the model.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None for never.
@@ -32,6 +33,7 @@ class AutoStabilizer(pl.Callback):
         self,
         stabilizer: str = "compensated",
         *,
+        scope: str = "head",
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
         calm_steps: int | None = 5000,
@@ -40,6 +42,7 @@ class AutoStabilizer(pl.Callback):
         self.dry_run = dry_run
         self.policy = Policy(
             stabilizer,
+            scope=scope,
             agreeing_rules=agreeing_rules,
             agreement_steps=agreement_steps,
             calm_steps=calm_steps,

@@ -19,6 +19,9 @@ MODEL_RULES: frozenset[str] = frozenset({"model_logits", "loss_departure"})
 #: The rule that measures the rounding bias itself, where the others see its consequences.
 CAUSE_RULE = "delta_bias"
 
+#: What one decision switches: the heads the alarms name, or all heads of the model.
+SCOPES: tuple[str, ...] = ("head", "model")
+
 #: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
 #: 2,000 to 5,000 steps in the runs we have; where the rate is too high all goes within 600.
 AT_ONCE = 1000
@@ -44,8 +47,12 @@ class Policy:
     is alarmed again after that stays switched for good, so that nothing swings to and fro.
     How soon a rule repeats itself is the detectors' cool-down; `calm_steps` must be longer.
 
+    With the scope "model" all this holds for the model as one: the first head that qualifies has
+    all heads switched, and they go back when no head has been named for `calm_steps`.
+
     Args:
-        stabilizer: What alarmed heads are switched to, one of `guardbit.records.STABILIZERS`.
+        stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
+        scope: Which heads, one of `SCOPES`: "head" for those that alarms name, "model" for all.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None: never.
@@ -58,6 +65,7 @@ class Policy:
         self,
         stabilizer: str = "compensated",
         *,
+        scope: str = "head",
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
         calm_steps: int | None = 5000,
@@ -65,6 +73,8 @@ class Policy:
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
+        if scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
         whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
         if calm_steps is not None:
             whole["calm_steps"] = calm_steps
@@ -78,12 +88,14 @@ class Policy:
         if calm_steps is not None and calm_steps < 1:
             raise ValueError(f"calm_steps must be >= 1 or None, got {calm_steps}")
         self.stabilizer = stabilizer
+        self.scope = scope
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps
         self.calm_steps = calm_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good).
+        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good); "" -> "" -> that
+        # of the whole model, where that is the scope.
         self._switched: dict[str, dict[str, str]] = {}
         self._model_alarm: int | None = None
 
@@ -95,7 +107,8 @@ class Policy:
             step: The current optimizer step, not before the last call's.
 
         Returns:
-            At most one decision a site to switch heads and one to undo that, in the order of sites.
+            At most one decision a site to switch heads and one to undo that, in the order of sites;
+            with the scope "model" at most one, for the site "".
         """
         for alarm in alarms:
             if alarm.rule == "model_logits":
@@ -105,21 +118,22 @@ class Policy:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
         decisions = []
-        for site, heads in sorted(self._alarmed.items()):
+        for site, heads in sorted(self._candidates().items()):
             states = self._switched.setdefault(site, {})
             switch, undo, reasons = [], [], set()
-            for head, rules in heads.items():
+            for head, alarmed in heads.items():
                 state = states.get(head)
                 if state in (None, "undone"):
-                    agreeing = self._agreeing(rules, step)
+                    agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
                     if agreeing:
                         states[head] = "on" if state is None else "kept"
-                        switch.append(int(head))
+                        switch.append(head)
                         reasons |= agreeing
-                elif state == "on" and self._calm(rules, step):
+                elif state == "on" and self._calm(alarmed, step):
                     states[head] = "undone"
-                    rules.clear()
-                    undo.append(int(head))
+                    for rules in alarmed:
+                        rules.clear()
+                    undo.append(head)
             if switch:
                 why = f"alarmed by {', '.join(sorted(reasons))}"
                 decisions.append(Decision(step, site, _ascending(switch), self.stabilizer, why))
@@ -144,6 +158,16 @@ class Policy:
         self._switched = state["switched"]
         self._model_alarm = state["model_alarm"]
 
+    def _candidates(self) -> dict[str, dict[str, list[dict[str, int]]]]:
+        """What can be switched on its own: site -> head -> rules and steps of every head in it."""
+        if self.scope == "head":
+            return {
+                site: {head: [rules] for head, rules in heads.items()}
+                for site, heads in self._alarmed.items()
+            }
+        everywhere = [rules for heads in self._alarmed.values() for rules in heads.values()]
+        return {"": {"": everywhere}} if everywhere else {}
+
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
         """Returns the rules that name the head now, empty where they are too few to switch."""
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
@@ -154,8 +178,9 @@ class Policy:
         holds = self.calm_steps is None or step - self._model_alarm < self.calm_steps
         return set() if holds else recent
 
-    def _calm(self, rules: dict[str, int], step: int) -> bool:
-        return self.calm_steps is not None and step - max(rules.values()) >= self.calm_steps
+    def _calm(self, alarmed: list[dict[str, int]], step: int) -> bool:
+        last = max(at for rules in alarmed for at in rules.values())
+        return self.calm_steps is not None and step - last >= self.calm_steps
 
 
 def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
@@ -234,5 +259,5 @@ def _siding(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
     return f"a one-sided delta bias is measured {where}"
 
 
-def _ascending(heads: list[int]) -> tuple[int, ...]:
-    return tuple(sorted(heads))
+def _ascending(heads: list[str]) -> tuple[int, ...]:
+    return tuple(sorted(int(head) for head in heads if head))

@@ -390,23 +390,16 @@ class MonitorSession:
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
 
     def _act(self, decision: Decision) -> None:
-        site = self.instrumentation.sites[decision.site]
-        refusal = "dry run" if self.dry_run else site.refusal
-        if refusal is None:
-            self.instrumentation.switch(decision.site, decision.stabilizer, decision.heads)
-            why, stabilizer = decision.why, decision.stabilizer
-        else:
-            why, stabilizer = f"not switched to {decision.stabilizer}: {refusal}", ""
-        self.record(
-            Event(
-                decision.step,
-                "switch",
-                decision.site,
-                decision.heads,
-                why,
-                stabilizer=stabilizer,
-            )
-        )
+        for name in [decision.site] if decision.site else list(self.instrumentation.sites):
+            site = self.instrumentation.sites[name]
+            heads = decision.heads if decision.site else tuple(range(site.num_heads))
+            refusal = "dry run" if self.dry_run else site.refusal
+            if refusal is None:
+                self.instrumentation.switch(name, decision.stabilizer, heads)
+                why, stabilizer = decision.why, decision.stabilizer
+            else:
+                why, stabilizer = f"not switched to {decision.stabilizer}: {refusal}", ""
+            self.record(Event(decision.step, "switch", name, heads, why, stabilizer=stabilizer))
 
     # --- the store -------------------------------------------------------------------------------
 
@@ -433,6 +426,7 @@ class MonitorSession:
                 "num_audited_heads": self.num_audited_heads,
                 "rules": [str(rule) for rule in self.detectors.rules],
                 "stabilizer": self.policy.stabilizer if self.policy else None,
+                "scope": self.policy.scope if self.policy else None,
                 "dry_run": self.dry_run,
             },
             "versions": {

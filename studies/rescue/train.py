@@ -3,9 +3,9 @@
     python -m studies.rescue.train --arm stock --backend flash --seed 0 --steps 17000
     python -m studies.rescue.train --arm rescue --backend flash --seed 0 --steps 17000
 
-Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`; `rescue_all` switches every
-head of the model at the first alarm, `from_start` after the first step. Within a seed all arms see
-the same batches and start from the same weights.
+Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
+alarms name, `rescue_all` the same with the scope "model"; `from_start` switches all heads after the
+first step. Within a seed all arms see the same batches and start from the same weights.
 
 Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
 a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
@@ -39,7 +39,8 @@ from guardbit.records import Event
 from studies.rescue import corpus
 from studies.rescue.model import GPT2, Size
 
-ARMS = ("stock", "rescue", "rescue_all", "from_start")
+SCOPES = {"rescue": "head", "rescue_all": "model"}
+ARMS = ("stock", *SCOPES, "from_start")
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -47,26 +48,22 @@ BACKENDS = {
 }
 
 
-class Everywhere(Callback):
-    """Switches all heads, after the first step, when the sites are known, or at the first alarm."""
+class FromTheStart(Callback):
+    """Switches all heads after the first step, when the sites are known."""
 
-    def __init__(self, monitor: AttentionMonitor, stabilizer: str, alarms: int) -> None:
-        self.monitor, self.stabilizer, self.alarms = monitor, stabilizer, alarms
-        self.done = False
+    def __init__(self, monitor: AttentionMonitor, stabilizer: str) -> None:
+        self.monitor, self.stabilizer = monitor, stabilizer
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Switches once."""
+        """Switches, unless the run was resumed."""
         session = self.monitor.session
-        if self.done or session is None or session.num_alarmed_heads < self.alarms:
+        if session is None or trainer.global_step != 1:
             return
-        self.done = True
         for name, site in session.instrumentation.sites.items():
-            if set(site.stabilizers) == {self.stabilizer}:
-                continue  # the run was resumed
             session.instrumentation.switch(name, self.stabilizer)
-            step, heads = trainer.global_step - 1, tuple(range(site.num_heads))
-            why = f"all heads, with {session.num_alarmed_heads} alarmed"
-            session.record(Event(step, "switch", name, heads, why, stabilizer=self.stabilizer))
+            heads = tuple(range(site.num_heads))
+            why = "from the start"
+            session.record(Event(0, "switch", name, heads, why, stabilizer=self.stabilizer))
 
 
 class Clock(Callback):
@@ -166,11 +163,10 @@ def main(arguments: list[str]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
-    if options.arm == "rescue":
-        callbacks.append(AutoStabilizer(options.stabilizer))
-    elif options.arm != "stock":
-        alarms = 1 if options.arm == "rescue_all" else 0
-        callbacks.append(Everywhere(monitor, options.stabilizer, alarms))
+    if options.arm in SCOPES:
+        callbacks.append(AutoStabilizer(options.stabilizer, scope=SCOPES[options.arm]))
+    elif options.arm == "from_start":
+        callbacks.append(FromTheStart(monitor, options.stabilizer))
     if options.checkpoint:
         callbacks.append(ModelCheckpoint(folder, "kept", save_on_train_epoch_end=True))
     if options.checkpoint_every is not None:

@@ -124,6 +124,17 @@ def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
     assert steps_with(watching.used, "row_max") == [3, 4, 5, 6, 7, 8]
 
 
+def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path):
+    monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, AutoStabilizer(scope="model", calm_steps=5), max_steps=12)
+    assert events_of(tmp_path / "run", "alarm") == [(2, SITE, (1,), "")]
+    assert events_of(tmp_path / "run", "switch") == [
+        (step, f"net.h.{layer}.attn", (0, 1), stabilizer)
+        for step, stabilizer in ((2, "compensated"), (8, "none"))
+        for layer in (0, 1)
+    ]
+
+
 def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_path):
     class Masked(trains.TinyGPT):
         def __init__(self):
@@ -144,6 +155,11 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
     why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
     assert why == "not switched to compensated: it is called with an explicit attention mask"
+    trains.fit(monitor, AutoStabilizer(scope="model"), model=Masked())
+    assert events_of(tmp_path / "run", "switch") == [
+        (3, "net.h.0.attn", (0, 1), "compensated"),
+        (3, SITE, (0, 1), ""),
+    ]
     frame = read_run(tmp_path / "run")
     # What needs no capture is measured all the same.
     assert set(frame[frame.site == SITE].indicator) >= {"w_q_spectral_norm", "qk_spectral_norm"}

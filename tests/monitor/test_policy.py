@@ -4,7 +4,7 @@ import json
 import pytest
 
 from guardbit.monitor.detectors import DEFAULT_RULES
-from guardbit.monitor.policy import CAUSE_RULE, MODEL_RULES, Policy, judge
+from guardbit.monitor.policy import CAUSE_RULE, MODEL_RULES, SCOPES, Policy, judge
 from guardbit.records import Alarm
 
 
@@ -71,6 +71,30 @@ def test_without_calm_steps_nothing_is_undone():
     assert policy.decide([], 10**9) == []
 
 
+def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
+    policy = Policy(scope="model", calm_steps=1000)
+    assert policy.decide([], 50) == []
+    assert decided(policy.decide([alarm(100)], 100)) == [(100, "", (), "compensated")]
+    # A further head is switched already; the calm begins with its alarm.
+    assert policy.decide([alarm(600, site="h.5", heads=(0,))], 600) == []
+    assert policy.decide([], 1599) == []
+    assert decided(policy.decide([], 1600)) == [(1600, "", (), "none")]
+    assert policy.decide([], 1700) == []
+    # Another head's alarm counts as the model's second: from now on it stays.
+    again = policy.decide([alarm(1800, "logit_outlier", "h.7")], 1800)
+    assert decided(again) == [(1800, "", (), "compensated")]
+    assert "logit_outlier" in again[0].why and "norm_growth" not in again[0].why
+    assert policy.decide([], 99_000) == []
+
+
+def test_of_the_scope_model_the_rules_must_agree_on_one_head():
+    policy = Policy(scope="model", agreeing_rules=2)
+    assert policy.decide([alarm(100), alarm(100, "logit_outlier", heads=(4,))], 100) == []
+    assert decided(policy.decide([alarm(200, "logit_outlier")], 200)) == [
+        (200, "", (), "compensated")
+    ]
+
+
 def test_when_all_layers_run_away_only_a_measured_bias_switches():
     policy = Policy(calm_steps=1000)
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
@@ -87,7 +111,8 @@ def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
     assert len(policy.decide([alarm(110)], 110)) == 1
 
 
-def test_resumed_equals_uninterrupted_at_every_cut():
+@pytest.mark.parametrize("scope", SCOPES)
+def test_resumed_equals_uninterrupted_at_every_cut(scope):
     script = [
         (100, [alarm(100), alarm(100, "model_logits", "h.0")]),
         (200, [alarm(200, "logit_outlier"), alarm(200, "delta_bias", "h.1", (0, 1))]),
@@ -97,7 +122,7 @@ def test_resumed_equals_uninterrupted_at_every_cut():
         (2400, [alarm(2400), alarm(2400, "delta_bias")]),
         (9000, []),
     ]
-    settings = {"agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
+    settings = {"scope": scope, "agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
     whole = Policy(**settings)
     expected = [whole.decide(alarms, step) for step, alarms in script]
     assert sum(map(len, expected)) >= 3  # switched, undone, switched again
@@ -186,6 +211,7 @@ def test_two_layers_of_five_are_many():
     [
         ({"stabilizer": "none"}, "must be one of compensated, stochastic, row_max, got 'none'"),
         ({"stabilizer": "magic"}, "got 'magic'"),
+        ({"scope": "layer"}, "scope must be one of head, model, got 'layer'"),
         ({"agreeing_rules": 0}, "agreeing_rules must be >= 1, got 0"),
         ({"agreeing_rules": 1.5}, "agreeing_rules must be a whole number, got 1.5"),
         ({"agreement_steps": None}, "agreement_steps must be a whole number, got None"),

@@ -69,14 +69,22 @@ def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expecte
 
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
 def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
-    alarms = read_events(run).query("kind == 'alarm'")["step"]
+    events = read_events(run)
+    alarms = events.loc[events["kind"] == "alarm", "step"]
     again = replay(read_run(run))
     if alarms.empty:
         assert (again.first_alarm, again.verdict) == (None, "stable")
     else:
         # Live there was a sample every 50 steps, packed there is one every 200.
         assert alarms.min() <= again.first_alarm <= alarms.min() + 400
-        assert again.verdict == "rounding"
+        assert again.verdict == events.loc[events["kind"] == "verdict", "rule"].iloc[-1]
+
+
+def test_too_high_a_rate_is_blamed_at_3e_3_and_nowhere_else():
+    verdicts = {run.name: replay(read_run(run)).verdict for run in RESULTS.glob("*/")}
+    blamed = {name for name, verdict in verdicts.items() if verdict == "learning-rate"}
+    assert len(blamed) >= 4
+    assert blamed == {name for name in verdicts if "lr3.0e-03" in name}
 
 
 def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
