@@ -9,7 +9,8 @@ heads, to three digits. What it writes is a run as any other, for `guardbit repo
 `replay`. `table` prints one line a run and one an arm.
 
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
-start, with the same seed, batches and rate, in one of two ways:
+start, with the same seed and batches, in one of two ways. (Its rate is the same, 1.5e-3 for higher
+ones, at which that arm is not stable either.)
 
 - its loss, averaged over the 500 steps before, lies 0.1 nats above. Recorded stable runs on the
   same batches (`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above
@@ -17,6 +18,9 @@ start, with the same seed, batches and rate, in one of two ways:
 - its largest W_Q spectral norm, the median over 1,000 steps, is twice as large. In the recorded
   stable runs it is 1.62 times another's at most, in the shifted one, where it was rising, 1.99
   times; in the failing one 2.8 to 4.5 times that of each stable run.
+
+What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
+fast it grew in the 1,500 steps before, and in the 1,500 after.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ from guardbit.store import RunWriter, read_metadata
 
 MARGIN, WINDOW = 0.1, 500
 RATIO, NORM_WINDOW = 2.0, 1000
+RATE = 1.5e-3
+GROWN, GROWTH_WINDOW = 1000, 1500
 
 _LARGE_LOSS = 1e3
 
@@ -102,6 +108,36 @@ def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
     return _first(ratio.rolling(NORM_WINDOW // _HEAD_STEPS).median() >= RATIO)
 
 
+def logit_growth(run: pd.DataFrame, step: int) -> pd.DataFrame:
+    """How fast the logits grow of those heads that have large ones at a step.
+
+    Args:
+        run: Tidy telemetry.
+        step: The step.
+
+    Returns:
+        A row a head: e-folds of its largest logit in 1,000 steps, fitted to the steps `before`,
+        that one included, and to those `after`.
+    """
+    logits = run[run["indicator"] == "max_logit"]
+    table = logits.pivot_table(index="step", columns=["site", "head"], values="value")
+    grown = table.columns[table.loc[:step].iloc[-1] > GROWN]
+    logs = np.log(table[grown].clip(lower=1))
+    spans = {
+        "before": logs.loc[step - GROWTH_WINDOW : step],
+        "after": logs.loc[step + 1 : step + GROWTH_WINDOW],
+    }
+    return pd.DataFrame(
+        {
+            name: np.polyfit(span.index / 1000, span.to_numpy(), 1)[0]
+            for name, span in spans.items()
+            if len(span) > 2 and len(grown)
+        },
+        index=grown,
+        columns=list(spans),
+    )
+
+
 def _first(failing: pd.Series) -> int | None:
     steps = failing.index[failing]
     return int(steps[0]) if len(steps) else None
@@ -133,7 +169,8 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         for other, its in about.items()
         if its["arm"] == "from_start"
         and its["stabilizer"] == "compensated"
-        and (its["seed"], its["learning_rate"]) == (facts["seed"], facts["learning_rate"])
+        and its["seed"] == facts["seed"]
+        and its["learning_rate"] == min(RATE, facts["learning_rate"])
     ]
     loss_failed = norm_failed = above = None
     if twins:
@@ -151,6 +188,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
     switch = None if switches.empty else int(switches["step"].iloc[0])
+    growth = logit_growth(run, last if alarm is None else alarm)
     return {
         "run": folder.name,
         "arm": facts["arm"],
@@ -172,6 +210,10 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         ),
         "first_switch": switch,
         "switches": len(switches),
+        "grown_heads": len(growth),
+        "growth_before": growth["before"].median(),
+        "growth_after": growth["after"].median(),
+        "growth_after_most": growth["after"].max(),
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],

@@ -67,6 +67,22 @@ def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expecte
     assert analyse.norm_departure(norm, reference) == expected
 
 
+def test_the_growth_of_large_logits_before_and_after_a_step():
+    # Head 0 grows by two e-folds in 1,000 steps and, from step 3,000 on, shrinks by one; head 1
+    # stays at 1,500; head 2 is small at that step, whatever becomes of it.
+    steps = np.arange(0, 6001, 200)
+    turn = np.where(steps <= 3000, 2 * (steps - 3000), 3000 - steps) / 1000
+    heads = {0: 2000 * np.exp(turn), 1: np.full(31, 1500.0), 2: np.exp(steps / 1000 + 3)}
+    table = pd.DataFrame({"step": steps, "site": "h.0", **heads})
+    run = table.melt(["step", "site"], var_name="head").assign(indicator="max_logit")
+    growth = analyse.logit_growth(run, 3050)
+    assert growth.index.tolist() == [("h.0", 0), ("h.0", 1)]
+    np.testing.assert_allclose(growth, [[2, -1], [0, 0]], atol=1e-9)
+    # Too few samples on one side, or no such head: nothing is said.
+    assert analyse.logit_growth(run, 5900)["after"].isna().all()
+    assert analyse.logit_growth(run[run["head"] == 2], 3050).empty
+
+
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
 def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
     events = read_events(run)

@@ -121,7 +121,7 @@ CHARTS: tuple[Chart, ...] = (
         "switch_before_and_after",
         "Before and after the switch",
         "Delta bias should fall at once; the weights' norm and the logits should stop rising. What "
-        "has grown before stays.",
+        "has grown before shrinks slowly, if at all.",
         tuple(indicator for indicator, _ in PANELS),
         before_and_after,
     ),

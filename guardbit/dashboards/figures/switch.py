@@ -37,14 +37,16 @@ BETWEEN_PANELS = 0.65
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """The switched heads' indicators and the loss around the first switch.
 
-    The first to be switched are drawn, at most three. Dotted lines are the medians of the first
-    head, and of the loss, on either side; their numbers stand above the panel.
+    Of the first to be switched at most three are drawn, the alarmed ones before those that are
+    farthest above their own normal. Dotted lines are the medians of the first of them, and of the
+    loss, on either side; their numbers stand above the panel.
     """
     switched = frames.first_events(frame, events, "switch")
     if not switched:
         return None
     step = min(event.step for event in switched.values())
-    heads = [head for head, event in switched.items() if event.step == step][: len(HIGHLIGHTS)]
+    together = [head for head, event in switched.items() if event.step == step]
+    heads = _worst_first(frame, events, together, step)[: len(HIGHLIGHTS)]
     first, last = _window(frame, step)
     panels = {
         indicator: table
@@ -74,6 +76,18 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     for axes in all_axes:
         label_ends(axes)
     return figure
+
+
+def _worst_first(
+    frame: pd.DataFrame, events: pd.DataFrame | None, heads: Sequence[Head], step: int
+) -> list[Head]:
+    alarms = frames.first_events(frame, events, "alarm")
+    alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
+    others = frames.excess(frame, step)["excess"].loc[
+        [head for head in heads if head not in alarmed]
+    ]
+    farthest = others.sort_values(ascending=False, kind="stable").index
+    return [*alarmed, *((int(layer), int(head)) for layer, head in farthest)]
 
 
 def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:

@@ -194,7 +194,7 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
             "The worst of the switched heads, and the run as a whole: the mean of the last "
             f"{frames.SAMPLES_AVERAGED} samples before the switch and of the last "
             f"{frames.SAMPLES_AVERAGED} recorded. A switch that helps takes the delta bias "
-            "away at once; norms and logits that had grown before stay grown, but rise no further."
+            "away at once; norms and logits rise no further, and shrink slowly, if at all."
         ),
         Table(["", "before the switch", "at the end", "change"], rows, numbers_from=1),
     ]

@@ -26,8 +26,8 @@ def test_the_switched_heads_around_the_switch(run):
     ):
         colours = {colour for colour, _ in HIGHLIGHTS}
         lines = [line for line in axes.get_lines() if line.get_color() in colours]
-        assert [line.get_label() for line in lines] == ["layer 2 · head 3", "layer 2 · head 7"]
-        for line, head in zip(lines, (3, 7), strict=True):
+        assert [line.get_label() for line in lines] == ["layer 2 · head 7", "layer 2 · head 3"]
+        for line, head in zip(lines, (7, 3), strict=True):
             shown = (run.steps >= 1150) & (run.steps <= 4950)
             np.testing.assert_array_equal(line.get_xdata(), run.steps[shown])
             np.testing.assert_array_equal(line.get_ydata(), run.values[indicator][2, head, shown])
@@ -35,7 +35,7 @@ def test_the_switched_heads_around_the_switch(run):
 
 def test_the_medians_are_those_on_either_side(run):
     axes = before_and_after(run.frame, run.events).axes[0]
-    values = run.values["delta_bias_abs"][2, 3]
+    values = run.values["delta_bias_abs"][2, 7]
     expected = {
         "before": np.median(values[(run.steps >= 1150) & (run.steps <= 3100)]),
         "after": np.median(values[run.steps > 3100]),
@@ -73,3 +73,22 @@ def test_only_the_heads_of_the_first_switch_are_drawn(run):
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
     assert drawn == ["layer 2 · head 3"]
+
+
+def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
+    # All heads of a layer at once; head 7 was alarmed before, head 4 will be later.
+    events = [
+        (3050, "alarm", "h.2.attn", (7,), "", "norm_growth", ""),
+        (3100, "switch", "h.2.attn", (), "", "", "compensated"),
+        (4000, "alarm", "h.2.attn", (4,), "", "norm_growth", ""),
+    ]
+    values = run.frame.copy()
+    # By then heads 9 and 4 have grown a thousand and a hundred times above what they were.
+    for head, factor in ((9, 1000.0), (4, 100.0)):
+        grown = (values["site"] == "h.2.attn") & (values["head"] == head)
+        grown &= (values["indicator"] == "max_logit") & values["step"].between(2500, 3100)
+        values.loc[grown, "value"] *= factor
+    (axes, *_) = before_and_after(values, pd.DataFrame(events, columns=EVENTS)).axes
+    colours = {colour for colour, _ in HIGHLIGHTS}
+    drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
+    assert drawn == [f"layer 2 · head {head}" for head in (7, 9, 4)]
