@@ -48,8 +48,9 @@ _LARGE_LOSS = 1e3
 
 _HEAD_STEPS, _LOSS_STEPS = 200, 20
 _KEPT = (
-    "w_q_spectral_norm", "max_logit", "multiple_maxima", "multiple_maxima_bf16", "delta_bias",
-    "delta_bias_abs", "delta_bias_cumulative",
+    "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
+    "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
+    "delta_bias_cumulative",
 )  # fmt: skip
 _AUDITED = ("dq_relative_error", "dq_coherent_error")
 
