@@ -9,7 +9,8 @@ first step. Within a seed all arms see the same batches and start from the same 
 
 Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
 a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
-the switch alone.
+the switch alone. How far they differ without one, as sums of PyTorch's kernels do not repeat, is
+told by `--arm stock --branch --again 1`.
 """
 
 from __future__ import annotations
@@ -110,6 +111,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the kept checkpoint")
     parser.add_argument("--checkpoint-every", type=int, help="steps between those to branch from")
     parser.add_argument("--branch", action="store_true", help="begin as the stock run of this seed")
+    parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     return parser.parse_args(arguments)
@@ -119,11 +121,14 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     """Name of a run's folder: whatever distinguishes arms."""
     stabilizer = "" if arm == "stock" else f"-{options.stabilizer}"
     rate = f"lr{options.learning_rate:.1e}"
-    return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}"
+    again = "" if options.again is None else f"-again{options.again}"
+    return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
 def branch(stock: Path, folder: Path) -> Path:
     """Copies a run's telemetry; returns its last checkpoint before its first alarm."""
+    if folder.exists():
+        raise SystemExit(f"{folder} exists; a branch begins in a new folder (--again N names one)")
     alarms = read_events(stock).query("kind == 'alarm'")["step"]
     if alarms.empty:
         raise SystemExit(f"{stock} raised no alarm: guarded, it is the same run")
@@ -155,7 +160,8 @@ def main(arguments: list[str]) -> Path:
     folder = options.folder / run_name(options, options.arm)
     checkpoint, earlier = None, {"commands": [], "branched_from": None}
     if options.branch:
-        checkpoint = branch(options.folder / run_name(options, "stock"), folder)
+        original = argparse.Namespace(**{**vars(options), "again": None})
+        checkpoint = branch(options.folder / run_name(original, "stock"), folder)
     elif options.resume:
         checkpoint = folder / "kept.ckpt"
     if checkpoint is not None:
