@@ -215,12 +215,17 @@ def head_label(layer: int, head: int, heads_in_layer: int) -> str:
 
 
 def mark_of(event: Event) -> Mark | None:
-    """What a figure marks the event as; None for verdicts and errors of the monitor."""
+    """What a figure marks the event as; None for verdicts, errors, and switches not made."""
     if event.kind == "alarm":
         return "alarm"
-    if event.kind == "switch":
+    if event.kind == "switch" and event.stabilizer:
         return "undo" if event.stabilizer == "none" else "switch"
     return None
+
+
+def what_of(event: Event) -> str:
+    """The event's mark; "refusal" for a switch that was not made, else its kind."""
+    return mark_of(event) or ("refusal" if event.kind == "switch" else event.kind)
 
 
 def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
@@ -259,7 +264,7 @@ def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dic
     return {
         head: event.stabilizer
         for event, heads in heads_of_events(frame, events)
-        if event.kind == "switch"
+        if mark_of(event) in ("switch", "undo")
         for head in heads
     }
 

@@ -185,6 +185,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     alarms, switches, verdicts = (
         events[events["kind"] == kind] for kind in ("alarm", "switch", "verdict")
     )
+    switches = switches[~switches["stabilizer"].isin(["", "none"])]
     sums = run[run["indicator"] == "delta_bias_cumulative"]
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])

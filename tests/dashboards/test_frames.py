@@ -220,3 +220,18 @@ def test_dashboards_import_neither_torch_nor_lightning_nor_pyplot():
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_switch_that_was_not_made_is_none(run):
+    events = pd.DataFrame(
+        [
+            (100, "switch", "h.1.attn", (0, 1), "so", "compensated"),
+            (200, "switch", "h.1.attn", (1, 2), "not switched: dry run", ""),
+        ],
+        columns=["step", "kind", "site", "heads", "why", "stabilizer"],
+    )
+    assert frames.marked_steps(events, "switch") == [100]
+    assert list(frames.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
+    switched = {(1, 0): "compensated", (1, 1): "compensated"}
+    assert frames.current_stabilizers(run.frame, events) == switched
+    assert [frames.what_of(event) for event in frames.journal(events)] == ["switch", "refusal"]

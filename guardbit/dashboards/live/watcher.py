@@ -301,7 +301,7 @@ class RunWatcher:
             for head in event.heads or range(self._history.num_heads):
                 if event.kind == "alarm":
                     alarmed.add((layer, head))
-                elif event.kind == "switch":
+                elif frames.mark_of(event) in ("switch", "undo"):
                     stabilized[layer, head] = event.stabilizer
         current = {head: name for head, name in stabilized.items() if name != "none"}
         return alarmed, current
@@ -369,7 +369,7 @@ def _numbers(values: Floats) -> list[float | None]:
 def _event(event: Event) -> Json:
     return {
         "step": event.step,
-        "kind": frames.mark_of(event) or event.kind,
+        "kind": frames.what_of(event),
         "site": event.site,
         "heads": list(event.heads),
         "rule": event.rule,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -255,7 +256,7 @@ def times(excess: float) -> str:
 
 
 def timeline(journal: Sequence[Event]) -> list[Block]:
-    """The events in their order, a flood of alarms cut."""
+    """The events in their order, a flood of alarms cut, one line for a switch of many sites."""
     if not journal:
         return [Heading("Timeline"), Paragraph("No event was recorded.")]
     alarms = [event for event in journal if event.kind == "alarm"]
@@ -264,11 +265,21 @@ def timeline(journal: Sequence[Event]) -> list[Block]:
     shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
     hidden = max(len(alarms) - MOST_ALARMS, 0)
     moments = tuple(
-        Moment(event.step, frames.mark_of(event) or event.kind, words.what(event), event.why)
-        for event in shown
+        Moment(some[0].step, frames.what_of(some[0]), words.what(some), some[0].why)
+        for some in _together(shown)
     )
     note = [Paragraph(f"{words.count(hidden, 'later alarm')} not shown.")] if hidden else []
     return [Heading("Timeline"), Timeline(moments), *note]
+
+
+def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Switches in a row that differ in their heads alone; any other event by itself."""
+
+    def without_heads(event: Event) -> Event:
+        return replace(event, site="", heads=()) if event.kind == "switch" else event
+
+    for _, group in groupby(events, without_heads):
+        yield list(group)
 
 
 def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:

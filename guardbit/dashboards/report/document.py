@@ -53,7 +53,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """An event of the timeline; its kind is a mark of the figures or a kind of event."""
+    """An event of the timeline; its kind is that of `frames.what_of`."""
 
     step: int
     kind: str

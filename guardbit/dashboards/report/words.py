@@ -34,15 +34,22 @@ LABELS = {
 PERCENTAGES = ("multiple_maxima", "multiple_maxima_bf16")
 
 
-def what(event: Event) -> str:
-    """An event in a few words."""
+def what(events: Sequence[Event]) -> str:
+    """An event in a few words, or several that differ in their heads alone."""
+    event = events[0]
     happened = {
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",
         "undo": "Switched back to plain attention",
+        "refusal": "Not switched",
         "verdict": f"Verdict: {event.rule}",
         "monitor_error": "Error in the monitor",
-    }[frames.mark_of(event) or event.kind]
+    }[frames.what_of(event)]
+    if len(events) > 1:
+        counted = count(len(events), "site")
+        if all(one.heads for one in events):
+            counted += f", {count(sum(len(one.heads) for one in events), 'head')}"
+        return f"{happened} · {counted}"
     return f"{happened} · {where(event)}" if event.site else happened
 
 
@@ -52,7 +59,21 @@ def where(event: Event) -> str:
         return "the whole run"
     if not event.heads:
         return event.site
-    return f"{event.site}, head{'s' * (len(event.heads) > 1)} {', '.join(map(str, event.heads))}"
+    return f"{event.site}, head{'s' * (len(event.heads) > 1)} {_listed(event.heads)}"
+
+
+def _listed(heads: Sequence[int]) -> str:
+    """Heads, three or more in a row as a range."""
+    rows: list[list[int]] = []
+    for head in sorted(heads):
+        if rows and head == rows[-1][-1] + 1:
+            rows[-1].append(head)
+        else:
+            rows.append([head])
+    parts = (
+        [f"{row[0]} to {row[-1]}"] if len(row) > 2 else [str(head) for head in row] for row in rows
+    )
+    return ", ".join(part for some in parts for part in some)
 
 
 def count(number: int, noun: str) -> str:

@@ -8,9 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from guardbit.records import Event
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
@@ -86,6 +89,28 @@ def click_cell(page, layer, head):
         [layer, head],
     )
     page.locator("#map").click(position={"x": place[0], "y": place[1]})
+
+
+def test_a_switch_of_the_whole_model_is_one_line(page, serve, recorder, tmp_path):
+    with serve(tmp_path) as server, recorder(tmp_path, ill_from=100) as writer:
+        writer.record(range(0, 200, 10))
+        writer.alarm(150)  # and a switch of one head
+        for layer in range(3):
+            event = Event(160, "switch", f"h.{layer}.attn", (0, 1, 2, 3), "alarmed")
+            writer.event(replace(event, stabilizer="stochastic"))
+        for layer in (0, 1):
+            writer.event(Event(170, "switch", f"h.{layer}.attn", (0,), "a dry run"))
+        page.goto(server.address)
+        wait(page, "view.state?.events.length === 7")
+        wait(page, "document.body.dataset.version == view.version")
+        lines = page.locator("#events li").all_inner_texts()
+        assert [" ".join(line.split()) for line in lines] == [
+            "step 170 not switched, 2 sites, 2 heads a dry run",
+            "step 160 switched to stochastic, 3 sites, 12 heads alarmed",
+            "step 150 switched to compensated, h.1.attn, head 2 alarmed",
+            "step 150 alarm: norm_growth, h.1.attn, head 2 <b>left</b> its trend",
+        ]
+        assert "Last switch at step 160: 3 sites, 12 heads to stochastic." in text(page, "#lede")
 
 
 def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recorder, tmp_path):

@@ -223,6 +223,25 @@ def test_the_timeline_tells_every_event_in_order(page):
     assert "RuntimeError: <b>shape</b> & co." in page.of("p")
 
 
+def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
+    heads = tuple(range(12))
+    events = [
+        (2950, "alarm", "h.2.attn", (3, 5, 6, 7, 9), "It grew.", "norm_growth", ""),
+        *((2950, "switch", f"h.{n}.attn", heads, "alarmed", "", "compensated") for n in (0, 1, 2)),
+        (2950, "switch", "h.3.attn", heads, "not switched: a mask", "", ""),
+        *((4000, "switch", f"h.{n}.attn", (), "calm", "", "none") for n in (0, 1)),
+    ]
+    journal = pd.DataFrame(events, columns=EVENTS)
+    page = Page(write_report(run.frame, journal, METADATA, tmp_path / "report.html").read_text())
+    assert page.of("b")[-4:] == [
+        "Alarm: norm_growth · h.2.attn, heads 3, 5 to 7, 9",
+        "Switched to compensated · 3 sites, 36 heads",
+        "Not switched · h.3.attn, heads 0 to 11",
+        "Switched back to plain attention · 2 sites",
+    ]
+    assert "36 heads went over to a stabilized kernel at step 2,950." in page.text
+
+
 def test_every_figure_is_inline_captioned_and_beside_the_page(report, page):
     assert page.of("figcaption") == [chart.caption for chart in CHARTS]
     drawings = [values for tag, values in page.tags if tag == "svg"]

@@ -295,10 +295,28 @@ function select(head) {
 
 // --- words -----------------------------------------------------------------------------------
 
+// A switch of the whole model is an event a site: those that differ in their heads alone are one line.
+function together(events) {
+  const lines = [];
+  for (const event of events) {
+    const before = lines.at(-1)?.[0];
+    const alike = before && ["switch", "undo", "refusal"].includes(event.kind) && ["kind", "step", "stabilizer", "why"].every((key) => event[key] === before[key]);
+    if (alike) lines.at(-1).push(event);
+    else lines.push([event]);
+  }
+  return lines;
+}
+
+function where(line) {
+  const [{ site, heads }] = line;
+  if (line.length > 1) return `${line.length} sites, ${line.reduce((sum, event) => sum + event.heads.length, 0)} heads`;
+  return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
+}
+
 function drawWords() {
   const { events, num_events, worst, verdict, sites, map } = view.state;
-  const alarms = events.filter((event) => event.kind === "alarm"), switches = events.filter((event) => event.kind === "switch");
-  const where = (event) => event.site ? `${event.site}${event.heads.length ? `, head${event.heads.length > 1 ? "s" : ""} ${event.heads.join(", ")}` : ""}` : "the whole run";
+  const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
+  const switches = lines.filter(([event]) => event.kind === "switch");
   const headline = verdict && HEADLINES[verdict.rule] ? HEADLINES[verdict.rule]
     : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
   $("headline").textContent = headline;
@@ -306,9 +324,12 @@ function drawWords() {
   if (alarms.length && num_events <= events.length) {
     // The verdict quotes the alarms it rests on: what it says is not said twice.
     const said = verdict?.why.includes(alarms[0].why);
-    sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where(alarms[0])}${said ? "" : `: ${alarms[0].why}`}.`);
+    sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where([alarms[0]])}${said ? "" : `: ${alarms[0].why}`}.`);
   }
-  if (switches.length) sentences.push(`Last switch at step ${switches.at(-1).step.toLocaleString("en")}: ${where(switches.at(-1))} to ${switches.at(-1).stabilizer}.`);
+  if (switches.length) {
+    const [last] = switches.at(-1);
+    sentences.push(`Last switch at step ${last.step.toLocaleString("en")}: ${where(switches.at(-1))} to ${last.stabilizer}.`);
+  }
   if (verdict) sentences.push(`${verdict.why}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
   const alarmed = new Set(map.alarmed.map(String));
@@ -326,10 +347,10 @@ function drawWords() {
   }));
   $("event-count").textContent = num_events > events.length ? `the newest ${events.length} of ${num_events}` : "";
   const list = $("events");
-  list.replaceChildren(...events.toReversed().map((event) => {
-    const item = element("li", null, event.kind);
-    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", verdict: `verdict: ${event.rule}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
-    item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(event)}`), element("span", event.why));
+  list.replaceChildren(...lines.toReversed().map((line) => {
+    const [event] = line, item = element("li", null, event.kind);
+    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: "not switched", verdict: `verdict: ${event.rule}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
+    item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
     return item;
   }));
   if (!events.length) list.append(element("li", "none so far"));
