@@ -91,12 +91,12 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy wants done to some heads of one site, or to all heads of the model.
+    """What the policy wants done to some heads of one site.
 
     Attributes:
         step: Step after which the decision takes effect.
-        site: Name of the attention site; "" for all sites.
-        heads: The heads concerned, ascending; none where all sites are meant.
+        site: Name of the attention site.
+        heads: The heads concerned, ascending.
         stabilizer: One of `STABILIZERS`; "none" undoes an earlier switch.
         why: One sentence naming the alarms behind it.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -91,10 +90,8 @@ class HuggingFaceMonitor(TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
         dirpath = self.dirpath or Path(args.output_dir or ".") / "guardbit"
-        # A copy, because the same callback may serve several runs, each with its own memory.
-        settings = copy.deepcopy(self._settings)
         self.session = MonitorSession(
-            model, **settings, dirpath=dirpath if state.is_world_process_zero else None
+            model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
         )
         if state.global_step > 0:
             path = _state_path(args, state)

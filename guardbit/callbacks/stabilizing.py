@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import lightning.pytorch as pl
 
 from guardbit.callbacks.monitoring import AttentionMonitor
@@ -64,6 +62,5 @@ class AutoStabilizer(pl.Callback):
             raise ValueError(
                 "the Trainer has several AutoStabilizers; an AttentionMonitor takes one"
             )
-        # A copy, because the same callback may serve several runs, each with its own memory.
-        monitors[0].policy = copy.deepcopy(self.policy)
+        monitors[0].policy = self.policy
         monitors[0].dry_run = self.dry_run

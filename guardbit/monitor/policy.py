@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
@@ -19,7 +19,7 @@ MODEL_RULES: frozenset[str] = frozenset({"model_logits", "loss_departure"})
 #: The rule that measures the rounding bias itself, where the others see its consequences.
 CAUSE_RULE = "delta_bias"
 
-#: What one decision switches: the heads the alarms name, or all heads of the model.
+#: What is switched: the heads that alarms name, or all heads of the model.
 SCOPES: tuple[str, ...] = ("head", "model")
 
 #: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
@@ -37,22 +37,24 @@ class Judgement(NamedTuple):
 class Policy:
     """Decides which heads are stabilized.
 
-    A head is switched when `agreeing_rules` different rules have named it within
+    A head qualifies when `agreeing_rules` different rules have named it within
     `agreement_steps`. One is the default, because a false switch is cheap: the default
     stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
     away at once (`model_logits`) the cause is not one head's rounding, and for `calm_steps` only
-    a measured delta bias still switches.
+    a measured delta bias still qualifies a head.
 
-    A switched head that no rule has named for `calm_steps` goes back to "none", once: a head that
-    is alarmed again after that stays switched for good, so that nothing swings to and fro.
-    How soon a rule repeats itself is the detectors' cool-down; `calm_steps` must be longer.
+    With the scope "head" the heads that qualify are switched, with the scope "model" all heads
+    are as soon as one does, and those of sites that are called later as soon as they are known.
+    Heads that somebody else has switched are left alone.
 
-    With the scope "model" all this holds for the model as one: the first head that qualifies has
-    all heads switched, and they go back when no head has been named for `calm_steps`.
+    What is switched goes back to "none" when no rule has named the head (with the scope "model",
+    any head) for `calm_steps`, once: what is alarmed again after that stays switched for good, so
+    that nothing swings to and fro. How soon a rule repeats itself is the detectors' cool-down;
+    `calm_steps` must be longer.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
-        scope: Which heads, one of `SCOPES`: "head" for those that alarms name, "model" for all.
+        scope: Which heads, one of `SCOPES`.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None: never.
@@ -94,21 +96,24 @@ class Policy:
         self.calm_steps = calm_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good); "" -> "" -> that
-        # of the whole model, where that is the scope.
+        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good).
         self._switched: dict[str, dict[str, str]] = {}
+        # The same of the model, where that is the scope; "" before the first switch.
+        self._model = ""
         self._model_alarm: int | None = None
 
-    def decide(self, alarms: Iterable[Alarm], step: int) -> list[Decision]:
+    def decide(
+        self, alarms: Iterable[Alarm], step: int, stabilizers: Mapping[str, Sequence[str]]
+    ) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
 
         Args:
             alarms: In the order of their steps; may be empty.
             step: The current optimizer step, not before the last call's.
+            stabilizers: What the known sites' heads run now: site -> one name a head.
 
         Returns:
-            At most one decision a site to switch heads and one to undo that, in the order of sites;
-            with the scope "model" at most one, for the site "".
+            At most one decision a site to switch heads and one to undo that, in the order of sites.
         """
         for alarm in alarms:
             if alarm.rule == "model_logits":
@@ -117,56 +122,92 @@ class Policy:
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
-        decisions = []
-        for site, heads in sorted(self._candidates().items()):
-            states = self._switched.setdefault(site, {})
-            switch, undo, reasons = [], [], set()
-            for head, alarmed in heads.items():
-                state = states.get(head)
-                if state in (None, "undone"):
-                    agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
-                    if agreeing:
-                        states[head] = "on" if state is None else "kept"
-                        switch.append(head)
-                        reasons |= agreeing
-                elif state == "on" and self._calm(alarmed, step):
-                    states[head] = "undone"
-                    for rules in alarmed:
-                        rules.clear()
-                    undo.append(head)
-            if switch:
-                why = f"alarmed by {', '.join(sorted(reasons))}"
-                decisions.append(Decision(step, site, _ascending(switch), self.stabilizer, why))
-            if undo:
-                why = f"no alarm for {self.calm_steps} steps"
-                decisions.append(Decision(step, site, _ascending(undo), "none", why))
-        return decisions
+        plain = {
+            site: {str(head) for head, name in enumerate(names) if name == "none"}
+            for site, names in stabilizers.items()
+        }
+        if self.scope == "model":
+            return list(self._of_the_model(step, plain))
+        taken = {
+            site: {str(head) for head in range(len(names))} - plain[site]
+            for site, names in stabilizers.items()
+        }
+        return list(self._of_heads(step, taken))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
         state = {
+            "scope": self.scope,
             "alarmed": self._alarmed,
             "switched": self._switched,
+            "model": self._model,
             "model_alarm": self._model_alarm,
         }
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the policy stood whose `state_dict` this is."""
+        """Continues where the policy stood whose `state_dict` this is.
+
+        From a policy of another scope nothing is taken over: what that one has switched stays.
+        """
+        if state["scope"] != self.scope:
+            return
         state = copy.deepcopy(state)
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
+        self._model = state["model"]
         self._model_alarm = state["model_alarm"]
 
-    def _candidates(self) -> dict[str, dict[str, list[dict[str, int]]]]:
-        """What can be switched on its own: site -> head -> rules and steps of every head in it."""
-        if self.scope == "head":
-            return {
-                site: {head: [rules] for head, rules in heads.items()}
-                for site, heads in self._alarmed.items()
-            }
-        everywhere = [rules for heads in self._alarmed.values() for rules in heads.values()]
-        return {"": {"": everywhere}} if everywhere else {}
+    def _of_heads(self, step: int, taken: Mapping[str, Collection[str]]) -> Iterator[Decision]:
+        for site, heads in sorted(self._alarmed.items()):
+            states = self._switched.setdefault(site, {})
+            switch, undo, reasons = [], [], set()
+            for head, rules in heads.items():
+                state = states.get(head)
+                if state in (None, "undone"):
+                    agreeing = self._agreeing(rules, step)
+                    if agreeing and head not in taken.get(site, ()):
+                        states[head] = "on" if state is None else "kept"
+                        switch.append(head)
+                        reasons |= agreeing
+                elif state == "on" and self._calm([rules], step):
+                    states[head] = "undone"
+                    rules.clear()
+                    undo.append(head)
+            if switch:
+                yield self._switch(step, site, switch, f"alarmed by {', '.join(sorted(reasons))}")
+            if undo:
+                yield self._undo(step, site, undo)
+
+    def _of_the_model(self, step: int, plain: Mapping[str, Collection[str]]) -> Iterator[Decision]:
+        alarmed = [rules for heads in self._alarmed.values() for rules in heads.values()]
+        why = "the model is switched"
+        if self._model in ("", "undone"):
+            agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
+            if not agreeing:
+                return
+            self._model = "kept" if self._model else "on"
+            why = f"a head alarmed by {', '.join(sorted(agreeing))}"
+        elif self._model == "on" and self._calm(alarmed, step):
+            self._model = "undone"
+            for rules in alarmed:
+                rules.clear()
+            for site, heads in sorted(self._switched.items()):
+                yield self._undo(step, site, heads)
+            self._switched.clear()
+            return
+        for site, heads in sorted(plain.items()):
+            new = [head for head in heads if head not in self._switched.get(site, {})]
+            if new:
+                self._switched.setdefault(site, {}).update(dict.fromkeys(new, self._model))
+                yield self._switch(step, site, new, why)
+
+    def _switch(self, step: int, site: str, heads: Iterable[str], why: str) -> Decision:
+        return Decision(step, site, _ascending(heads), self.stabilizer, why)
+
+    def _undo(self, step: int, site: str, heads: Iterable[str]) -> Decision:
+        why = f"no alarm for {self.calm_steps} steps"
+        return Decision(step, site, _ascending(heads), "none", why)
 
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
         """Returns the rules that name the head now, empty where they are too few to switch."""
@@ -178,7 +219,7 @@ class Policy:
         holds = self.calm_steps is None or step - self._model_alarm < self.calm_steps
         return set() if holds else recent
 
-    def _calm(self, alarmed: list[dict[str, int]], step: int) -> bool:
+    def _calm(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
         return self.calm_steps is not None and step - last >= self.calm_steps
 
@@ -259,5 +300,5 @@ def _siding(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
     return f"a one-sided delta bias is measured {where}"
 
 
-def _ascending(heads: list[str]) -> tuple[int, ...]:
-    return tuple(sorted(int(head) for head in heads if head))
+def _ascending(heads: Iterable[str]) -> tuple[int, ...]:
+    return tuple(sorted(map(int, heads)))

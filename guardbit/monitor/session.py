@@ -12,6 +12,7 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import logging
 import operator
@@ -111,7 +112,8 @@ class MonitorSession:
         self.indicators = INDICATORS if indicators is None else tuple(indicators)
         self.num_rows = num_rows
         self.num_audited_heads = num_audited_heads
-        self.policy = policy
+        # A copy, because the same policy may serve several runs, each with its own memory.
+        self.policy = copy.deepcopy(policy)
         self.dry_run = dry_run
         self.dirpath = dirpath
         self.strict = strict
@@ -382,24 +384,33 @@ class MonitorSession:
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
-        for decision in self.policy.decide(alarms, step) if self.policy is not None else ():
-            self._act(decision)
+        if self.policy is not None:
+            stabilizers = self.instrumentation.stabilizers()
+            for decision in self.policy.decide(alarms, step, stabilizers):
+                self._act(decision)
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         if verdict != self._verdict:
             self._verdict = verdict
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
 
     def _act(self, decision: Decision) -> None:
-        for name in [decision.site] if decision.site else list(self.instrumentation.sites):
-            site = self.instrumentation.sites[name]
-            heads = decision.heads if decision.site else tuple(range(site.num_heads))
-            refusal = "dry run" if self.dry_run else site.refusal
-            if refusal is None:
-                self.instrumentation.switch(name, decision.stabilizer, heads)
-                why, stabilizer = decision.why, decision.stabilizer
-            else:
-                why, stabilizer = f"not switched to {decision.stabilizer}: {refusal}", ""
-            self.record(Event(decision.step, "switch", name, heads, why, stabilizer=stabilizer))
+        site = self.instrumentation.sites[decision.site]
+        refusal = "dry run" if self.dry_run else site.refusal
+        if refusal is None:
+            self.instrumentation.switch(decision.site, decision.stabilizer, decision.heads)
+            why, stabilizer = decision.why, decision.stabilizer
+        else:
+            why, stabilizer = f"not switched to {decision.stabilizer}: {refusal}", ""
+        self.record(
+            Event(
+                decision.step,
+                "switch",
+                decision.site,
+                decision.heads,
+                why,
+                stabilizer=stabilizer,
+            )
+        )
 
     # --- the store -------------------------------------------------------------------------------
 

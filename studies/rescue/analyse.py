@@ -110,15 +110,16 @@ def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
 
 
 def logit_growth(run: pd.DataFrame, step: int) -> pd.DataFrame:
-    """How fast the logits grow of those heads that have large ones at a step.
+    """How fast the logits grow of the heads whose largest one is above `GROWN` at a step.
 
     Args:
         run: Tidy telemetry.
         step: The step.
 
     Returns:
-        A row a head: e-folds of its largest logit in 1,000 steps, fitted to the steps `before`,
-        that one included, and to those `after`.
+        A row a head, (site, head): e-folds of its largest logit in 1,000 steps, a straight line's
+        through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
+        NaN where these hold less than three samples.
     """
     logits = run[run["indicator"] == "max_logit"]
     table = logits.pivot_table(index="step", columns=["site", "head"], values="value")
@@ -193,7 +194,8 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     growth = logit_growth(run, last if alarm is None else alarm)
     return {
         "run": folder.name,
-        "arm": facts["arm"],
+        # A stock run gone through again shares what came before with the first one.
+        "arm": "again" if facts["arm"] == "stock" and facts["branched_from"] else facts["arm"],
         "backend": facts["backend"],
         "stabilizer": facts["stabilizer"] or "",
         "learning_rate": facts["learning_rate"],

@@ -12,6 +12,13 @@ def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
     return Alarm(step, site, heads, rule, "because")
 
 
+PLAIN = {f"h.{layer}": ["none"] * 12 for layer in range(8)}
+
+
+def decide(policy, alarms, step, stabilizers=PLAIN):
+    return policy.decide(alarms, step, stabilizers)
+
+
 def decided(decisions):
     return [(d.step, d.site, d.heads, d.stabilizer) for d in decisions]
 
@@ -23,15 +30,15 @@ def test_the_rules_it_knows_by_name_exist():
 def test_one_alarm_switches_its_heads_to_compensated_once():
     policy = Policy()
     alarms = [alarm(100, heads=(7, 3)), alarm(100, "delta_bias", "h.5", (0,))]
-    first = policy.decide(alarms, 100)
+    first = decide(policy, alarms, 100)
     assert decided(first) == [
         (100, "h.2", (3, 7), "compensated"),
         (100, "h.5", (0,), "compensated"),
     ]
     assert "norm_growth" in first[0].why
-    assert policy.decide([alarm(1100)], 1100) == []
+    assert decide(policy, [alarm(1100)], 1100) == []
     # A further head of the same site is switched without touching the others.
-    assert decided(policy.decide([alarm(1200, heads=(3, 4))], 1200)) == [
+    assert decided(decide(policy, [alarm(1200, heads=(3, 4))], 1200)) == [
         (1200, "h.2", (4,), "compensated")
     ]
 
@@ -39,76 +46,120 @@ def test_one_alarm_switches_its_heads_to_compensated_once():
 @pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])
 def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
     policy = Policy(agreeing_rules=2, agreement_steps=500)
-    assert policy.decide([alarm(100)], 100) == []
-    assert policy.decide([alarm(150, "norm_growth")], 150) == []  # the same rule again
-    assert policy.decide([alarm(160, "logit_outlier", heads=(4,))], 160) == []  # another head
-    decisions = policy.decide([alarm(150 + gap, "logit_outlier")], 150 + gap)
+    assert decide(policy, [alarm(100)], 100) == []
+    assert decide(policy, [alarm(150, "norm_growth")], 150) == []  # the same rule again
+    assert decide(policy, [alarm(160, "logit_outlier", heads=(4,))], 160) == []  # another head
+    decisions = decide(policy, [alarm(150 + gap, "logit_outlier")], 150 + gap)
     assert decided(decisions) == [(150 + gap, "h.2", (3,), "compensated")] * fires
 
 
 def test_a_switch_is_undone_after_the_calm_and_only_once():
     policy = Policy("stochastic", calm_steps=1000)
-    policy.decide([alarm(100, heads=(3, 4))], 100)
-    policy.decide([alarm(600, heads=(4,))], 600)
-    assert policy.decide([], 1099) == []
-    assert decided(policy.decide([], 1100)) == [(1100, "h.2", (3,), "none")]
-    assert decided(policy.decide([], 1600)) == [(1600, "h.2", (4,), "none")]
-    assert policy.decide([], 2000) == []
-    assert decided(policy.decide([alarm(2100)], 2100)) == [(2100, "h.2", (3,), "stochastic")]
-    assert policy.decide([], 99_000) == []
+    decide(policy, [alarm(100, heads=(3, 4))], 100)
+    decide(policy, [alarm(600, heads=(4,))], 600)
+    assert decide(policy, [], 1099) == []
+    assert decided(decide(policy, [], 1100)) == [(1100, "h.2", (3,), "none")]
+    assert decided(decide(policy, [], 1600)) == [(1600, "h.2", (4,), "none")]
+    assert decide(policy, [], 2000) == []
+    assert decided(decide(policy, [alarm(2100)], 2100)) == [(2100, "h.2", (3,), "stochastic")]
+    assert decide(policy, [], 99_000) == []
 
 
 def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
     policy = Policy(calm_steps=100, agreement_steps=10_000)
-    policy.decide([alarm(100)], 100)
-    assert decided(policy.decide([], 200)) == [(200, "h.2", (3,), "none")]
-    assert policy.decide([], 300) == []
+    decide(policy, [alarm(100)], 100)
+    assert decided(decide(policy, [], 200)) == [(200, "h.2", (3,), "none")]
+    assert decide(policy, [], 300) == []
 
 
 def test_without_calm_steps_nothing_is_undone():
     policy = Policy(calm_steps=None)
-    policy.decide([alarm(100)], 100)
-    assert policy.decide([], 10**9) == []
+    decide(policy, [alarm(100)], 100)
+    assert decide(policy, [], 10**9) == []
+
+
+def test_heads_that_somebody_else_has_switched_are_left_alone():
+    stabilizers = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
+    alarms = [alarm(100, heads=(3, 5))]
+    heads, model = Policy(calm_steps=50), Policy(scope="model", calm_steps=50)
+    assert decided(decide(heads, alarms, 100, stabilizers)) == [(100, "h.2", (5,), "compensated")]
+    others = (0, 1, 2, *range(5, 12))
+    (switch,) = decide(model, alarms, 100, {"h.2": stabilizers["h.2"]})
+    assert switch.heads == others
+    (undo,) = decide(model, [], 150, {"h.2": ["compensated"] * 12})
+    assert (undo.heads, undo.stabilizer) == (others, "none")
+
+
+def of_all(stabilizer, step, sites=PLAIN):
+    return [(step, site, tuple(range(12)), stabilizer) for site in sorted(sites)]
 
 
 def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
     policy = Policy(scope="model", calm_steps=1000)
-    assert policy.decide([], 50) == []
-    assert decided(policy.decide([alarm(100)], 100)) == [(100, "", (), "compensated")]
+    assert decide(policy, [], 50) == []
+    first = decide(policy, [alarm(100)], 100)
+    assert decided(first) == of_all("compensated", 100)
+    assert "norm_growth" in first[0].why
     # A further head is switched already; the calm begins with its alarm.
-    assert policy.decide([alarm(600, site="h.5", heads=(0,))], 600) == []
-    assert policy.decide([], 1599) == []
-    assert decided(policy.decide([], 1600)) == [(1600, "", (), "none")]
-    assert policy.decide([], 1700) == []
+    assert decide(policy, [alarm(600, site="h.5", heads=(0,))], 600) == []
+    assert decide(policy, [], 1599) == []
+    assert decided(decide(policy, [], 1600)) == of_all("none", 1600)
+    assert decide(policy, [], 1700) == []
     # Another head's alarm counts as the model's second: from now on it stays.
-    again = policy.decide([alarm(1800, "logit_outlier", "h.7")], 1800)
-    assert decided(again) == [(1800, "", (), "compensated")]
+    again = decide(policy, [alarm(1800, "logit_outlier", "h.7")], 1800)
+    assert decided(again) == of_all("compensated", 1800)
     assert "logit_outlier" in again[0].why and "norm_growth" not in again[0].why
-    assert policy.decide([], 99_000) == []
+    assert decide(policy, [], 99_000) == []
+
+
+@pytest.mark.parametrize("alarms", [1, 2])
+def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(alarms):
+    policy = Policy(scope="model", calm_steps=1000)
+    few, all_ = {"h.2": ["none"] * 12}, {"h.2": ["compensated"] * 12, "h.3": ["none"] * 12}
+    step = 0
+    for step in range(0, 3000 * alarms, 3000):
+        decide(policy, [], step, few)  # undoes what there is
+        (switch,) = decide(policy, [alarm(step + 10)], step + 10, few)
+        assert switch.site == "h.2"
+    assert decided(decide(policy, [], step + 20, all_)) == of_all("compensated", step + 20, ["h.3"])
+    assert decide(policy, [], step + 30, all_) == []
+    undone = of_all("none", step + 1010, all_) if alarms == 1 else []
+    assert decided(decide(policy, [], step + 1010, all_)) == undone
 
 
 def test_of_the_scope_model_the_rules_must_agree_on_one_head():
     policy = Policy(scope="model", agreeing_rules=2)
-    assert policy.decide([alarm(100), alarm(100, "logit_outlier", heads=(4,))], 100) == []
-    assert decided(policy.decide([alarm(200, "logit_outlier")], 200)) == [
-        (200, "", (), "compensated")
-    ]
+    assert decide(policy, [alarm(100), alarm(100, "logit_outlier", heads=(4,))], 100) == []
+    agreed = decide(policy, [alarm(200, "logit_outlier")], 200)
+    assert decided(agreed) == of_all("compensated", 200)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
+    before = Policy(scope=scope, calm_steps=100)
+    decide(before, [alarm(100)], 100)
+    after = Policy(scope=next(other for other in SCOPES if other != scope), calm_steps=100)
+    after.load_state_dict(before.state_dict())
+    switched = {site: ["compensated"] * 12 for site in PLAIN}
+    assert decide(after, [], 300, switched) == []
+    assert decide(after, [alarm(310)], 310, switched) == [], "all is switched already"
+    assert decide(after, [], 500, switched) == []
 
 
 def test_when_all_layers_run_away_only_a_measured_bias_switches():
     policy = Policy(calm_steps=1000)
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
-    assert policy.decide([*every_layer, alarm(100)], 100) == []
-    measured = policy.decide([alarm(200, "delta_bias", "h.1")], 200)
+    assert decide(policy, [*every_layer, alarm(100)], 100) == []
+    measured = decide(policy, [alarm(200, "delta_bias", "h.1")], 200)
     assert decided(measured) == [(200, "h.1", (3,), "compensated")]
-    assert policy.decide([alarm(1099)], 1099) == []
-    assert decided(policy.decide([alarm(1100)], 1100)) == [(1100, "h.2", (3,), "compensated")]
+    assert decide(policy, [alarm(1099)], 1099) == []
+    assert decided(decide(policy, [alarm(1100)], 1100)) == [(1100, "h.2", (3,), "compensated")]
 
 
 def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
     policy = Policy()
-    assert policy.decide([alarm(100, "loss_departure", "", ())], 100) == []
-    assert len(policy.decide([alarm(110)], 110)) == 1
+    assert decide(policy, [alarm(100, "loss_departure", "", ())], 100) == []
+    assert len(decide(policy, [alarm(110)], 110)) == 1
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -124,14 +175,14 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
     ]
     settings = {"scope": scope, "agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
     whole = Policy(**settings)
-    expected = [whole.decide(alarms, step) for step, alarms in script]
+    expected = [decide(whole, alarms, step) for step, alarms in script]
     assert sum(map(len, expected)) >= 3  # switched, undone, switched again
     for cut in range(len(script) + 1):
         first = Policy(**settings)
-        before = [first.decide(alarms, step) for step, alarms in script[:cut]]
+        before = [decide(first, alarms, step) for step, alarms in script[:cut]]
         second = Policy(**settings)
         second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-        after = [second.decide(alarms, step) for step, alarms in script[cut:]]
+        after = [decide(second, alarms, step) for step, alarms in script[cut:]]
         assert before + after == expected, f"cut before decision {cut}"
 
 

@@ -465,6 +465,39 @@ def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
     MonitorSession(model).close()
 
 
+def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tmp_path):
+    class Once:
+        name = "once"
+
+        def examine(self, frame, state):
+            due = frame.step == 2 and SITES[1] in frame.of("max_logit")
+            return [Finding(SITES[1], (1,), "at step 2")] if due else []
+
+    loop = Loop(
+        every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
+        policy=Policy("stochastic", scope="model", calm_steps=6),
+    )  # fmt: skip
+    layers = loop.model.layers
+    loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
+    loop.run(range(4), close=False)
+    loop.model.layers = layers
+    loop.run(range(4, 10))
+    events = read_events(tmp_path).query("kind == 'switch'")
+    assert list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True)) == [
+        (2, SITES[1], (0, 1, 2, 3), "stochastic"),
+        (4, SITES[0], (0, 1), "stochastic"),
+        (8, SITES[0], (0, 1), "none"),
+        (8, SITES[1], (0, 1, 2, 3), "none"),
+    ]
+
+
+def test_one_policy_serves_several_runs(tmp_path):
+    policy, settings = Policy(), {"every_n_train_steps": 1, "rules": (Always(),), "strict": True}
+    for name in ("first", "second"):
+        Loop(dirpath=tmp_path / name, policy=policy, **settings).run([0])
+        assert len(events_of(tmp_path / name, "switch")) == 1
+
+
 def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
     dry = Loop(dirpath=tmp_path, policy=Policy(), dry_run=True, **settings).run([0, 1], close=False)
@@ -537,7 +570,7 @@ class FailingRule:
 
 
 class FailingPolicy(Policy):
-    def decide(self, alarms, step):
+    def decide(self, alarms, step, stabilizers):
         raise ArithmeticError("on purpose")
 
 

@@ -83,11 +83,10 @@ def _worst_first(
 ) -> list[Head]:
     alarms = frames.first_events(frame, events, "alarm")
     alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
-    others = frames.excess(frame, step)["excess"].loc[
-        [head for head in heads if head not in alarmed]
-    ]
-    farthest = others.sort_values(ascending=False, kind="stable").index
-    return [*alarmed, *((int(layer), int(head)) for layer, head in farthest)]
+    excess = frames.excess(frame, step)["excess"].fillna(0.0).to_dict()
+    # Of a head that a switch names there may be no samples, as where a layer has one value.
+    others = [head for head in heads if head not in alarmed]
+    return [*alarmed, *sorted(others, key=lambda head: -excess.get(head, 0.0))]
 
 
 def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:

@@ -92,3 +92,14 @@ def test_of_many_heads_the_alarmed_are_drawn_then_the_farthest_from_normal(run):
     colours = {colour for colour, _ in HIGHLIGHTS}
     drawn = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
     assert drawn == [f"layer 2 · head {head}" for head in (7, 9, 4)]
+
+
+def test_heads_without_samples_do_no_harm(run):
+    # One value a layer, as of its largest head; the journal names the heads themselves.
+    frame = run.frame[run.frame["head"] <= 0]
+    events = [
+        (3050, "alarm", "h.2.attn", (7,), "", "norm_growth", ""),
+        (3100, "switch", "h.2.attn", tuple(range(12)), "", "", "compensated"),
+    ]
+    (axes, *_) = before_and_after(frame, pd.DataFrame(events, columns=EVENTS)).axes
+    assert any("median" in text.get_text() for text in axes.texts)
