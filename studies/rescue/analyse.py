@@ -20,7 +20,9 @@ ones, at which that arm is not stable either.)
   times; in the failing one 2.8 to 4.5 times that of each stable run.
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
-fast it grew in the 1,500 steps before, and in the 1,500 after.
+fast it grew in the 1,500 steps before, and in the 1,500 after. An alarm comes where growth is
+steepest, so that what follows is slower in any case: a third table tells what such heads do by
+themselves.
 """
 
 from __future__ import annotations
@@ -109,11 +111,17 @@ def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
     return _first(ratio.rolling(NORM_WINDOW // _HEAD_STEPS).median() >= RATIO)
 
 
-def logit_growth(run: pd.DataFrame, step: int) -> pd.DataFrame:
+def logits_by_head(run: pd.DataFrame) -> pd.DataFrame:
+    """The largest logit of every head: a row a step, a column a head, (site, head)."""
+    logits = run[run["indicator"] == "max_logit"]
+    return logits.pivot_table(index="step", columns=["site", "head"], values="value")
+
+
+def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
     """How fast the logits grow of the heads whose largest one is above `GROWN` at a step.
 
     Args:
-        run: Tidy telemetry.
+        logits: Those of `logits_by_head`.
         step: The step.
 
     Returns:
@@ -121,10 +129,8 @@ def logit_growth(run: pd.DataFrame, step: int) -> pd.DataFrame:
         through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
         NaN where these hold less than three samples.
     """
-    logits = run[run["indicator"] == "max_logit"]
-    table = logits.pivot_table(index="step", columns=["site", "head"], values="value")
-    grown = table.columns[table.loc[:step].iloc[-1] > GROWN]
-    logs = np.log(table[grown].clip(lower=1))
+    grown = logits.columns[logits.loc[:step].iloc[-1] > GROWN]
+    logs = np.log(logits[grown].clip(lower=1))
     spans = {
         "before": logs.loc[step - GROWTH_WINDOW : step],
         "after": logs.loc[step + 1 : step + GROWTH_WINDOW],
@@ -137,7 +143,49 @@ def logit_growth(run: pd.DataFrame, step: int) -> pd.DataFrame:
         },
         index=grown,
         columns=list(spans),
+        dtype=float,
     )
+
+
+def growth_without_a_switch(results: Path) -> pd.DataFrame:
+    """What becomes of fast growing large logits by themselves, to compare a switch with.
+
+    Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
+    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster.
+
+    Returns:
+        A row a run: number of such samples and of heads, the median growth after them, and the
+        shares that fall, at all and by half an e-fold in 1,000 steps or faster.
+    """
+    rows = []
+    for session in sorted(results.glob("*/session-*.json")):
+        folder = session.parent
+        facts = read_metadata(folder)["study"]
+        if facts["arm"] == "from_start" or facts["learning_rate"] != RATE:
+            continue
+        switches = _switches(read_events(folder))
+        logits = logits_by_head(read_run(folder))
+        if not switches.empty:
+            logits = logits.loc[: switches["step"].iloc[0]]
+        steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
+        growth = pd.concat([logit_growth(logits, step) for step in steps])
+        after = growth.loc[growth["before"] >= 1, "after"]
+        rows.append(
+            {
+                "run": folder.name,
+                "samples": len(after),
+                "heads": after.index.nunique(),
+                "growth_after": after.median(),
+                "falling": (after < 0).mean(),
+                "falling_fast": (after <= -0.5).mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _switches(events: pd.DataFrame) -> pd.DataFrame:
+    """Those that were made, undone ones left out."""
+    return events[(events["kind"] == "switch") & ~events["stabilizer"].isin(["", "none"])]
 
 
 def _first(failing: pd.Series) -> int | None:
@@ -183,15 +231,13 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         difference = (loss - series(twins[0], "loss")).dropna()
         above = difference[difference.index > difference.index[-1] - 500].mean()
     events = read_events(folder)
-    alarms, switches, verdicts = (
-        events[events["kind"] == kind] for kind in ("alarm", "switch", "verdict")
-    )
-    switches = switches[~switches["stabilizer"].isin(["", "none"])]
+    alarms, verdicts = (events[events["kind"] == kind] for kind in ("alarm", "verdict"))
+    switches = _switches(events)
     sums = run[run["indicator"] == "delta_bias_cumulative"]
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
     switch = None if switches.empty else int(switches["step"].iloc[0])
-    growth = logit_growth(run, last if alarm is None else alarm)
+    growth = logit_growth(logits_by_head(run), last if alarm is None else alarm)
     return {
         "run": folder.name,
         # A stock run gone through again shares what came before with the first one.
@@ -215,9 +261,8 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "first_switch": switch,
         "switches": len(switches),
         "grown_heads": len(growth),
-        "growth_before": growth["before"].median(),
-        "growth_after": growth["after"].median(),
-        "growth_after_most": growth["after"].max(),
+        "growth_before": _median_and_range(growth["before"]),
+        "growth_after": _median_and_range(growth["after"]),
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
@@ -229,6 +274,13 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "speed_before": speed(facts, 300, switch or last),
         "speed_after": float("nan") if switch is None else speed(facts, switch + 100, last),
     }
+
+
+def _median_and_range(values: pd.Series) -> str:
+    known = values.dropna()
+    if known.empty:
+        return ""
+    return f"{known.median():+.2f} ({known.min():+.2f} to {known.max():+.2f})"
 
 
 def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
@@ -257,17 +309,20 @@ def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def main(command: str, *folders: str) -> None:
-    """Packs, or prints both tables and writes them beside the data."""
+    """Packs, or prints all tables and writes them beside the data."""
     if command == "pack":
         pack(Path(folders[0]), Path(folders[1]))
         return
     results = Path(folders[0])
     runs = one_line_a_run(results)
     arms = one_line_an_arm(runs)
+    unswitched = growth_without_a_switch(results)
     runs.to_csv(results / "runs.csv", index=False, float_format="%.5g")
     arms.to_csv(results / "arms.csv", index=False, float_format="%.5g")
+    unswitched.to_csv(results / "unswitched.csv", index=False, float_format="%.3g")
     print(runs.to_string(index=False))
     print(arms.to_string(index=False))
+    print(unswitched.to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import torch
 from guardbit import read_events, read_run
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.replay import replay
-from guardbit.records import Event
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
 from studies.rescue import analyse, train
 from studies.rescue.model import GPT2, Size
 
@@ -77,12 +78,34 @@ def test_the_growth_of_large_logits_before_and_after_a_step():
     heads = {0: 2000 * np.exp(turn), 1: np.full(31, 1500.0), 2: np.exp(steps / 1000 + 3)}
     table = pd.DataFrame({"step": steps, "site": "h.0", **heads})
     run = table.melt(["step", "site"], var_name="head").assign(indicator="max_logit")
-    growth = analyse.logit_growth(run, 3050)
+    logits = analyse.logits_by_head(run)
+    growth = analyse.logit_growth(logits, 3050)
     assert growth.index.tolist() == [("h.0", 0), ("h.0", 1)]
     np.testing.assert_allclose(growth, [[2, -1], [0, 0]], atol=1e-9)
     # Too few samples on one side, or no such head: nothing is said.
-    assert analyse.logit_growth(run, 5900)["after"].isna().all()
-    assert analyse.logit_growth(run[run["head"] == 2], 3050).empty
+    assert analyse.logit_growth(logits, 5900)["after"].isna().all()
+    assert analyse.logit_growth(logits[[("h.0", 2)]], 3050).empty
+
+
+def test_what_fast_growing_logits_do_by_themselves(tmp_path):
+    steps = np.arange(0, 8001, 200)
+    time = (steps - 3000) / 1000
+    logs = [
+        np.where(steps <= 3000, 8 + 2 * time, 6.2 + 0.1 * time),  # above 1,000 from 2,600 to 3,000
+        8 + 2 * (time - 2.5),  # above 1,000 when it no longer counts
+        np.full(41, 9.0),  # large, and does not grow
+    ]
+    for arm, rate in (("rescue", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3)):
+        study = {"arm": arm, "learning_rate": rate}
+        with RunWriter(tmp_path / arm, metadata={"study": study}) as writer:
+            for step, *values in zip(steps.tolist(), *np.exp(logs).tolist(), strict=True):
+                writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
+            writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
+            writer.event(Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated"))
+    (line,) = analyse.growth_without_a_switch(tmp_path).to_dict("records")
+    # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
+    assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
+    assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
