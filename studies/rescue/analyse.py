@@ -168,6 +168,8 @@ def growth_without_a_switch(results: Path) -> pd.DataFrame:
         if not switches.empty:
             logits = logits.loc[: switches["step"].iloc[0]]
         steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
+        if steps.empty:
+            continue
         growth = pd.concat([logit_growth(logits, step) for step in steps])
         after = growth.loc[growth["before"] >= 1, "after"]
         rows.append(
