@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
@@ -45,7 +45,7 @@ class Policy:
 
     With the scope "head" the heads that qualify are switched, with the scope "model" all heads
     are as soon as one does, and those of sites that are called later as soon as they are known.
-    Heads that somebody else has switched are left alone.
+    Heads that somebody else has switched by then are left alone.
 
     What is switched goes back to "none" when no rule has named the head (with the scope "model",
     any head) for `calm_steps`, once: what is alarmed again after that stays switched for good, so
@@ -96,7 +96,8 @@ class Policy:
         self.calm_steps = calm_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Site -> head -> "on" (switched), "undone", or "kept" (switched for good).
+        # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken" (by
+        # somebody else, when the model was switched).
         self._switched: dict[str, dict[str, str]] = {}
         # The same of the model, where that is the scope; "" before the first switch.
         self._model = ""
@@ -110,7 +111,8 @@ class Policy:
         Args:
             alarms: In the order of their steps; may be empty.
             step: The current optimizer step, not before the last call's.
-            stabilizers: What the known sites' heads run now: site -> one name a head.
+            stabilizers: What the heads of the sites called so far run now: site -> one name a
+                head. Nothing is decided about other sites.
 
         Returns:
             At most one decision a site to switch heads and one to undo that, in the order of sites.
@@ -122,17 +124,9 @@ class Policy:
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
-        plain = {
-            site: {str(head) for head, name in enumerate(names) if name == "none"}
-            for site, names in stabilizers.items()
-        }
         if self.scope == "model":
-            return list(self._of_the_model(step, plain))
-        taken = {
-            site: {str(head) for head in range(len(names))} - plain[site]
-            for site, names in stabilizers.items()
-        }
-        return list(self._of_heads(step, taken))
+            return list(self._of_the_model(step, stabilizers))
+        return list(self._of_heads(step, stabilizers))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
@@ -148,25 +142,30 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
 
-        From a policy of another scope nothing is taken over: what that one has switched stays.
+        From a policy of another scope it is only taken over that all logits have run away: what
+        that one has switched stays.
         """
+        state = copy.deepcopy(state)
+        self._model_alarm = state["model_alarm"]
         if state["scope"] != self.scope:
             return
-        state = copy.deepcopy(state)
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
         self._model = state["model"]
-        self._model_alarm = state["model_alarm"]
 
-    def _of_heads(self, step: int, taken: Mapping[str, Collection[str]]) -> Iterator[Decision]:
-        for site, heads in sorted(self._alarmed.items()):
+    def _of_heads(self, step: int, stabilizers: Mapping[str, Sequence[str]]) -> Iterator[Decision]:
+        for site, names in stabilizers.items():
+            if site not in self._alarmed:
+                continue
             states = self._switched.setdefault(site, {})
+            taken = {str(head) for head, name in enumerate(names) if name != "none"}
             switch, undo, reasons = [], [], set()
-            for head, rules in heads.items():
+            for head, rules in self._alarmed[site].items():
                 state = states.get(head)
                 if state in (None, "undone"):
-                    agreeing = self._agreeing(rules, step)
-                    if agreeing and head not in taken.get(site, ()):
+                    if head in taken:
+                        rules.clear()  # should it be free again, old alarms do not count
+                    elif agreeing := self._agreeing(rules, step):
                         states[head] = "on" if state is None else "kept"
                         switch.append(head)
                         reasons |= agreeing
@@ -179,28 +178,35 @@ class Policy:
             if undo:
                 yield self._undo(step, site, undo)
 
-    def _of_the_model(self, step: int, plain: Mapping[str, Collection[str]]) -> Iterator[Decision]:
+    def _of_the_model(
+        self, step: int, stabilizers: Mapping[str, Sequence[str]]
+    ) -> Iterator[Decision]:
         alarmed = [rules for heads in self._alarmed.values() for rules in heads.values()]
-        why = "the model is switched"
-        if self._model in ("", "undone"):
-            agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
-            if not agreeing:
-                return
-            self._model = "kept" if self._model else "on"
-            why = f"a head alarmed by {', '.join(sorted(agreeing))}"
-        elif self._model == "on" and self._calm(alarmed, step):
+        if self._model == "on" and self._calm(alarmed, step):
             self._model = "undone"
             for rules in alarmed:
                 rules.clear()
-            for site, heads in sorted(self._switched.items()):
-                yield self._undo(step, site, heads)
-            self._switched.clear()
-            return
-        for site, heads in sorted(plain.items()):
-            new = [head for head in heads if head not in self._switched.get(site, {})]
-            if new:
-                self._switched.setdefault(site, {}).update(dict.fromkeys(new, self._model))
-                yield self._switch(step, site, new, why)
+        state, why = self._model, "the model is switched"
+        if state in ("", "undone"):
+            # Of a run that was resumed, some sites may be called long after the undoing.
+            for site in [site for site in stabilizers if site in self._switched]:
+                heads = self._switched.pop(site)
+                yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
+            agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
+            state = "kept" if state else "on"
+            why = f"a head alarmed by {', '.join(sorted(agreeing))}"
+            if not agreeing or not any("none" in names for names in stabilizers.values()):
+                return
+        self._model = state
+        for site, names in stabilizers.items():
+            known = self._switched.setdefault(site, {})
+            switch = []
+            for head, name in enumerate(names):
+                if str(head) not in known:
+                    known[str(head)] = state if name == "none" else "taken"
+                    switch += [str(head)] if name == "none" else []
+            if switch:
+                yield self._switch(step, site, switch, why)
 
     def _switch(self, step: int, site: str, heads: Iterable[str], why: str) -> Decision:
         return Decision(step, site, _ascending(heads), self.stabilizer, why)

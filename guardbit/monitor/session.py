@@ -385,32 +385,31 @@ class MonitorSession:
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         if self.policy is not None:
-            stabilizers = self.instrumentation.stabilizers()
+            called = self.instrumentation.sites
+            stabilizers = {name: site.stabilizers for name, site in called.items()}
             for decision in self.policy.decide(alarms, step, stabilizers):
-                self._act(decision)
+                self._act(decision, self.policy.stabilizer)
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         if verdict != self._verdict:
             self._verdict = verdict
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
 
-    def _act(self, decision: Decision) -> None:
+    def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites[decision.site]
-        refusal = "dry run" if self.dry_run else site.refusal
+        refusal, heads, why = site.refusal, decision.heads, decision.why
+        if decision.stabilizer == "none" and not self.dry_run:
+            # Not what was refused when it was to be switched, or what somebody switched since.
+            ours = {head for head, name in enumerate(site.stabilizers) if name == stabilizer}
+            refusal, heads = None, tuple(head for head in heads if head in ours)
+            if not heads:
+                return
+        refusal = "dry run" if self.dry_run else refusal
         if refusal is None:
-            self.instrumentation.switch(decision.site, decision.stabilizer, decision.heads)
-            why, stabilizer = decision.why, decision.stabilizer
+            self.instrumentation.switch(decision.site, decision.stabilizer, heads)
         else:
-            why, stabilizer = f"not switched to {decision.stabilizer}: {refusal}", ""
-        self.record(
-            Event(
-                decision.step,
-                "switch",
-                decision.site,
-                decision.heads,
-                why,
-                stabilizer=stabilizer,
-            )
-        )
+            why = f"not switched to {decision.stabilizer}: {refusal}"
+        done = "" if refusal else decision.stabilizer
+        self.record(Event(decision.step, "switch", decision.site, heads, why, stabilizer=done))
 
     # --- the store -------------------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Instrumentation:
         Args:
             site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
             stabilizer: One name of `guardbit.STABILIZERS`, or one for each of `heads`. "none"
-                gives a head back to PyTorch's own kernel.
+                gives heads back to PyTorch's own kernel, wherever they are.
             heads: The heads to switch; None for all.
 
         Raises:
@@ -231,12 +231,17 @@ class Instrumentation:
         if not isinstance(site, str):
             raise TypeError(f"site is {site!r}; it must be a name or a pattern")
         matching = _select(self.sites, [site], "attention site")
-        refused = [target for target in matching.values() if target.refusal is not None]
+        # Whatever a site is like now, its heads can go back.
+        refused = [
+            target
+            for target in matching.values()
+            if target.refusal is not None and stabilizer != "none"
+        ]
         if refused and (not _is_pattern(site) or len(refused) == len(matching)):
             raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
         switched: dict[int, tuple[str, ...]] = {}
         for target in matching.values():
-            if target.refusal is not None:
+            if target in refused:
                 continue
             chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
             for head in chosen:

@@ -129,7 +129,7 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
         through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
         NaN where these hold less than three samples.
     """
-    grown = logits.columns[logits.loc[:step].iloc[-1] > GROWN]
+    grown = logits.columns[(logits.loc[:step].tail(1) > GROWN).any()]
     logs = np.log(logits[grown].clip(lower=1))
     spans = {
         "before": logs.loc[step - GROWTH_WINDOW : step],
@@ -171,7 +171,7 @@ def growth_without_a_switch(results: Path) -> pd.DataFrame:
         if steps.empty:
             continue
         growth = pd.concat([logit_growth(logits, step) for step in steps])
-        after = growth.loc[growth["before"] >= 1, "after"]
+        after = growth.loc[growth["before"] >= 1, "after"].dropna()
         rows.append(
             {
                 "run": folder.name,

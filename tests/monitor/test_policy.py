@@ -90,6 +90,48 @@ def test_heads_that_somebody_else_has_switched_are_left_alone():
     assert (undo.heads, undo.stabilizer) == (others, "none")
 
 
+def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
+    policy = Policy(scope="model")
+    taken = {"h.2": ["stochastic", "none"]}
+    (switch,) = decide(policy, [alarm(100)], 100, taken)
+    assert switch.heads == (1,)
+    for names in (["none", "compensated"], ["none", "none"], ["row_max", "none"]):
+        assert decide(policy, [], 200, {"h.2": names}) == []
+
+
+def test_of_the_scope_model_an_alarm_with_nothing_left_to_switch_counts_for_nothing():
+    policy = Policy(scope="model", calm_steps=100)
+    assert decide(policy, [alarm(100)], 100, {"h.2": ["stochastic"] * 2}) == []
+    # The switch after it is the first, and is undone.
+    (switch,) = decide(policy, [alarm(300)], 300, {"h.2": ["none"] * 2})
+    (undo,) = decide(policy, [], 400, {"h.2": ["compensated"] * 2})
+    assert (switch.heads, undo.heads) == ((0, 1), (0, 1))
+
+
+def test_an_alarm_of_a_head_that_was_taken_then_does_not_count_later():
+    policy = Policy()
+    taken = {"h.2": ["none"] * 3 + ["row_max"]}
+    assert decide(policy, [alarm(100)], 100, taken) == []
+    assert decide(policy, [], 200) == []
+    assert decided(decide(policy, [alarm(300)], 300)) == [(300, "h.2", (3,), "compensated")]
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
+    policy = Policy(scope=scope, calm_steps=100)
+    both = {"h.2": ["none"] * 4, "h.3": ["none"] * 4}
+    first = decide(policy, [alarm(100), alarm(100, site="h.3")], 100, both)
+    state = policy.state_dict()
+    policy = Policy(scope=scope, calm_steps=100)
+    policy.load_state_dict(state)
+    undone = [decide(policy, [], step, {site: both[site]}) for step, site in (
+        (200, "h.2"), (250, "h.2"), (300, "h.3"), (350, "h.3"))]  # fmt: skip
+    heads = first[0].heads
+    assert [decided(some) for some in undone] == [
+        [(200, "h.2", heads, "none")], [], [(300, "h.3", heads, "none")], [],
+    ]  # fmt: skip
+
+
 def of_all(stabilizer, step, sites=PLAIN):
     return [(step, site, tuple(range(12)), stabilizer) for site in sorted(sites)]
 
@@ -132,6 +174,16 @@ def test_of_the_scope_model_the_rules_must_agree_on_one_head():
     assert decide(policy, [alarm(100), alarm(100, "logit_outlier", heads=(4,))], 100) == []
     agreed = decide(policy, [alarm(200, "logit_outlier")], 200)
     assert decided(agreed) == of_all("compensated", 200)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_that_all_layers_run_away_is_known_in_any_scope(scope):
+    before = Policy(scope=scope)
+    assert decide(before, [alarm(100, "model_logits", "h.0"), alarm(200)], 200) == []
+    after = Policy(scope=next(other for other in SCOPES if other != scope))
+    after.load_state_dict(before.state_dict())
+    assert decide(after, [alarm(300)], 300) == []
+    assert decide(after, [alarm(5100)], 5100)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

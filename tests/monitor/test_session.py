@@ -491,6 +491,29 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
     ]
 
 
+@pytest.mark.parametrize("scope", ["head", "model"])
+def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, scope):
+    @dataclass(frozen=True)
+    class Once(Always):
+        def examine(self, frame, state):
+            return super().examine(frame, state) if frame.step == 0 else []
+
+    loop = Loop(
+        every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
+        policy=Policy(scope=scope, calm_steps=6),
+    )  # fmt: skip
+    loop.run(range(3), close=False)
+    loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
+    loop.run(range(3, 8), close=False)
+    left = loop.session.instrumentation.stabilizers()
+    loop.session.close()
+    assert left == {SITES[0]: ["none"] * 2, SITES[1]: ["none", "stochastic", "none", "none"]}
+    undone = [heads for step, heads in zip(
+        events_of(tmp_path, "switch").step, events_of(tmp_path, "switch").heads, strict=True
+    ) if step == 6]  # fmt: skip
+    assert undone == ([(0, 1), (0, 2, 3)] if scope == "model" else [])
+
+
 def test_one_policy_serves_several_runs(tmp_path):
     policy, settings = Policy(), {"every_n_train_steps": 1, "rules": (Always(),), "strict": True}
     for name in ("first", "second"):

@@ -399,6 +399,33 @@ def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
         inst.remove()
 
 
+def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
+    class SometimesMasked(tiny.Attention):
+        mask = None
+
+        def attend(self, x):
+            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.mask is None)
+            return self.proj(y.transpose(1, 2).flatten(2))
+
+    model = tiny.GPT()
+    model.h[0].attn = SometimesMasked()
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, tokens)
+        inst.switch("*", "compensated")
+        model.h[0].attn.mask = torch.ones(12, 12, dtype=torch.bool)
+        tiny.step(model, tokens)
+        with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*mask"):
+            inst.switch("h.0.attn", "stochastic")
+        inst.switch("h.0.attn", "none", heads=[1, 2])
+        assert inst.stabilizers()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
+        inst.switch("*", "none")
+        assert {name for names in inst.stabilizers().values() for name in names} == {"none"}
+    finally:
+        inst.remove()
+
+
 def test_a_switch_takes_effect_at_the_next_call(model, inst, tiny, tokens):
     before = tiny.step(model, tokens)
     inst.switch("h.1.attn", "compensated", heads=[1])
