@@ -51,7 +51,7 @@ T = TypeVar("T")
 _MICRO_BATCHES = 1024
 
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
-_STATE_FORMAT = 1
+_STATE_FORMAT = 2
 
 
 class MonitorSession:
