@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -312,8 +313,15 @@ def _to_host(values: Iterable[Tensor | float]) -> Iterator[tuple[float, ...]]:
     values = list(values)
     tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
     if tensors:
-        packed = torch.cat([tensor.to(tensors[0].device) for tensor in tensors]).cpu()
-        tensors = packed.split([tensor.numel() for tensor in tensors])
+        # On a GPU tensors of one dtype are joined by a few kernels, mixed ones by one for each.
+        alike: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            alike.setdefault(tensor.dtype, []).append(place)
+        device = tensors[0].device
+        joined = [torch.cat([tensors[i].to(device) for i in places]) for places in alike.values()]
+        places = [place for some in alike.values() for place in some]
+        parts = torch.cat(joined).cpu().split([tensors[place].numel() for place in places])
+        tensors = [part for _, part in sorted(zip(places, parts, strict=True), key=itemgetter(0))]
     moved = iter(tensors)
     return iter(
         [tuple(next(moved).tolist()) if isinstance(v, Tensor) else (float(v),) for v in values]

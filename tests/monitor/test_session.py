@@ -419,6 +419,17 @@ def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(together, singly, rtol=1e-12, atol=0)
 
 
+def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
+    values = [
+        torch.tensor([1.5, 2.5]), 3.0, torch.tensor(4.25, dtype=torch.bfloat16),
+        torch.tensor([1 / 3], dtype=torch.float64), torch.tensor(7.0), torch.tensor([]),
+        torch.tensor(0.5, dtype=torch.float16), torch.tensor(2.0**-149), 5,
+    ]  # fmt: skip
+    expected = [(1.5, 2.5), (3.0,), (4.25,), (1 / 3,), (7.0,), (), (0.5,), (2.0**-149,), (5.0,)]
+    assert list(measurement._to_host(values)) == expected
+    assert list(measurement._to_host([])) == []
+
+
 def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
     loop = Loop(every_n_train_steps=1, strict=True)
     old = {"stabilizers": {SITES[0]: ["none", "compensated"]}, "unknown": 1}
