@@ -10,7 +10,8 @@ heads, to three digits. What it writes is a run as any other, for `guardbit repo
 
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
 start, with the same seed and batches, in one of two ways. (Its rate is the same, 1.5e-3 for higher
-ones, at which that arm is not stable either.)
+ones, at which that arm is not stable either. Of a seed without such a run, the one whose heads were
+all switched at its first alarm stands in; the column `matched` says so.)
 
 - its loss, averaged over the 500 steps before, lies 0.1 nats above. Recorded stable runs on the
   same batches (`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above
@@ -216,21 +217,13 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     facts, run = about[folder], data[folder]
     loss = series(run, "loss")
     last = int(loss.index[-1])
-    twins = [
-        data[other]
-        for other, its in about.items()
-        if its["arm"] == "from_start"
-        and its["stabilizer"] == "compensated"
-        and its["seed"] == facts["seed"]
-        and its["learning_rate"] == min(RATE, facts["learning_rate"])
-    ]
+    twin = _matched(folder, about)
     loss_failed = norm_failed = above = None
-    if twins:
-        loss_failed = loss_departure(loss, series(twins[0], "loss"))
-        norm_failed = norm_departure(
-            *(series(each, "w_q_spectral_norm") for each in (run, twins[0]))
-        )
-        difference = (loss - series(twins[0], "loss")).dropna()
+    if twin is not None:
+        matched = data[twin]
+        loss_failed = loss_departure(loss, series(matched, "loss"))
+        norm_failed = norm_departure(*(series(each, "w_q_spectral_norm") for each in (run, matched)))
+        difference = (loss - series(matched, "loss")).dropna()
         above = difference[difference.index > difference.index[-1] - 500].mean()
     events = read_events(folder)
     alarms, verdicts = (events[events["kind"] == kind] for kind in ("alarm", "verdict"))
@@ -249,7 +242,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "learning_rate": facts["learning_rate"],
         "seed": facts["seed"],
         "steps": last,
-        "matched": bool(twins),
+        "matched": "" if twin is None else about[twin]["arm"],
         "norm_failed_at": norm_failed,
         "loss_failed_at": loss_failed,
         "first_alarm": alarm,
@@ -278,6 +271,22 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     }
 
 
+def _matched(folder: Path, about: dict[Path, dict]) -> Path | None:
+    """The run a run is compared with; None where there is none, or it is the stand-in itself."""
+    facts = about[folder]
+    for arm in ("from_start", "rescue_all"):
+        wanted = {
+            "arm": arm,
+            "stabilizer": "compensated",
+            "seed": facts["seed"],
+            "learning_rate": min(RATE, facts["learning_rate"]),
+        }
+        for other, its in about.items():
+            if all(its[key] == value for key, value in wanted.items()):
+                return None if other == folder and arm == "rescue_all" else other
+    return None
+
+
 def _median_and_range(values: pd.Series) -> str:
     known = values.dropna()
     if known.empty:
@@ -289,7 +298,7 @@ def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
     """How many runs of each arm failed, with the exact 95 % interval (Clopper and Pearson)."""
     rows = []
     keys = ["arm", "backend", "stabilizer", "learning_rate"]
-    for key, group in runs[runs["matched"]].groupby(keys):
+    for key, group in runs[runs["matched"] != ""].groupby(keys):
         failing = group[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
         failed, total = int(failing.sum()), len(group)
         low = beta.ppf(0.025, failed, total - failed + 1) if failed else 0.0
