@@ -34,7 +34,7 @@ class AutoStabilizer(pl.Callback):
         scope: str = "head",
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
-        calm_steps: int | None = 5000,
+        calm_steps: int | None = None,
         dry_run: bool = False,
     ) -> None:
         self.dry_run = dry_run

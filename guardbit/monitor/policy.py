@@ -26,6 +26,9 @@ SCOPES: tuple[str, ...] = ("head", "model")
 #: 2,000 to 5,000 steps in the runs we have; where the rate is too high all goes within 600.
 AT_ONCE = 1000
 
+#: Steps after `model_logits` for which only a measured delta bias is a case for switching heads.
+HOLD_STEPS = 5000
+
 
 class Judgement(NamedTuple):
     """What kind of trouble a run is in, and one sentence with the evidence."""
@@ -40,17 +43,18 @@ class Policy:
     A head qualifies when `agreeing_rules` different rules have named it within
     `agreement_steps`. One is the default, because a false switch is cheap: the default
     stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
-    away at once (`model_logits`) the cause is not one head's rounding, and for `calm_steps` only
+    away at once (`model_logits`) the cause is not one head's rounding, and for `HOLD_STEPS` only
     a measured delta bias still qualifies a head.
 
     With the scope "head" the heads that qualify are switched, with the scope "model" all heads
     are as soon as one does, and those of sites that are called later as soon as they are known.
     Heads that somebody else has switched by then are left alone.
 
-    What is switched goes back to "none" when no rule has named the head (with the scope "model",
-    any head) for `calm_steps`, once: what is alarmed again after that stays switched for good, so
-    that nothing swings to and fro. How soon a rule repeats itself is the detectors' cool-down;
-    `calm_steps` must be longer.
+    What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
+    no rule has named the head (with the scope "model", any head) for so long, once. What is alarmed
+    again after that stays switched for good, so that nothing swings to and fro. How soon a rule
+    repeats itself is the detectors' cool-down; `calm_steps` must be longer. It gains a few per cent
+    of speed, and after the undos of the runs in `docs/evidence.md` logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
@@ -70,7 +74,7 @@ class Policy:
         scope: str = "head",
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
-        calm_steps: int | None = 5000,
+        calm_steps: int | None = None,
     ) -> None:
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
@@ -222,8 +226,7 @@ class Policy:
             return set()
         if self._model_alarm is None or CAUSE_RULE in recent:
             return recent
-        holds = self.calm_steps is None or step - self._model_alarm < self.calm_steps
-        return set() if holds else recent
+        return set() if step - self._model_alarm < HOLD_STEPS else recent
 
     def _calm(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())

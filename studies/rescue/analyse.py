@@ -222,7 +222,9 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     if twin is not None:
         matched = data[twin]
         loss_failed = loss_departure(loss, series(matched, "loss"))
-        norm_failed = norm_departure(*(series(each, "w_q_spectral_norm") for each in (run, matched)))
+        norm_failed = norm_departure(
+            *(series(each, "w_q_spectral_norm") for each in (run, matched))
+        )
         difference = (loss - series(matched, "loss")).dropna()
         above = difference[difference.index > difference.index[-1] - 500].mean()
     events = read_events(folder)

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from guardbit.monitor.detectors import DEFAULT_RULES
-from guardbit.monitor.policy import CAUSE_RULE, MODEL_RULES, SCOPES, Policy, judge
+from guardbit.monitor.policy import CAUSE_RULE, HOLD_STEPS, MODEL_RULES, SCOPES, Policy, judge
 from guardbit.records import Alarm
 
 
@@ -72,8 +72,8 @@ def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
     assert decide(policy, [], 300) == []
 
 
-def test_without_calm_steps_nothing_is_undone():
-    policy = Policy(calm_steps=None)
+def test_by_default_nothing_is_undone():
+    policy = Policy()
     decide(policy, [alarm(100)], 100)
     assert decide(policy, [], 10**9) == []
 
@@ -199,13 +199,15 @@ def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
 
 
 def test_when_all_layers_run_away_only_a_measured_bias_switches():
-    policy = Policy(calm_steps=1000)
+    policy = Policy()
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
     assert decide(policy, [*every_layer, alarm(100)], 100) == []
     measured = decide(policy, [alarm(200, "delta_bias", "h.1")], 200)
     assert decided(measured) == [(200, "h.1", (3,), "compensated")]
-    assert decide(policy, [alarm(1099)], 1099) == []
-    assert decided(decide(policy, [alarm(1100)], 1100)) == [(1100, "h.2", (3,), "compensated")]
+    last = 100 + HOLD_STEPS - 1
+    assert decide(policy, [alarm(last)], last) == []
+    after = decide(policy, [alarm(last + 1)], last + 1)
+    assert decided(after) == [(last + 1, "h.2", (3,), "compensated")]
 
 
 def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
@@ -220,10 +222,10 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
         (100, [alarm(100), alarm(100, "model_logits", "h.0")]),
         (200, [alarm(200, "logit_outlier"), alarm(200, "delta_bias", "h.1", (0, 1))]),
         (900, []),
-        (1300, [alarm(1300, "norm_growth"), alarm(1300, "logit_outlier")]),
-        (2300, []),
-        (2400, [alarm(2400), alarm(2400, "delta_bias")]),
-        (9000, []),
+        (6300, [alarm(6300, "norm_growth"), alarm(6300, "logit_outlier")]),
+        (7300, []),
+        (7400, [alarm(7400), alarm(7400, "delta_bias")]),
+        (14000, []),
     ]
     settings = {"scope": scope, "agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
     whole = Policy(**settings)
