@@ -54,7 +54,7 @@ class Policy:
     no rule has named the head (with the scope "model", any head) for so long, once. What is alarmed
     again after that stays switched for good, so that nothing swings to and fro. How soon a rule
     repeats itself is the detectors' cool-down; `calm_steps` must be longer. It gains a few per cent
-    of speed, and after the undos of the runs in `docs/evidence.md` logits grew again.
+    of speed, and after two of the three undos of `docs/evidence.md` logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.

@@ -262,6 +262,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "growth_after": _median_and_range(growth["after"]),
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
+        "largest_gradient_norm": series(run, "grad_norm").loc[alarm or 1000 :].max(),
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
         "largest_logit": series(run, "max_logit").iloc[-1],
         "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
