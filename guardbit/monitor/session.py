@@ -50,6 +50,8 @@ T = TypeVar("T")
 # Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
 _MICRO_BATCHES = 1024
 
+_POLICY_SETTINGS = ("stabilizer", "scope", "agreeing_rules", "agreement_steps", "calm_steps")
+
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
 
@@ -435,8 +437,7 @@ class MonitorSession:
                 "num_rows": self.num_rows,
                 "num_audited_heads": self.num_audited_heads,
                 "rules": [str(rule) for rule in self.detectors.rules],
-                "stabilizer": self.policy.stabilizer if self.policy else None,
-                "scope": self.policy.scope if self.policy else None,
+                **{name: getattr(self.policy, name, None) for name in _POLICY_SETTINGS},
                 "dry_run": self.dry_run,
             },
             "versions": {

@@ -97,6 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--backend", choices=BACKENDS, default="any", help="of PyTorch's attention")
     parser.add_argument("--stabilizer", default="compensated")
+    parser.add_argument("--calm-steps", type=int, help="after which a switch is undone")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -170,7 +171,8 @@ def main(arguments: list[str]) -> Path:
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.arm in SCOPES:
-        callbacks.append(AutoStabilizer(options.stabilizer, scope=SCOPES[options.arm]))
+        scope, calm_steps = SCOPES[options.arm], options.calm_steps
+        callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, calm_steps=calm_steps))
     elif options.arm == "from_start":
         callbacks.append(FromTheStart(monitor, options.stabilizer))
     if options.checkpoint:
