@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -539,6 +540,29 @@ def test_cool_down_holds_back_the_head_that_fired_and_no_other():
         (100, (1,)),
         (120, (0,)),
     ]
+
+
+@pytest.mark.parametrize("indicator, small, large", [
+    ("w_q_spectral_norm", 1.0, [8.0, 4.0]),
+    ("max_logit", 20.0, [9e4, 2e4]),
+    ("multiple_maxima", 0.0, [0.9, 0.5]),
+    ("delta_bias", 0.0, [1.0, 0.5]),
+])  # fmt: skip
+def test_an_alarm_describes_a_head_that_it_names(indicator, small, large):
+    # Head 0 falls ill first and stays the worse of the two, so when head 1 does it is cooling.
+    detectors = Detectors(cool_down_steps=2000)
+    told = {}
+    for step in range(0, 2000, 10):
+        heads = [large[0] if step >= 100 else small, large[1] if step >= 1000 else small]
+        samples = [sample(step, indicator, heads, "a")]
+        samples += [sample(step, indicator, [small] * 2, site) for site in "bc"]
+        if indicator == "delta_bias":
+            samples += [sample(step, "delta_bias_abs", [1.0] * 2, site) for site in "abc"]
+        for alarm in detectors.update(samples):
+            told[alarm.heads] = alarm.why.split(";")[0]
+    assert told.keys() == {(0,), (1,)}
+    for (head,), why in told.items():
+        assert re.findall(r"head (\d+)", why) == [str(head)]
 
 
 def test_all_values_missing_or_infinite_raise_no_error():

@@ -106,8 +106,9 @@ class Detectors:
                 for finding in rule.examine(frame, self._rule_states[rule.name]):
                     if heads := self._not_cooling(rule.name, step, finding):
                         heads = () if heads == (-1,) else heads
+                        why = finding.why if isinstance(finding.why, str) else finding.why(heads)
                         errors = measured_errors(frame, finding.site, heads)
-                        why = f"{finding.why}; {errors}" if errors else finding.why
+                        why = f"{why}; {errors}" if errors else why
                         alarms.append(Alarm(step, finding.site, heads, rule.name, why))
         return alarms
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,11 +60,17 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule sees at one site: the heads concerned, ascending, and one sentence."""
+    """What a rule sees at one site.
+
+    Attributes:
+        site: Name of the site; "" for the whole run.
+        heads: The heads concerned, ascending; none for the whole run.
+        why: One sentence, or what makes it from those heads that have not just been alarmed.
+    """
 
     site: str
     heads: tuple[int, ...]
-    why: str
+    why: str | Callable[[tuple[int, ...]], str]
 
 
 class Rule(Protocol):

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -125,15 +126,26 @@ class NormGrowth:
             logits = frame.last_of("max_logit", site, len(norms))
             confirmed = (rises >= self.rise) & (logits >= loud)
             if heads := _heads(confirmed | (np.isnan(logits) & (rises >= self.rise_alone))):
-                top = max(heads, key=lambda head: rises[head])
-                why = (
-                    f"the W_Q spectral norm of head {top} is {norms[top]:.3g}, "
-                    f"{norms[top] / typical:.3g} times the typical layer's, and has risen above "
-                    f"it by a factor of {math.exp(rises[top]):.3g} since step {since[top]}, "
-                    f"its largest logit being {logits[top]:.3g}"
-                )
+                why = partial(self._why, norms, typical, rises, since, logits)
                 findings.append(Finding(site, heads, why))
         return findings
+
+    def _why(
+        self,
+        norms: Values,
+        typical: float,
+        rises: Values,
+        since: np.ndarray,
+        logits: Values,
+        heads: tuple[int, ...],
+    ) -> str:
+        top = max(heads, key=lambda head: rises[head])
+        return (
+            f"the W_Q spectral norm of head {top} is {norms[top]:.3g}, "
+            f"{norms[top] / typical:.3g} times the typical layer's, and has risen above "
+            f"it by a factor of {math.exp(rises[top]):.3g} since step {since[top]}, "
+            f"its largest logit being {logits[top]:.3g}"
+        )
 
     def _rises(self, past: list, excess: Values, typical: float) -> tuple[Values, np.ndarray]:
         """Returns each head's largest rise that outruns the peers', else 0, and its first step."""
@@ -186,13 +198,15 @@ class LogitOutlier:
             first = _first_known(state.setdefault("first", {}), site, logits)
             bound = np.maximum(max(self.level, self.ratio * typical), self.growth * first)
             if heads := _heads(lasting >= bound):
-                top = max(heads, key=lambda head: lasting[head])
-                why = (
-                    f"the largest logit of head {top} is {logits[top]:.3g} (threshold "
-                    f"{bound[top]:.3g}), {logits[top] / typical:.3g} times the typical layer's"
-                )
-                findings.append(Finding(site, heads, why))
+                findings.append(Finding(site, heads, partial(self._why, logits, bound, typical)))
         return findings
+
+    def _why(self, logits: Values, bound: Values, typical: float, heads: tuple[int, ...]) -> str:
+        top = max(heads, key=lambda head: logits[head])
+        return (
+            f"the largest logit of head {top} is {logits[top]:.3g} (threshold "
+            f"{bound[top]:.3g}), {logits[top] / typical:.3g} times the typical layer's"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,13 +301,15 @@ class MultipleMaxima:
             first = _first_known(state.setdefault("first", {}), site, np.where(flat, 0.0, shares))
             bound = np.maximum(max(self.share, self.ratio * typical), self.growth * first)
             if heads := _heads((lasting >= bound) & ~flat):
-                top = max(heads, key=lambda head: lasting[head])
-                why = (
-                    f"{shares[top]:.2g} of the rows of head {top} have more than one maximum "
-                    f"(threshold {bound[top]:.2g}), against {typical:.2g} in the typical layer"
-                )
-                findings.append(Finding(site, heads, why))
+                findings.append(Finding(site, heads, partial(self._why, shares, bound, typical)))
         return findings
+
+    def _why(self, shares: Values, bound: Values, typical: float, heads: tuple[int, ...]) -> str:
+        top = max(heads, key=lambda head: shares[head])
+        return (
+            f"{shares[top]:.2g} of the rows of head {top} have more than one maximum "
+            f"(threshold {bound[top]:.2g}), against {typical:.2g} in the typical layer"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,14 +367,16 @@ class DeltaBias:
             one_sided = self._bet(state, site, ratio).mean(2) >= self.samples_to_false_alarm
             for sign, word in enumerate(("positive", "negative")):
                 if fired := _heads(one_sided[:, sign] & ~np.isnan(ratio)):
-                    top = max(fired, key=lambda head: abs(ratio[head]))
-                    why = (
-                        f"the delta bias of head {top} stays {word}: {ratio[top]:+.2g} of its "
-                        f"absolute sum now, more than {self.tolerated:g} in the mean (one false "
-                        f"alarm in {self.samples_to_false_alarm:g} samples of a head)"
-                    )
-                    findings.append(Finding(site, fired, why))
+                    findings.append(Finding(site, fired, partial(self._why, ratio, word)))
         return findings
+
+    def _why(self, ratio: Values, word: str, heads: tuple[int, ...]) -> str:
+        top = max(heads, key=lambda head: abs(ratio[head]))
+        return (
+            f"the delta bias of head {top} stays {word}: {ratio[top]:+.2g} of its "
+            f"absolute sum now, more than {self.tolerated:g} in the mean (one false "
+            f"alarm in {self.samples_to_false_alarm:g} samples of a head)"
+        )
 
     def _bet(self, state: State, site: str, ratio: Values) -> np.ndarray:
         """Plays one round; returns and keeps M, (heads, 2 signs, bets)."""
