@@ -392,7 +392,13 @@ class MonitorSession:
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
-        if verdict != self._verdict:
+        departed = any(
+            alarm.rule == "loss_departure"
+            and self._first_alarms.get((alarm.rule, alarm.site)) is alarm
+            for alarm in alarms
+        )
+        # The sentence says what became of the loss: it is said again when that has changed.
+        if verdict != self._verdict or departed:
             self._verdict = verdict
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
 

@@ -384,6 +384,33 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
     pd.testing.assert_frame_equal(read_events(tmp_path / "whole"), read_events(tmp_path / "parts"))
 
 
+@dataclass(frozen=True)
+class LossAtStep:
+    """Says at every sample from one step on that the loss has departed."""
+
+    step: int
+    name: str = "loss_departure"
+
+    def examine(self, frame, state):
+        due = frame.step >= self.step and frame.of("loss")
+        return [Finding("", (), "the loss has risen")] if due else []
+
+
+def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
+    # Beyond the cool-down of 1,000 steps the alarm repeats itself; the verdict does not.
+    rules = (Always(), LossAtStep(1500))
+    loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
+    loop.run(range(0, 4000, 500))
+    events = read_events(tmp_path)
+    departed = events[events["rule"] == "loss_departure"]
+    assert departed["step"].tolist() == [1500, 2500, 3500]
+    verdicts = events[events["kind"] == "verdict"]
+    assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
+    assert [why.split("; ")[-1] for why in verdicts["why"]] == [
+        "the loss has not departed", "the loss departs at step 1500"
+    ]  # fmt: skip
+
+
 def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
     loop.session.instrumentation.switch(SITES[0], "compensated", heads=[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,13 @@ def verdict(journal: Sequence[Event]) -> Event | None:
     return next((event for event in reversed(journal) if event.kind == "verdict"), None)
 
 
+def _given_at(journal: Sequence[Event]) -> int:
+    """The step since which the verdict has been the last one; its evidence may be newer."""
+    given = [event for event in journal if event.kind == "verdict"]
+    same = takewhile(lambda event: event.rule == given[-1].rule, reversed(given))
+    return list(same)[-1].step
+
+
 def headline(journal: Sequence[Event]) -> str:
     """The verdict in a sentence."""
     given = verdict(journal)
@@ -152,7 +159,7 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
         Tile(
             "Verdict",
             given.rule if given is not None else "none yet",
-            f"given at step {given.step:,}" if given is not None else "",
+            f"given at step {_given_at(journal):,}" if given is not None else "",
         ),
         Tile(
             "First alarm",

@@ -312,6 +312,16 @@ def test_each_verdict_has_its_headline(tmp_path, rule, headline):
     assert page.of("p")[:2] == ["The last view.", "No alarm has fired."]
 
 
+def test_a_verdict_whose_evidence_is_renewed_was_given_when_it_was_first(tmp_path):
+    rules = ("rounding", "unclear", "rounding", "rounding")
+    events = journal(
+        *((step, "verdict", "", (), f"At {step}.", rule, "") for step, rule in enumerate(rules))
+    )
+    page = write(tmp_path, run_without_figures(), events, None)
+    assert page.of("p")[0] == "At 3."
+    assert page.of("dd")[:2] == ["rounding", "given at step 2"]
+
+
 def test_alarms_without_a_verdict_or_a_switch(tmp_path):
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)
