@@ -1,6 +1,7 @@
 """The rescue study's own parts: what counts as failed, and a run in miniature."""
 
 import json
+import shutil
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -202,7 +203,7 @@ def test_a_study_in_miniature(common, tmp_path, capsys):
     analyse.main("pack", str(tmp_path / "runs"), str(tmp_path / "packed"))
     analyse.main("table", str(tmp_path / "packed"))
     runs = pd.read_csv(tmp_path / "packed" / "runs.csv").set_index("arm")
-    assert runs["matched"].all()
+    assert set(runs["matched"]) == {"from_start"}
     assert runs[["norm_failed_at", "loss_failed_at"]].isna().all(axis=None)
     # The stock run and the guarded ones differ by an alarm only, and the one is made up.
     assert runs.loc[["stock", "rescue"], "last_loss"].nunique() == 1
@@ -210,3 +211,12 @@ def test_a_study_in_miniature(common, tmp_path, capsys):
     assert np.isnan(runs.at["again", "first_alarm"])
     assert runs.loc["rescue", "first_alarm"].isna().all(), "it came after the branch"
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
+    # Without the compensated run the one whose heads are all switched stands in, not for itself.
+    (compensated,) = (tmp_path / "packed").glob("from_start-*")
+    shutil.rmtree(compensated)
+    runs = analyse.one_line_a_run(tmp_path / "packed").set_index("arm")
+    assert runs["matched"].to_dict() == {
+        "again": "rescue_all", "rescue": "rescue_all", "rescue_all": "", "stock": "rescue_all"
+    }  # fmt: skip
+    assert runs["above_matched"].isna().to_dict() == (runs["matched"] == "").to_dict()
+    assert "rescue_all" not in set(analyse.one_line_an_arm(runs.reset_index())["arm"])
