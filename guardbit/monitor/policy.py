@@ -23,7 +23,7 @@ CAUSE_RULE = "delta_bias"
 SCOPES: tuple[str, ...] = ("head", "model")
 
 #: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
-#: 2,000 to 5,000 steps in the runs we have; where the rate is too high all goes within 600.
+#: 1,400 steps and more in the runs we have; where the rate is too high all goes within 600.
 AT_ONCE = 1000
 
 #: Steps after `model_logits` for which only a measured delta bias is a case for switching heads.
@@ -53,8 +53,8 @@ class Policy:
     What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
     no rule has named the head (with the scope "model", any head) for so long, once. What is alarmed
     again after that stays switched for good, so that nothing swings to and fro. How soon a rule
-    repeats itself is the detectors' cool-down; `calm_steps` must be longer. It gains a few per cent
-    of speed, and after two of the three undos of `docs/evidence.md` logits grew again.
+    repeats itself is the detectors' cool-down; `calm_steps` must be longer. It gains one or two per
+    cent of speed, and after two of the three undos of `docs/evidence.md` logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.

@@ -45,6 +45,7 @@ from guardbit.store import RunWriter, read_metadata
 MARGIN, WINDOW = 0.1, 500
 RATIO, NORM_WINDOW = 2.0, 1000
 RATE = 1.5e-3
+LENGTH = 15_000
 GROWN, GROWTH_WINDOW = 1000, 1500
 
 _LARGE_LOSS = 1e3
@@ -263,6 +264,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
         "largest_gradient_norm": series(run, "grad_norm").loc[alarm or 1000 :].max(),
+        "highest_logit": series(run, "max_logit").loc[alarm or 1000 :].max(),
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
         "largest_logit": series(run, "max_logit").iloc[-1],
         "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
@@ -298,11 +300,16 @@ def _median_and_range(values: pd.Series) -> str:
 
 
 def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
-    """How many runs of each arm failed, with the exact 95 % interval (Clopper and Pearson)."""
+    """How many runs of each arm failed, with the exact 95 % interval (Clopper and Pearson).
+
+    What has not failed counts from `LENGTH` steps on.
+    """
     rows = []
     keys = ["arm", "backend", "stabilizer", "learning_rate"]
-    for key, group in runs[runs["matched"] != ""].groupby(keys):
-        failing = group[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
+    failed_at = runs[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
+    counted = (runs["matched"] != "") & (failed_at | (runs["steps"] >= LENGTH))
+    for key, group in runs[counted].groupby(keys):
+        failing = failed_at[group.index]
         failed, total = int(failing.sum()), len(group)
         low = beta.ppf(0.025, failed, total - failed + 1) if failed else 0.0
         high = beta.ppf(0.975, failed + 1, total - failed) if failed < total else 1.0

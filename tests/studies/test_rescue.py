@@ -180,7 +180,7 @@ def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_study_in_miniature(common, tmp_path, capsys):
+def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     for arm in ("stock", "rescue", "rescue_all", "from_start"):
         folder = train.main([f"--arm={arm}", *common])
         assert json.loads((folder / "about.json").read_text())["arm"] == arm
@@ -201,6 +201,9 @@ def test_a_study_in_miniature(common, tmp_path, capsys):
     assert again.name == "stock-any-lr1.5e-03-seed0-again1"
     assert json.loads((again / "about.json").read_text())["branched_from"] == about["branched_from"]
     analyse.main("pack", str(tmp_path / "runs"), str(tmp_path / "packed"))
+    analyse.main("table", str(tmp_path / "packed"))
+    assert "0.00 to 0.97" not in capsys.readouterr().out, "too short to count as not failed"
+    monkeypatch.setattr(analyse, "LENGTH", 0)
     analyse.main("table", str(tmp_path / "packed"))
     runs = pd.read_csv(tmp_path / "packed" / "runs.csv").set_index("arm")
     assert set(runs["matched"]) == {"from_start"}
