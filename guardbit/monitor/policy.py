@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
 
+#: The rule that dates the failure: the loss itself.
+LOSS_RULE = "loss_departure"
+
 #: Rules whose alarms are about all layers or the loss: no case for switching single heads.
-MODEL_RULES: frozenset[str] = frozenset({"model_logits", "loss_departure"})
+MODEL_RULES: frozenset[str] = frozenset({"model_logits", LOSS_RULE})
 
 #: The rule that measures the rounding bias itself, where the others see its consequences.
 CAUSE_RULE = "delta_bias"
@@ -53,8 +56,8 @@ class Policy:
     What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
     no rule has named the head (with the scope "model", any head) for so long, once. What is alarmed
     again after that stays switched for good, so that nothing swings to and fro. How soon a rule
-    repeats itself is the detectors' cool-down; `calm_steps` must be longer. It gains one or two per
-    cent of speed, and after two of the three undos of `docs/evidence.md` logits grew again.
+    repeats itself is the detectors' cool-down; `calm_steps` must be longer. Undoing gains one or
+    two per cent of speed; after two of the rescue study's three undos logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
@@ -192,10 +195,12 @@ class Policy:
                 rules.clear()
         state, why = self._model, "the model is switched"
         if state in ("", "undone"):
-            # Of a run that was resumed, some sites may be called long after the undoing.
+            # Of a run that was resumed, some sites may be called long after the undoing, and by
+            # then nothing more may be undone.
             for site in [site for site in stabilizers if site in self._switched]:
                 heads = self._switched.pop(site)
-                yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
+                if self.calm_steps is not None:
+                    yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
             agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
             state = "kept" if state else "on"
             why = f"a head alarmed by {', '.join(sorted(agreeing))}"
@@ -265,7 +270,7 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     undecided: Verdict = "learning-rate" if ended else "unclear"
     of_heads = [alarm for alarm in alarms if alarm.rule not in MODEL_RULES]
     first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
-    first_loss = min((a.step for a in alarms if a.rule == "loss_departure"), default=None)
+    first_loss = min((a.step for a in alarms if a.rule == LOSS_RULE), default=None)
     loss = (
         "the loss has not departed"
         if first_loss is None

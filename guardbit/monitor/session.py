@@ -30,7 +30,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
-from guardbit.monitor.policy import Policy, judge
+from guardbit.monitor.policy import LOSS_RULE, Policy, judge
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, Site, instrument
 from guardbit.records import (
@@ -392,12 +392,11 @@ class MonitorSession:
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
+        # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
-            alarm.rule == "loss_departure"
-            and self._first_alarms.get((alarm.rule, alarm.site)) is alarm
+            alarm.rule == LOSS_RULE and self._first_alarms[alarm.rule, alarm.site] is alarm
             for alarm in alarms
         )
-        # The sentence says what became of the loss: it is said again when that has changed.
         if verdict != self._verdict or departed:
             self._verdict = verdict
             self.record(Event(step, "verdict", "", (), why, rule=verdict))
@@ -443,7 +442,10 @@ class MonitorSession:
                 "num_rows": self.num_rows,
                 "num_audited_heads": self.num_audited_heads,
                 "rules": [str(rule) for rule in self.detectors.rules],
-                **{name: getattr(self.policy, name, None) for name in _POLICY_SETTINGS},
+                **{
+                    name: getattr(self.policy, name) if self.policy else None
+                    for name in _POLICY_SETTINGS
+                },
                 "dry_run": self.dry_run,
             },
             "versions": {

@@ -11,7 +11,7 @@ heads, to three digits. What it writes is a run as any other, for `guardbit repo
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
 start, with the same seed and batches, in one of two ways. (Its rate is the same, 1.5e-3 for higher
 ones, at which that arm is not stable either. Of a seed without such a run, the one whose heads were
-all switched at its first alarm stands in; the column `matched` says so.)
+all switched at its first alarm stands in and is taken to be sound; the column `matched` says so.)
 
 - its loss, averaged over the 500 steps before, lies 0.1 nats above. Recorded stable runs on the
   same batches (`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above
@@ -19,6 +19,10 @@ all switched at its first alarm stands in; the column `matched` says so.)
 - its largest W_Q spectral norm, the median over 1,000 steps, is twice as large. In the recorded
   stable runs it is 1.62 times another's at most, in the shifted one, where it was rising, 1.99
   times; in the failing one 2.8 to 4.5 times that of each stable run.
+
+What has not failed counts as such from 15,000 compared steps on, about the length planned for all
+runs. Highest gradient norms and logits are those since the first alarm, or since step 1,000; other
+columns hold the last values.
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
 fast it grew in the 1,500 steps before, and in the 1,500 after. An alarm comes where growth is
@@ -220,6 +224,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     last = int(loss.index[-1])
     twin = _matched(folder, about)
     loss_failed = norm_failed = above = None
+    compared = 0
     if twin is not None:
         matched = data[twin]
         loss_failed = loss_departure(loss, series(matched, "loss"))
@@ -227,6 +232,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
             *(series(each, "w_q_spectral_norm") for each in (run, matched))
         )
         difference = (loss - series(matched, "loss")).dropna()
+        compared = int(difference.index[-1])
         above = difference[difference.index > difference.index[-1] - 500].mean()
     events = read_events(folder)
     alarms, verdicts = (events[events["kind"] == kind] for kind in ("alarm", "verdict"))
@@ -234,6 +240,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     sums = run[run["indicator"] == "delta_bias_cumulative"]
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
+    since = 1000 if alarm is None else alarm
     switch = None if switches.empty else int(switches["step"].iloc[0])
     growth = logit_growth(logits_by_head(run), last if alarm is None else alarm)
     return {
@@ -246,6 +253,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "seed": facts["seed"],
         "steps": last,
         "matched": "" if twin is None else about[twin]["arm"],
+        "compared_steps": compared,
         "norm_failed_at": norm_failed,
         "loss_failed_at": loss_failed,
         "first_alarm": alarm,
@@ -263,8 +271,8 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "growth_after": _median_and_range(growth["after"]),
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
-        "largest_gradient_norm": series(run, "grad_norm").loc[alarm or 1000 :].max(),
-        "highest_logit": series(run, "max_logit").loc[alarm or 1000 :].max(),
+        "highest_gradient_norm": series(run, "grad_norm").loc[since:].max(),
+        "highest_logit": series(run, "max_logit").loc[since:].max(),
         "largest_norm": series(run, "w_q_spectral_norm").iloc[-1],
         "largest_logit": series(run, "max_logit").iloc[-1],
         "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
@@ -302,15 +310,15 @@ def _median_and_range(values: pd.Series) -> str:
 def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
     """How many runs of each arm failed, with the exact 95 % interval (Clopper and Pearson).
 
-    What has not failed counts from `LENGTH` steps on.
+    What has not failed counts from `LENGTH` compared steps on; as lengths differ, and a failure
+    counts whenever it comes, the interval is a rough one.
     """
     rows = []
     keys = ["arm", "backend", "stabilizer", "learning_rate"]
-    failed_at = runs[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
-    counted = (runs["matched"] != "") & (failed_at | (runs["steps"] >= LENGTH))
+    has_failed = runs[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
+    counted = (runs["matched"] != "") & (has_failed | (runs["compared_steps"] >= LENGTH))
     for key, group in runs[counted].groupby(keys):
-        failing = failed_at[group.index]
-        failed, total = int(failing.sum()), len(group)
+        failed, total = int(has_failed[group.index].sum()), len(group)
         low = beta.ppf(0.025, failed, total - failed + 1) if failed else 0.0
         high = beta.ppf(0.975, failed + 1, total - failed) if failed < total else 1.0
         rows.append(

@@ -132,6 +132,20 @@ def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
     ]  # fmt: skip
 
 
+def test_of_a_resumed_run_that_undoes_nothing_more_what_is_called_late_stays_switched():
+    policy = Policy(scope="model", calm_steps=100)
+    decide(policy, [alarm(100)], 100)
+    assert decided(decide(policy, [], 200, {"h.2": ["compensated"] * 12}))[0][3] == "none"
+    state = policy.state_dict()
+    policy = Policy(scope="model")
+    policy.load_state_dict(state)
+    stabilizers = {"h.2": ["none"] * 12, "h.3": ["compensated"] * 12}
+    assert decide(policy, [], 300, stabilizers) == []
+    assert decided(decide(policy, [alarm(400)], 400, stabilizers)) == [
+        (400, "h.2", tuple(range(12)), "compensated")
+    ]
+
+
 def of_all(stabilizer, step, sites=PLAIN):
     return [(step, site, tuple(range(12)), stabilizer) for site in sorted(sites)]
 
@@ -198,14 +212,16 @@ def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
     assert decide(after, [], 500, switched) == []
 
 
-def test_when_all_layers_run_away_only_a_measured_bias_switches():
-    policy = Policy()
+@pytest.mark.parametrize("calm_steps", [None, 1000])
+def test_when_all_layers_run_away_only_a_measured_bias_switches(calm_steps):
+    policy = Policy(calm_steps=calm_steps)
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
     assert decide(policy, [*every_layer, alarm(100)], 100) == []
     measured = decide(policy, [alarm(200, "delta_bias", "h.1")], 200)
     assert decided(measured) == [(200, "h.1", (3,), "compensated")]
     last = 100 + HOLD_STEPS - 1
-    assert decide(policy, [alarm(last)], last) == []
+    undone = decide(policy, [alarm(last)], last)
+    assert decided(undone) == ([] if calm_steps is None else [(last, "h.1", (3,), "none")])
     after = decide(policy, [alarm(last + 1)], last + 1)
     assert decided(after) == [(last + 1, "h.2", (3,), "compensated")]
 

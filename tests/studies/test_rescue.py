@@ -24,6 +24,19 @@ RESULTS = Path(analyse.__file__).with_name("results")
 TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
 
 
+@pytest.mark.parametrize("arguments, name", [
+    ("--arm=stock --backend=flash --seed=2", "stock-flash-lr1.5e-03-seed2"),
+    ("--arm=stock --calm-steps=9", "stock-any-lr1.5e-03-seed0"),
+    ("--arm=rescue", "rescue-compensated-any-lr1.5e-03-seed0"),
+    ("--arm=rescue --calm-steps=9", "rescue-compensated-calm9-any-lr1.5e-03-seed0"),
+    ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
+    ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
+])  # fmt: skip
+def test_runs_that_differ_have_folders_of_their_own(arguments, name):
+    options = train.parse(arguments.split())
+    assert train.run_name(options, options.arm) == name
+
+
 def series(values, spacing=20):
     return pd.Series(values, index=np.arange(len(values)) * spacing, dtype=float)
 
@@ -31,6 +44,20 @@ def series(values, spacing=20):
 def recorded(name, indicator):
     (path,) = RECORDED.glob(f"{name}*")
     return analyse.series(pd.read_csv(path), indicator)
+
+
+def test_a_run_counts_as_sound_only_where_it_was_compared_long_enough():
+    keys = {"arm": "stock", "backend": "any", "stabilizer": "", "learning_rate": 1e-3}
+    numbers = {"first_alarm": None, "lead_on_norm": None, "lead_on_loss": None, "above_matched": 0}
+    runs = pd.DataFrame(
+        {**keys, **numbers, "matched": matched, "compared_steps": compared,
+         "norm_failed_at": None, "loss_failed_at": failed}
+        for matched, compared, failed in (
+            ("from_start", analyse.LENGTH, None), ("from_start", analyse.LENGTH - 20, None),
+            ("rescue_all", 2000, 1500), ("", 0, None))
+    )  # fmt: skip
+    (row,) = analyse.one_line_an_arm(runs).itertuples()
+    assert (row.runs, row.failed) == (2, 1)
 
 
 def test_the_recorded_failure_departs_where_it_was_seen_to():

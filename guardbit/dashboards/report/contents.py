@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,11 @@ def verdict(journal: Sequence[Event]) -> Event | None:
 
 
 def _given_at(journal: Sequence[Event]) -> int:
-    """The step since which the verdict has been the last one; its evidence may be newer."""
-    given = [event for event in journal if event.kind == "verdict"]
-    same = takewhile(lambda event: event.rule == given[-1].rule, reversed(given))
-    return list(same)[-1].step
+    """The step since which the verdict, of which there is one, holds; its evidence may be newer."""
+    first, *later = [event for event in journal if event.kind == "verdict"]
+    for event in later:
+        first = first if event.rule == first.rule else event
+    return first.step
 
 
 def headline(journal: Sequence[Event]) -> str:

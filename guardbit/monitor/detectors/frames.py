@@ -65,7 +65,8 @@ class Finding:
     Attributes:
         site: Name of the site; "" for the whole run.
         heads: The heads concerned, ascending; none for the whole run.
-        why: One sentence, or what makes it from those heads that have not just been alarmed.
+        why: One sentence, or a function that makes it from the heads that the alarm will name:
+            those that are not cooling down, () for the whole run.
     """
 
     site: str
