@@ -22,7 +22,8 @@ all switched at its first alarm stands in and is taken to be sound; the column `
 
 What has not failed counts as such from 15,000 compared steps on, about the length planned for all
 runs. Highest gradient norms and logits are those since the first alarm, or since step 1,000; other
-columns hold the last values.
+columns hold the last values. The largest mean bias is that of the head whose delta biases sum up to
+the largest part of their absolute values, over the samples kept.
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
 fast it grew in the 1,500 steps before, and in the 1,500 after. An alarm comes where growth is
@@ -36,6 +37,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -63,6 +65,15 @@ _KEPT = (
 _AUDITED = ("dq_relative_error", "dq_coherent_error")
 
 
+class Run(NamedTuple):
+    """A packed run: its folder's name, what `about.json` said, its telemetry and its journal."""
+
+    name: str
+    facts: dict
+    frame: pd.DataFrame
+    events: pd.DataFrame
+
+
 def pack(runs: Path, results: Path) -> None:
     """Thins every run below a folder; what was packed before under its name is replaced."""
     for about in sorted(runs.glob("*/about.json")):
@@ -87,6 +98,15 @@ def pack(runs: Path, results: Path) -> None:
             writer.add(samples(kept))
             for event in read_events(folder).to_dict("records"):
                 writer.event(Event(**event))
+
+
+def load(results: Path) -> list[Run]:
+    """Reads every packed run below a folder."""
+    folders = sorted(path.parent for path in results.glob("*/session-*.json"))
+    return [
+        Run(each.name, read_metadata(each)["study"], read_run(each), read_events(each))
+        for each in folders
+    ]
 
 
 def series(run: pd.DataFrame, indicator: str) -> pd.Series:
@@ -153,7 +173,7 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
     )
 
 
-def growth_without_a_switch(results: Path) -> pd.DataFrame:
+def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
     """What becomes of fast growing large logits by themselves, to compare a switch with.
 
     Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
@@ -164,13 +184,11 @@ def growth_without_a_switch(results: Path) -> pd.DataFrame:
         shares that fall, at all and by half an e-fold in 1,000 steps or faster.
     """
     rows = []
-    for session in sorted(results.glob("*/session-*.json")):
-        folder = session.parent
-        facts = read_metadata(folder)["study"]
-        if facts["arm"] == "from_start" or facts["learning_rate"] != RATE:
+    for run in runs:
+        if run.facts["arm"] == "from_start" or run.facts["learning_rate"] != RATE:
             continue
-        switches = _switches(read_events(folder))
-        logits = logits_by_head(read_run(folder))
+        switches = _switches(run.events)
+        logits = logits_by_head(run.frame)
         if not switches.empty:
             logits = logits.loc[: switches["step"].iloc[0]]
         steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
@@ -180,7 +198,7 @@ def growth_without_a_switch(results: Path) -> pd.DataFrame:
         after = growth.loc[growth["before"] >= 1, "after"].dropna()
         rows.append(
             {
-                "run": folder.name,
+                "run": run.name,
                 "samples": len(after),
                 "heads": after.index.nunique(),
                 "growth_after": after.median(),
@@ -210,41 +228,40 @@ def speed(facts: dict, first: int, last: int) -> float:
     return float(np.median(rates)) if rates.size else float("nan")
 
 
-def one_line_a_run(results: Path) -> pd.DataFrame:
+def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
     """Step of failure, alarm and switch, lead, verdict and last loss of every packed run."""
-    folders = sorted(path.parent for path in results.glob("*/session-*.json"))
-    about = {folder: read_metadata(folder)["study"] for folder in folders}
-    data = {folder: read_run(folder) for folder in folders}
-    return pd.DataFrame(_line(folder, about, data) for folder in folders)
+    return pd.DataFrame(_line(*run, _matched(run, runs)) for run in runs)
 
 
-def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame]) -> dict:
-    facts, run = about[folder], data[folder]
+def _line(
+    name: str, facts: dict, run: pd.DataFrame, events: pd.DataFrame, twin: Run | None
+) -> dict:
     loss = series(run, "loss")
     last = int(loss.index[-1])
-    twin = _matched(folder, about)
     loss_failed = norm_failed = above = None
     compared = 0
     if twin is not None:
-        matched = data[twin]
-        loss_failed = loss_departure(loss, series(matched, "loss"))
+        loss_failed = loss_departure(loss, series(twin.frame, "loss"))
         norm_failed = norm_departure(
-            *(series(each, "w_q_spectral_norm") for each in (run, matched))
+            *(series(each, "w_q_spectral_norm") for each in (run, twin.frame))
         )
-        difference = (loss - series(matched, "loss")).dropna()
+        difference = (loss - series(twin.frame, "loss")).dropna()
         compared = int(difference.index[-1])
         above = difference[difference.index > difference.index[-1] - 500].mean()
-    events = read_events(folder)
     alarms, verdicts = (events[events["kind"] == kind] for kind in ("alarm", "verdict"))
     switches = _switches(events)
     sums = run[run["indicator"] == "delta_bias_cumulative"]
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
+    bias, scale = (
+        run[run["indicator"] == indicator].groupby(["site", "head"])["value"].sum()
+        for indicator in ("delta_bias", "delta_bias_abs")
+    )
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
     since = 1000 if alarm is None else alarm
     switch = None if switches.empty else int(switches["step"].iloc[0])
     growth = logit_growth(logits_by_head(run), last if alarm is None else alarm)
     return {
-        "run": folder.name,
+        "run": name,
         # A stock run gone through again shares what came before with the first one.
         "arm": "again" if facts["arm"] == "stock" and facts["branched_from"] else facts["arm"],
         "backend": facts["backend"],
@@ -252,7 +269,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "learning_rate": facts["learning_rate"],
         "seed": facts["seed"],
         "steps": last,
-        "matched": "" if twin is None else about[twin]["arm"],
+        "matched": "" if twin is None else twin.facts["arm"],
         "compared_steps": compared,
         "norm_failed_at": norm_failed,
         "loss_failed_at": loss_failed,
@@ -277,6 +294,7 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
         "largest_logit": series(run, "max_logit").iloc[-1],
         "bf16_maxima": series(run, "multiple_maxima_bf16").iloc[-1],
         "largest_dq_error": series(run, "dq_relative_error").loc[1000:].max(),
+        "largest_mean_bias": (bias / scale).abs().max(),
         "bias_up": sums[sums > 0].sum(),
         "bias_down": sums[sums < 0].sum(),
         "speed_before": speed(facts, 300, switch or last),
@@ -284,19 +302,18 @@ def _line(folder: Path, about: dict[Path, dict], data: dict[Path, pd.DataFrame])
     }
 
 
-def _matched(folder: Path, about: dict[Path, dict]) -> Path | None:
+def _matched(run: Run, runs: list[Run]) -> Run | None:
     """The run a run is compared with; None where there is none, or it is the stand-in itself."""
-    facts = about[folder]
     for arm in ("from_start", "rescue_all"):
         wanted = {
             "arm": arm,
             "stabilizer": "compensated",
-            "seed": facts["seed"],
-            "learning_rate": min(RATE, facts["learning_rate"]),
+            "seed": run.facts["seed"],
+            "learning_rate": min(RATE, run.facts["learning_rate"]),
         }
-        for other, its in about.items():
-            if all(its[key] == value for key, value in wanted.items()):
-                return None if other == folder and arm == "rescue_all" else other
+        for other in runs:
+            if all(other.facts[key] == value for key, value in wanted.items()):
+                return None if other is run and arm == "rescue_all" else other
     return None
 
 
@@ -343,9 +360,10 @@ def main(command: str, *folders: str) -> None:
         pack(Path(folders[0]), Path(folders[1]))
         return
     results = Path(folders[0])
-    runs = one_line_a_run(results)
+    packed = load(results)
+    runs = one_line_a_run(packed)
     arms = one_line_an_arm(runs)
-    unswitched = growth_without_a_switch(results)
+    unswitched = growth_without_a_switch(packed)
     runs.to_csv(results / "runs.csv", index=False, float_format="%.5g")
     arms.to_csv(results / "arms.csv", index=False, float_format="%.5g")
     unswitched.to_csv(results / "unswitched.csv", index=False, float_format="%.3g")

@@ -123,7 +123,7 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     stabilizer = "" if arm == "stock" else f"-{options.stabilizer}"
     rate = f"lr{options.learning_rate:.1e}"
     again = "" if options.again is None else f"-again{options.again}"
-    if arm != "stock" and options.calm_steps is not None:
+    if arm in SCOPES and options.calm_steps is not None:
         stabilizer += f"-calm{options.calm_steps}"
     return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 

@@ -27,6 +27,7 @@ TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2
 @pytest.mark.parametrize("arguments, name", [
     ("--arm=stock --backend=flash --seed=2", "stock-flash-lr1.5e-03-seed2"),
     ("--arm=stock --calm-steps=9", "stock-any-lr1.5e-03-seed0"),
+    ("--arm=from_start --calm-steps=9", "from_start-compensated-any-lr1.5e-03-seed0"),
     ("--arm=rescue", "rescue-compensated-any-lr1.5e-03-seed0"),
     ("--arm=rescue --calm-steps=9", "rescue-compensated-calm9-any-lr1.5e-03-seed0"),
     ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
@@ -130,7 +131,7 @@ def test_what_fast_growing_logits_do_by_themselves(tmp_path):
                 writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
             writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
             writer.event(Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated"))
-    (line,) = analyse.growth_without_a_switch(tmp_path).to_dict("records")
+    (line,) = analyse.growth_without_a_switch(analyse.load(tmp_path)).to_dict("records")
     # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
     assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
     assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
@@ -244,7 +245,7 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     # Without the compensated run the one whose heads are all switched stands in, not for itself.
     (compensated,) = (tmp_path / "packed").glob("from_start-*")
     shutil.rmtree(compensated)
-    runs = analyse.one_line_a_run(tmp_path / "packed").set_index("arm")
+    runs = analyse.one_line_a_run(analyse.load(tmp_path / "packed")).set_index("arm")
     assert runs["matched"].to_dict() == {
         "again": "rescue_all", "rescue": "rescue_all", "rescue_all": "", "stock": "rescue_all"
     }  # fmt: skip
