@@ -1,4 +1,4 @@
-"""The study's table: which runs failed, which were warned, which were saved.
+"""The study's tables: which runs failed, which were warned, which were saved, and what they show.
 
     python -m studies.rescue.analyse pack runs/rescue studies/rescue/results
     python -m studies.rescue.analyse table studies/rescue/results
@@ -6,12 +6,13 @@
 `pack` thins each run for the repository: its journal, the losses and gradient norms of every 20th
 step, the audited errors of dQ and, of every 200th step, what else rules and figures read of all
 heads, to three digits. What it writes is a run as any other, for `guardbit report`, `live` and
-`replay`. `table` prints one line a run and one an arm.
+`replay`. `table` prints one line a run, one an arm, and three tables more, below.
 
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
 start, with the same seed and batches, in one of two ways. (Its rate is the same, 1.5e-3 for higher
 ones, at which that arm is not stable either. Of a seed without such a run, the one whose heads were
-all switched at its first alarm stands in and is taken to be sound; the column `matched` says so.)
+all switched to `compensated` at its first alarm stands in and is taken to be sound; the column
+`matched` says so.)
 
 - its loss, averaged over the 500 steps before, lies 0.1 nats above. Recorded stable runs on the
   same batches (`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above
@@ -25,207 +26,40 @@ runs. Highest gradient norms and logits are those since the first alarm, or sinc
 columns hold the last values. The largest mean bias is that of the head whose delta biases sum up to
 the largest part of their absolute values, over the samples kept.
 
+Runs that begin as copies of one stock run, at its last checkpoint before its first alarm, are a
+family, that one included. They differ by what was switched, and by chance. The third table tells
+how often chance alone would part them as they did, had the kernel no say.
+
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
 fast it grew in the 1,500 steps before, and in the 1,500 after. An alarm comes where growth is
-steepest, so that what follows is slower in any case: a third table tells what such heads do by
-themselves.
+steepest, so that what follows is slower in any case: the fourth table tells what such heads do by
+themselves. The fifth tells how wrong each kernel's dQ is, by the size of the logits.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.stats import beta
+from scipy.stats import beta, hypergeom
 
-from guardbit import read_events, read_run
-from guardbit.monitor.replay import samples
-from guardbit.records import Event
-from guardbit.store import RunWriter, read_metadata
+from studies.rescue.measures import (
+    GROWTH_WINDOW,
+    logit_growth,
+    logits_by_head,
+    loss_departure,
+    norm_departure,
+    series,
+    speed,
+    switches_made,
+)
+from studies.rescue.packed import Run, load, pack
 
-MARGIN, WINDOW = 0.1, 500
-RATIO, NORM_WINDOW = 2.0, 1000
 RATE = 1.5e-3
 LENGTH = 15_000
-GROWN, GROWTH_WINDOW = 1000, 1500
-
-_LARGE_LOSS = 1e3
-
-_HEAD_STEPS, _LOSS_STEPS = 200, 20
-_KEPT = (
-    "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
-    "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
-    "delta_bias_cumulative",
-)  # fmt: skip
-_AUDITED = ("dq_relative_error", "dq_coherent_error")
-
-
-class Run(NamedTuple):
-    """A packed run: its folder's name, what `about.json` said, its telemetry and its journal."""
-
-    name: str
-    facts: dict
-    frame: pd.DataFrame
-    events: pd.DataFrame
-
-
-def pack(runs: Path, results: Path) -> None:
-    """Thins every run below a folder; what was packed before under its name is replaced."""
-    for about in sorted(runs.glob("*/about.json")):
-        folder = about.parent
-        frame = read_run(folder)
-        scalar = frame["site"] == ""
-        thin = scalar & (frame["step"] % _LOSS_STEPS == 0)
-        thin |= (frame["step"] % _HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
-        # One head of a layer in turn: thinned, some would never be seen.
-        thin |= frame["indicator"].isin(_AUDITED)
-        digits = np.where(scalar, 5, 3)[thin]
-        kept = frame[thin].copy()
-        kept["value"] = [float(f"{x:.{n}g}") for x, n in zip(kept["value"], digits, strict=True)]
-        study = json.loads(about.read_text())
-        if (clock := folder / "clock.csv").exists():
-            steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
-            study["clock"] = {"steps": steps.tolist(), "seconds": seconds.tolist()}
-        target = results / folder.name
-        shutil.rmtree(target, ignore_errors=True)
-        metadata = {**read_metadata(folder), "study": study}
-        with RunWriter(target, metadata=metadata, flush_every=1 << 30) as writer:
-            writer.add(samples(kept))
-            for event in read_events(folder).to_dict("records"):
-                writer.event(Event(**event))
-
-
-def load(results: Path) -> list[Run]:
-    """Reads every packed run below a folder."""
-    folders = sorted(path.parent for path in results.glob("*/session-*.json"))
-    return [
-        Run(each.name, read_metadata(each)["study"], read_run(each), read_events(each))
-        for each in folders
-    ]
-
-
-def series(run: pd.DataFrame, indicator: str) -> pd.Series:
-    """The largest value of an indicator over all heads, by step."""
-    return run[run["indicator"] == indicator].groupby("step")["value"].max()
-
-
-def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run's loss has left the matched run's, see above; None if it has not.
-
-    Args:
-        loss: By step.
-        reference: The same of the matched run.
-    """
-    excess = (loss.where(np.isfinite, _LARGE_LOSS) - reference).dropna()
-    average = excess.rolling(WINDOW // _LOSS_STEPS, min_periods=1).mean()
-    return _first(average > MARGIN)
-
-
-def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run's largest W_Q norm is twice the matched run's; see above.
-
-    Args:
-        norm: The largest W_Q spectral norm over all heads, by step.
-        reference: The same of the matched run.
-    """
-    ratio = (norm / reference).dropna()
-    return _first(ratio.rolling(NORM_WINDOW // _HEAD_STEPS).median() >= RATIO)
-
-
-def logits_by_head(run: pd.DataFrame) -> pd.DataFrame:
-    """The largest logit of every head: a row a step, a column a head, (site, head)."""
-    logits = run[run["indicator"] == "max_logit"]
-    return logits.pivot_table(index="step", columns=["site", "head"], values="value")
-
-
-def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
-    """How fast the logits grow of the heads whose largest one is above `GROWN` at a step.
-
-    Args:
-        logits: Those of `logits_by_head`.
-        step: The step.
-
-    Returns:
-        A row a head, (site, head): e-folds of its largest logit in 1,000 steps, a straight line's
-        through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
-        NaN where these hold less than three samples.
-    """
-    grown = logits.columns[(logits.loc[:step].tail(1) > GROWN).any()]
-    logs = np.log(logits[grown].clip(lower=1))
-    spans = {
-        "before": logs.loc[step - GROWTH_WINDOW : step],
-        "after": logs.loc[step + 1 : step + GROWTH_WINDOW],
-    }
-    return pd.DataFrame(
-        {
-            name: np.polyfit(span.index / 1000, span.to_numpy(), 1)[0]
-            for name, span in spans.items()
-            if len(span) > 2 and len(grown)
-        },
-        index=grown,
-        columns=list(spans),
-        dtype=float,
-    )
-
-
-def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
-    """What becomes of fast growing large logits by themselves, to compare a switch with.
-
-    Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
-    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster.
-
-    Returns:
-        A row a run: number of such samples and of heads, the median growth after them, and the
-        shares that fall, at all and by half an e-fold in 1,000 steps or faster.
-    """
-    rows = []
-    for run in runs:
-        if run.facts["arm"] == "from_start" or run.facts["learning_rate"] != RATE:
-            continue
-        switches = _switches(run.events)
-        logits = logits_by_head(run.frame)
-        if not switches.empty:
-            logits = logits.loc[: switches["step"].iloc[0]]
-        steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
-        if steps.empty:
-            continue
-        growth = pd.concat([logit_growth(logits, step) for step in steps])
-        after = growth.loc[growth["before"] >= 1, "after"].dropna()
-        rows.append(
-            {
-                "run": run.name,
-                "samples": len(after),
-                "heads": after.index.nunique(),
-                "growth_after": after.median(),
-                "falling": (after < 0).mean(),
-                "falling_fast": (after <= -0.5).mean(),
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def _switches(events: pd.DataFrame) -> pd.DataFrame:
-    """Those that were made, undone ones left out."""
-    return events[(events["kind"] == "switch") & ~events["stabilizer"].isin(["", "none"])]
-
-
-def _first(failing: pd.Series) -> int | None:
-    steps = failing.index[failing]
-    return int(steps[0]) if len(steps) else None
-
-
-def speed(facts: dict, first: int, last: int) -> float:
-    """Steps a second between two steps, from the clock; NaN where it says nothing."""
-    steps, seconds = (np.array(facts.get("clock", {}).get(key, [])) for key in ("steps", "seconds"))
-    chosen = (steps[:-1] >= first) & (steps[1:] <= last) & (np.diff(seconds) > 0)
-    # The median passes over pauses and, where a run was resumed, over the clock's new start.
-    rates = (np.diff(steps) / np.diff(seconds))[chosen]
-    return float(np.median(rates)) if rates.size else float("nan")
+_LOGITS = (0, 100, 1000, 10_000, np.inf)
 
 
 def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
@@ -249,7 +83,7 @@ def _line(
         compared = int(difference.index[-1])
         above = difference[difference.index > difference.index[-1] - 500].mean()
     alarms, verdicts = (events[events["kind"] == kind] for kind in ("alarm", "verdict"))
-    switches = _switches(events)
+    switches = switches_made(events)
     sums = run[run["indicator"] == "delta_bias_cumulative"]
     sums = sums.loc[sums["step"] == sums["step"].max(), "value"]
     bias, scale = (
@@ -268,6 +102,7 @@ def _line(
         "stabilizer": facts["stabilizer"] or "",
         "learning_rate": facts["learning_rate"],
         "seed": facts["seed"],
+        "family": Path(facts["branched_from"]).parent.name if facts["branched_from"] else name,
         "steps": last,
         "matched": "" if twin is None else twin.facts["arm"],
         "compared_steps": compared,
@@ -354,6 +189,115 @@ def one_line_an_arm(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
+    """How runs that share their first steps parted: which failed, switched to `compensated` or not.
+
+    Returns:
+        A row for each family in which both were tried, and one for `all`: number of runs `without`
+        (switched to something else, or not) and `with_it`, and how many of them failed. `chance`
+        is that of as many failures or more among those without it, if all runs of a family were
+        as likely to fail (exact, one-sided; a permutation within each family).
+    """
+    has_failed = runs[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
+    with_it = runs["arm"].str.startswith("rescue") & (runs["stabilizer"] == "compensated")
+    counts = pd.DataFrame(
+        {
+            "without": ~with_it,
+            "failed_without": ~with_it & has_failed,
+            "with_it": with_it,
+            "failed_with_it": with_it & has_failed,
+        }
+    ).astype(int)
+    families = counts.groupby(runs["family"]).sum().query("without > 0 and with_it > 0")
+    failures, ways = families["failed_without"].to_numpy(), np.ones(1)
+    chances = []
+    for line in families.itertuples():
+        failed = line.failed_without + line.failed_with_it
+        one = hypergeom(line.without + line.with_it, failed, line.without)
+        chances.append(one.sf(line.failed_without - 1))
+        ways = np.convolve(ways, one.pmf(np.arange(line.without + 1)))
+    table = families.assign(chance=chances)
+    table.loc["all"] = [*families.sum(), ways[failures.sum() :].sum()]
+    return table.reset_index().astype(dict.fromkeys(families, int))
+
+
+def errors_of_dq(runs: list[Run], lines: pd.DataFrame) -> pd.DataFrame:
+    """How far the audited dQ is off, by kernel and by the largest logit of its head.
+
+    Counted are all runs at the study's rate from step 1,000 on, those that fail until then. One
+    head of a layer in turn is audited, every 50 steps; its logit is that of the last sample.
+
+    Args:
+        runs: The runs.
+        lines: What `one_line_a_run` says of them.
+
+    Returns:
+        A row for each kernel and range of logits: how many audits, and the median, the 90th and
+        the 99th percentile of the norm of dQ's error, as a part of that of dQ.
+    """
+    audits = []
+    ends = lines[["norm_failed_at", "loss_failed_at"]].astype(float).min(axis=1).fillna(np.inf)
+    for run, end in zip(runs, ends, strict=True):
+        if run.facts["learning_rate"] != RATE:
+            continue
+        by_head = run.frame["indicator"].isin(["max_logit", "dq_relative_error"])
+        table = run.frame[by_head].pivot_table(
+            index=["site", "head", "step"], columns="indicator", values="value"
+        )
+        table["max_logit"] = table.groupby(["site", "head"])["max_logit"].ffill()
+        table = table.reset_index().dropna()
+        table = table[table["step"].between(1000, end, inclusive="neither")]
+        first = run.facts["stabilizer"] if run.facts["arm"] == "from_start" else None
+        table["kernel"] = first or run.facts["backend"]
+        for switch in run.events.query("kind == 'switch' and stabilizer != ''").itertuples():
+            later = (table["site"] == switch.site) & table["head"].isin(switch.heads)
+            name = run.facts["backend"] if switch.stabilizer == "none" else switch.stabilizer
+            table.loc[later & (table["step"] > switch.step), "kernel"] = name
+        audits.append(table)
+    table = pd.concat(audits)
+    table["logit"] = pd.cut(table["max_logit"], _LOGITS)
+    errors = table.groupby(["logit", "kernel"], observed=True)["dq_relative_error"]
+    columns = {"median": 0.5, "90 %": 0.9, "99 %": 0.99}
+    quantiles = {name: errors.quantile(part) for name, part in columns.items()}
+    return pd.DataFrame({"audits": errors.size(), **quantiles}).reset_index()
+
+
+def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
+    """What becomes of fast growing large logits by themselves, to compare a switch with.
+
+    Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
+    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster.
+
+    Returns:
+        A row a run: number of such samples and of heads, the median growth after them, and the
+        shares that fall, at all and by half an e-fold in 1,000 steps or faster.
+    """
+    rows = []
+    for run in runs:
+        if run.facts["arm"] == "from_start" or run.facts["learning_rate"] != RATE:
+            continue
+        switches = switches_made(run.events)
+        logits = logits_by_head(run.frame)
+        if not switches.empty:
+            logits = logits.loc[: switches["step"].iloc[0]]
+        steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
+        if steps.empty:
+            continue
+        growth = pd.concat([logit_growth(logits, step) for step in steps])
+        after = growth.loc[growth["before"] >= 1, "after"].dropna()
+        rows.append(
+            {
+                "run": run.name,
+                "samples": len(after),
+                "heads": after.index.nunique(),
+                "growth_after": after.median(),
+                "falling": (after < 0).mean(),
+                "falling_fast": (after <= -0.5).mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def main(command: str, *folders: str) -> None:
     """Packs, or prints all tables and writes them beside the data."""
     if command == "pack":
@@ -362,14 +306,17 @@ def main(command: str, *folders: str) -> None:
     results = Path(folders[0])
     packed = load(results)
     runs = one_line_a_run(packed)
-    arms = one_line_an_arm(runs)
-    unswitched = growth_without_a_switch(packed)
-    runs.to_csv(results / "runs.csv", index=False, float_format="%.5g")
-    arms.to_csv(results / "arms.csv", index=False, float_format="%.5g")
-    unswitched.to_csv(results / "unswitched.csv", index=False, float_format="%.3g")
-    print(runs.to_string(index=False))
-    print(arms.to_string(index=False))
-    print(unswitched.to_string(index=False))
+    tables = {
+        "runs": runs,
+        "arms": one_line_an_arm(runs),
+        "families": one_line_a_family(runs),
+        "unswitched": growth_without_a_switch(packed),
+        "dq_errors": errors_of_dq(packed, runs),
+    }
+    for name, table in tables.items():
+        digits = "%.3g" if name in ("unswitched", "dq_errors") else "%.5g"
+        table.to_csv(results / f"{name}.csv", index=False, float_format=digits)
+        print(table.to_string(index=False))
 
 
 if __name__ == "__main__":

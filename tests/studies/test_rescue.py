@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import asdict
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,9 @@ from guardbit.monitor.detectors import Finding
 from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
-from studies.rescue import analyse, train
+from studies.rescue import analyse, measures, train
 from studies.rescue.model import GPT2, Size
+from studies.rescue.packed import load
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -44,7 +46,7 @@ def series(values, spacing=20):
 
 def recorded(name, indicator):
     (path,) = RECORDED.glob(f"{name}*")
-    return analyse.series(pd.read_csv(path), indicator)
+    return measures.series(pd.read_csv(path), indicator)
 
 
 def test_a_run_counts_as_sound_only_where_it_was_compared_long_enough():
@@ -68,13 +70,13 @@ def test_the_recorded_failure_departs_where_it_was_seen_to():
     for reference in stable:
         losses, norms = (recorded(reference, name) for name in ("loss", "w_q_spectral_norm"))
         fails = "fails-sdpa-lr1.5e-3"
-        assert 8500 <= analyse.loss_departure(recorded(fails, "loss"), losses) <= 9500
-        norm_failed = analyse.norm_departure(recorded(fails, "w_q_spectral_norm"), norms)
+        assert 8500 <= measures.loss_departure(recorded(fails, "loss"), losses) <= 9500
+        norm_failed = measures.norm_departure(recorded(fails, "w_q_spectral_norm"), norms)
         assert 7000 <= norm_failed <= 8500
         for other in (*stable, "stable-shift-lr1.5e-3"):
-            assert analyse.loss_departure(recorded(other, "loss"), losses) is None
+            assert measures.loss_departure(recorded(other, "loss"), losses) is None
             norm = recorded(other, "w_q_spectral_norm")
-            assert analyse.norm_departure(norm, norms) is None
+            assert measures.norm_departure(norm, norms) is None
 
 
 @pytest.mark.parametrize("excess, samples, expected", [
@@ -85,7 +87,7 @@ def test_only_a_lasting_rise_of_the_loss_is_a_failure(excess, samples, expected)
     reference = series(np.full(300, 2.0))
     loss = reference.copy()
     loss.iloc[100 : 100 + samples] += excess
-    assert analyse.loss_departure(loss, reference) == expected
+    assert measures.loss_departure(loss, reference) == expected
 
 
 @pytest.mark.parametrize("factor, samples, expected", [
@@ -96,7 +98,7 @@ def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expecte
     reference = series(np.linspace(1, 30, 40), 200)
     norm = reference.copy()
     norm.iloc[20 : 20 + samples] *= factor
-    assert analyse.norm_departure(norm, reference) == expected
+    assert measures.norm_departure(norm, reference) == expected
 
 
 def test_the_growth_of_large_logits_before_and_after_a_step():
@@ -107,13 +109,13 @@ def test_the_growth_of_large_logits_before_and_after_a_step():
     heads = {0: 2000 * np.exp(turn), 1: np.full(31, 1500.0), 2: np.exp(steps / 1000 + 3)}
     table = pd.DataFrame({"step": steps, "site": "h.0", **heads})
     run = table.melt(["step", "site"], var_name="head").assign(indicator="max_logit")
-    logits = analyse.logits_by_head(run)
-    growth = analyse.logit_growth(logits, 3050)
+    logits = measures.logits_by_head(run)
+    growth = measures.logit_growth(logits, 3050)
     assert growth.index.tolist() == [("h.0", 0), ("h.0", 1)]
     np.testing.assert_allclose(growth, [[2, -1], [0, 0]], atol=1e-9)
     # Too few samples on one side, or no such head: nothing is said.
-    assert analyse.logit_growth(logits, 5900)["after"].isna().all()
-    assert analyse.logit_growth(logits[[("h.0", 2)]], 3050).empty
+    assert measures.logit_growth(logits, 5900)["after"].isna().all()
+    assert measures.logit_growth(logits[[("h.0", 2)]], 3050).empty
 
 
 def test_what_fast_growing_logits_do_by_themselves(tmp_path):
@@ -131,10 +133,85 @@ def test_what_fast_growing_logits_do_by_themselves(tmp_path):
                 writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
             writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
             writer.event(Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated"))
-    (line,) = analyse.growth_without_a_switch(analyse.load(tmp_path)).to_dict("records")
+    (line,) = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
     # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
     assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
     assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
+
+
+def families(*rows):
+    """A table of runs from (family, arm, stabilizer, failed)."""
+    return pd.DataFrame(
+        {"family": family, "arm": arm, "stabilizer": stabilizer, "norm_failed_at": None,
+         "loss_failed_at": 1.0 if failed else None}
+        for family, arm, stabilizer, failed in rows
+    )  # fmt: skip
+
+
+def test_how_often_chance_alone_would_part_runs_like_this():
+    # All ways to deal the failures of each family to its runs, counted by hand.
+    rows = [
+        ("a", "stock", "", True), ("a", "again", "", False), ("a", "rescue", "compensated", False),
+        ("b", "stock", "", True), ("b", "rescue_all", "row_max", True),
+        ("b", "rescue", "compensated", True), ("b", "rescue_all", "compensated", False),
+        ("alone", "stock", "", True), ("from_start", "from_start", "compensated", False),
+    ]  # fmt: skip
+    table = analyse.one_line_a_family(families(*rows)).set_index("family")
+    assert table.index.tolist() == ["a", "b", "all"]
+    counts = ["without", "failed_without", "with_it", "failed_with_it"]
+    assert table[counts].to_numpy().tolist() == [[2, 1, 1, 0], [2, 2, 2, 1], [4, 3, 3, 1]]
+    dealt = [
+        sum(index < 2 for index in first) + sum(index < 2 for index in second)
+        for first in combinations(range(3), 1)
+        for second in combinations(range(4), 3)
+    ]
+    expected = [2 / 3, 2 / 4, np.mean([number >= 3 for number in dealt])]
+    np.testing.assert_allclose(table["chance"], expected, rtol=1e-12)
+
+
+def test_errors_of_dq_belong_to_the_kernel_of_their_step(tmp_path):
+    def write(arm, stabilizer, rate, events):
+        facts = {"arm": arm, "stabilizer": stabilizer, "learning_rate": rate, "backend": "flash"}
+        with RunWriter(tmp_path / f"{arm}-{rate}", metadata={"study": facts}) as writer:
+            for step in range(0, 5001, 50):
+                if step % 200 == 0:
+                    writer.add([Sample(step, "h.0", 0, "max_logit", (50.0, 10.0 + step))])
+                head = step // 50 % 2
+                error = tuple(step / 1000 if each == head else np.nan for each in (0, 1))
+                writer.add([Sample(step, "h.0", 0, "dq_relative_error", error)])
+            for event in events:
+                writer.event(event)
+
+    switch = partial(Event, kind="switch", site="h.0", why="")
+    write("rescue", "row_max", 1.5e-3, [
+        switch(2000, heads=(1,), why="a dry run"),
+        switch(3000, heads=(1,), stabilizer="row_max"),
+        switch(4000, heads=(1,), stabilizer="none"),
+    ])  # fmt: skip
+    write("from_start", "compensated", 1.5e-3, [])
+    write("stock", None, 3e-3, [])
+    runs = load(tmp_path)
+    lines = pd.DataFrame({"norm_failed_at": [None, 4900], "loss_failed_at": [None, 4700]})
+    assert [run.name for run in runs] == ["from_start-0.0015", "rescue-0.0015", "stock-0.003"]
+    lines.loc[2] = None
+    table = analyse.errors_of_dq(runs, lines)
+    # Even heads' audits fall on multiples of 100; the logit is the last one before.
+    first = [step for step in range(1050, 5001, 50) if step % 100 == 0]
+    second = [step for step in range(1050, 5001, 50) if step % 100]
+    large = [step for step in second if step // 200 * 200 + 10 > 1000]
+    unswitched = [step for step in large if step < 4700 and not 3000 < step <= 4000]
+    expected = {
+        ("(0.0, 100.0]", "compensated"): first,
+        ("(0.0, 100.0]", "flash"): [step for step in first if step < 4700],
+        ("(1000.0, 10000.0]", "compensated"): large,
+        ("(1000.0, 10000.0]", "flash"): unswitched,
+        ("(1000.0, 10000.0]", "row_max"): [step for step in second if 3000 < step <= 4000],
+    }
+    assert {(str(row.logit), row.kernel) for row in table.itertuples()} == set(expected)
+    for row in table.itertuples():
+        steps = expected[str(row.logit), row.kernel]
+        assert row.audits == len(steps)
+        assert row.median == pytest.approx(np.median(steps) / 1000)
 
 
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
@@ -245,7 +322,7 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     # Without the compensated run the one whose heads are all switched stands in, not for itself.
     (compensated,) = (tmp_path / "packed").glob("from_start-*")
     shutil.rmtree(compensated)
-    runs = analyse.one_line_a_run(analyse.load(tmp_path / "packed")).set_index("arm")
+    runs = analyse.one_line_a_run(load(tmp_path / "packed")).set_index("arm")
     assert runs["matched"].to_dict() == {
         "again": "rescue_all", "rescue": "rescue_all", "rescue_all": "", "stock": "rescue_all"
     }  # fmt: skip

@@ -1,0 +1,69 @@
+"""Runs thinned for the repository, and read again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from guardbit import read_events, read_run
+from guardbit.monitor.replay import samples
+from guardbit.records import Event
+from guardbit.store import RunWriter, read_metadata
+
+#: Steps between the losses that are kept, and between all else.
+LOSS_STEPS, HEAD_STEPS = 20, 200
+_KEPT = (
+    "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
+    "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
+    "delta_bias_cumulative",
+)  # fmt: skip
+_AUDITED = ("dq_relative_error", "dq_coherent_error")
+
+
+class Run(NamedTuple):
+    """A packed run: its folder's name, what `about.json` said, its telemetry and its journal."""
+
+    name: str
+    facts: dict
+    frame: pd.DataFrame
+    events: pd.DataFrame
+
+
+def pack(runs: Path, results: Path) -> None:
+    """Thins every run below a folder; what was packed before under its name is replaced."""
+    for about in sorted(runs.glob("*/about.json")):
+        folder = about.parent
+        frame = read_run(folder)
+        scalar = frame["site"] == ""
+        thin = scalar & (frame["step"] % LOSS_STEPS == 0)
+        thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
+        # One head of a layer in turn: thinned, some would never be seen.
+        thin |= frame["indicator"].isin(_AUDITED)
+        digits = np.where(scalar, 5, 3)[thin]
+        kept = frame[thin].copy()
+        kept["value"] = [float(f"{x:.{n}g}") for x, n in zip(kept["value"], digits, strict=True)]
+        study = json.loads(about.read_text())
+        if (clock := folder / "clock.csv").exists():
+            steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
+            study["clock"] = {"steps": steps.tolist(), "seconds": seconds.tolist()}
+        target = results / folder.name
+        shutil.rmtree(target, ignore_errors=True)
+        metadata = {**read_metadata(folder), "study": study}
+        with RunWriter(target, metadata=metadata, flush_every=1 << 30) as writer:
+            writer.add(samples(kept))
+            for event in read_events(folder).to_dict("records"):
+                writer.event(Event(**event))
+
+
+def load(results: Path) -> list[Run]:
+    """Reads every packed run below a folder."""
+    folders = sorted(path.parent for path in results.glob("*/session-*.json"))
+    return [
+        Run(each.name, read_metadata(each)["study"], read_run(each), read_events(each))
+        for each in folders
+    ]
