@@ -15,8 +15,10 @@ class AutoStabilizer(pl.Callback):
     checkpoint. The switch takes effect at the next step and recompiles nothing.
 
     Args:
-        stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max".
-        scope: Which heads: "head" for those that alarms name, "model" for all of the model.
+        stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max". In the
+            rescue study (docs/evidence.md) the first saved every run, the last none of two.
+        scope: Which heads: "head" for those that alarms name, "model" for all of the model. In
+            that study both kept the loss; with "head" other heads grew in their stead.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None for never.

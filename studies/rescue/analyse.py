@@ -6,7 +6,8 @@
 `pack` thins each run for the repository: its journal, the losses and gradient norms of every 20th
 step, the audited errors of dQ and, of every 200th step, what else rules and figures read of all
 heads, to three digits. What it writes is a run as any other, for `guardbit report`, `live` and
-`replay`. `table` prints one line a run, one an arm, and three tables more, below.
+`replay`. `table` prints one line a run, one an arm, one a family, and what large logits do by
+themselves.
 
 A run has failed when it leaves the matched run, the one whose heads are all compensated from the
 start, with the same seed and batches, in one of two ways. (Its rate is the same, 1.5e-3 for higher
@@ -28,16 +29,17 @@ the largest part of their absolute values, over the samples kept.
 
 Runs that begin as copies of one stock run, at its last checkpoint before its first alarm, are a
 family, that one included. They differ by what was switched, and by chance. The third table tells
-how often chance alone would part them as they did, had the kernel no say.
+how often chance alone would part them as they did, had the switch no say.
 
-What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm: how
-fast it grew in the 1,500 steps before, and in the 1,500 after. An alarm comes where growth is
-steepest, so that what follows is slower in any case: the fourth table tells what such heads do by
-themselves. The fifth tells how wrong each kernel's dQ is, by the size of the logits.
+What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm, where
+heads were switched then by those of them: how fast it grew in the 1,500 steps before, and in the
+1,500 after, and how far the audited dQ was off. An alarm comes where growth is steepest, so that
+what follows is slower in any case: the fourth table tells what such heads do by themselves.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -50,6 +52,7 @@ from studies.rescue.measures import (
     logit_growth,
     logits_by_head,
     loss_departure,
+    median_errors_of_dq,
     norm_departure,
     series,
     speed,
@@ -59,7 +62,6 @@ from studies.rescue.packed import Run, load, pack
 
 RATE = 1.5e-3
 LENGTH = 15_000
-_LOGITS = (0, 100, 1000, 10_000, np.inf)
 
 
 def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
@@ -93,7 +95,13 @@ def _line(
     alarm = None if alarms.empty else int(alarms["step"].iloc[0])
     since = 1000 if alarm is None else alarm
     switch = None if switches.empty else int(switches["step"].iloc[0])
-    growth = logit_growth(logits_by_head(run), last if alarm is None else alarm)
+    logits = logits_by_head(run)
+    if switch is not None:
+        first = switches[switches["step"] == switch].itertuples()
+        switched = {(row.site, head) for row in first for head in row.heads}
+        logits = logits[[head for head in logits if head in switched]]
+    growth = logit_growth(logits, last if alarm is None else alarm)
+    errors = median_errors_of_dq(run, growth.index, last if alarm is None else alarm)
     return {
         "run": name,
         # A stock run gone through again shares what came before with the first one.
@@ -121,6 +129,8 @@ def _line(
         "grown_heads": len(growth),
         "growth_before": _median_and_range(growth["before"]),
         "growth_after": _median_and_range(growth["after"]),
+        "dq_error_before": errors["before"].median(),
+        "dq_error_after": errors["after"].median(),
         "last_loss": loss[loss.index > last - 500].mean(),
         "above_matched": above,
         "highest_gradient_norm": series(run, "grad_norm").loc[since:].max(),
@@ -194,10 +204,12 @@ def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         A row for each family in which both were tried, and one for `all`: number of runs `without`
-        (switched to something else, or not) and `with_it`, and how many of them failed. `chance`
-        is that of as many failures or more among those without it, if all runs of a family were
-        as likely to fail (exact, one-sided; a permutation within each family).
+        (switched to something else, or not) and `with_it`, and how many of them failed; those that
+        stand in as the matched run do not count. `chance` is that of as many failures or more
+        among those without it, if all runs of a family were as likely to fail (exact, one-sided; a
+        permutation within each family).
     """
+    runs = runs[runs["matched"] != ""]
     has_failed = runs[["norm_failed_at", "loss_failed_at"]].notna().any(axis=1)
     with_it = runs["arm"].str.startswith("rescue") & (runs["stabilizer"] == "compensated")
     counts = pd.DataFrame(
@@ -221,52 +233,12 @@ def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
     return table.reset_index().astype(dict.fromkeys(families, int))
 
 
-def errors_of_dq(runs: list[Run], lines: pd.DataFrame) -> pd.DataFrame:
-    """How far the audited dQ is off, by kernel and by the largest logit of its head.
-
-    Counted are all runs at the study's rate from step 1,000 on, those that fail until then. One
-    head of a layer in turn is audited, every 50 steps; its logit is that of the last sample.
-
-    Args:
-        runs: The runs.
-        lines: What `one_line_a_run` says of them.
-
-    Returns:
-        A row for each kernel and range of logits: how many audits, and the median, the 90th and
-        the 99th percentile of the norm of dQ's error, as a part of that of dQ.
-    """
-    audits = []
-    ends = lines[["norm_failed_at", "loss_failed_at"]].astype(float).min(axis=1).fillna(np.inf)
-    for run, end in zip(runs, ends, strict=True):
-        if run.facts["learning_rate"] != RATE:
-            continue
-        by_head = run.frame["indicator"].isin(["max_logit", "dq_relative_error"])
-        table = run.frame[by_head].pivot_table(
-            index=["site", "head", "step"], columns="indicator", values="value"
-        )
-        table["max_logit"] = table.groupby(["site", "head"])["max_logit"].ffill()
-        table = table.reset_index().dropna()
-        table = table[table["step"].between(1000, end, inclusive="neither")]
-        first = run.facts["stabilizer"] if run.facts["arm"] == "from_start" else None
-        table["kernel"] = first or run.facts["backend"]
-        for switch in run.events.query("kind == 'switch' and stabilizer != ''").itertuples():
-            later = (table["site"] == switch.site) & table["head"].isin(switch.heads)
-            name = run.facts["backend"] if switch.stabilizer == "none" else switch.stabilizer
-            table.loc[later & (table["step"] > switch.step), "kernel"] = name
-        audits.append(table)
-    table = pd.concat(audits)
-    table["logit"] = pd.cut(table["max_logit"], _LOGITS)
-    errors = table.groupby(["logit", "kernel"], observed=True)["dq_relative_error"]
-    columns = {"median": 0.5, "90 %": 0.9, "99 %": 0.99}
-    quantiles = {name: errors.quantile(part) for name, part in columns.items()}
-    return pd.DataFrame({"audits": errors.size(), **quantiles}).reset_index()
-
-
 def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
     """What becomes of fast growing large logits by themselves, to compare a switch with.
 
     Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
-    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster.
+    switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster. What a
+    run has copied from another counts there.
 
     Returns:
         A row a run: number of such samples and of heads, the median growth after them, and the
@@ -280,7 +252,8 @@ def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
         logits = logits_by_head(run.frame)
         if not switches.empty:
             logits = logits.loc[: switches["step"].iloc[0]]
-        steps = logits.index[logits.index <= logits.index[-1] - GROWTH_WINDOW]
+        copied = int(re.sub(r"\D", "", Path(run.facts["branched_from"] or "0").stem))
+        steps = logits.loc[copied + 1 : logits.index[-1] - GROWTH_WINDOW].index
         if steps.empty:
             continue
         growth = pd.concat([logit_growth(logits, step) for step in steps])
@@ -311,10 +284,9 @@ def main(command: str, *folders: str) -> None:
         "arms": one_line_an_arm(runs),
         "families": one_line_a_family(runs),
         "unswitched": growth_without_a_switch(packed),
-        "dq_errors": errors_of_dq(packed, runs),
     }
     for name, table in tables.items():
-        digits = "%.3g" if name in ("unswitched", "dq_errors") else "%.5g"
+        digits = "%.3g" if name == "unswitched" else "%.5g"
         table.to_csv(results / f"{name}.csv", index=False, float_format=digits)
         print(table.to_string(index=False))
 

@@ -20,7 +20,9 @@ def series(run: pd.DataFrame, indicator: str) -> pd.Series:
 
 
 def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run's loss has left the matched run's, see above; None if it has not.
+    """First step at which a run's loss has left the matched run's; None if it has not.
+
+    Its mean over `WINDOW` steps lies `MARGIN` nats above.
 
     Args:
         loss: By step.
@@ -32,7 +34,9 @@ def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
 
 
 def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
-    """First step at which a run's largest W_Q norm is twice the matched run's; see above.
+    """First step at which a run's largest W_Q norm is `RATIO` times the matched run's, or None.
+
+    The ratio is a median over `NORM_WINDOW` steps.
 
     Args:
         norm: The largest W_Q spectral norm over all heads, by step.
@@ -76,6 +80,31 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
         columns=list(spans),
         dtype=float,
     )
+
+
+def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.DataFrame:
+    """How far the audited dQ of heads is off around a step.
+
+    Args:
+        run: Telemetry of the run.
+        heads: Pairs of site and head.
+        step: The step.
+
+    Returns:
+        A row a head, (site, head): the norm of dQ's error as a part of dQ's, the median of the
+        audits of the `GROWTH_WINDOW` steps `before`, that one included, and of those `after`; NaN
+        where there are none.
+    """
+    audits = run[run["indicator"] == "dq_relative_error"]
+    spans = {
+        "before": audits["step"].between(step - GROWTH_WINDOW, step),
+        "after": audits["step"].between(step + 1, step + GROWTH_WINDOW),
+    }
+    medians = {
+        name: audits[span].groupby(["site", "head"])["value"].median()
+        for name, span in spans.items()
+    }
+    return pd.DataFrame(medians, columns=list(spans)).reindex(heads)
 
 
 def switches_made(events: pd.DataFrame) -> pd.DataFrame:

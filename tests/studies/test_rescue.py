@@ -126,24 +126,29 @@ def test_what_fast_growing_logits_do_by_themselves(tmp_path):
         8 + 2 * (time - 2.5),  # above 1,000 when it no longer counts
         np.full(41, 9.0),  # large, and does not grow
     ]
-    for arm, rate in (("rescue", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3)):
-        study = {"arm": arm, "learning_rate": rate}
+    for arm, rate in (
+        ("rescue", 1.5e-3), ("rescue_all", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3),
+    ):  # fmt: skip
+        branched = "runs/stock/step=2700.ckpt" if arm == "rescue_all" else None
+        study = {"arm": arm, "learning_rate": rate, "branched_from": branched}
         with RunWriter(tmp_path / arm, metadata={"study": study}) as writer:
             for step, *values in zip(steps.tolist(), *np.exp(logs).tolist(), strict=True):
                 writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
             writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
             writer.event(Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated"))
-    (line,) = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
+    line, branch = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
     # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
     assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
     assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
+    # The copy that parts at 2,700 has 2,800 and 3,000 of its own.
+    assert (branch["run"], branch["samples"], branch["falling"]) == ("rescue_all", 2, 0.5)
 
 
 def families(*rows):
-    """A table of runs from (family, arm, stabilizer, failed)."""
+    """A table of runs from (family, arm, stabilizer, failed); None if nothing matches the run."""
     return pd.DataFrame(
         {"family": family, "arm": arm, "stabilizer": stabilizer, "norm_failed_at": None,
-         "loss_failed_at": 1.0 if failed else None}
+         "loss_failed_at": 1.0 if failed else None, "matched": "" if failed is None else "a run"}
         for family, arm, stabilizer, failed in rows
     )  # fmt: skip
 
@@ -154,6 +159,7 @@ def test_how_often_chance_alone_would_part_runs_like_this():
         ("a", "stock", "", True), ("a", "again", "", False), ("a", "rescue", "compensated", False),
         ("b", "stock", "", True), ("b", "rescue_all", "row_max", True),
         ("b", "rescue", "compensated", True), ("b", "rescue_all", "compensated", False),
+        ("a", "rescue_all", "compensated", None),
         ("alone", "stock", "", True), ("from_start", "from_start", "compensated", False),
     ]  # fmt: skip
     table = analyse.one_line_a_family(families(*rows)).set_index("family")
@@ -169,49 +175,20 @@ def test_how_often_chance_alone_would_part_runs_like_this():
     np.testing.assert_allclose(table["chance"], expected, rtol=1e-12)
 
 
-def test_errors_of_dq_belong_to_the_kernel_of_their_step(tmp_path):
-    def write(arm, stabilizer, rate, events):
-        facts = {"arm": arm, "stabilizer": stabilizer, "learning_rate": rate, "backend": "flash"}
-        with RunWriter(tmp_path / f"{arm}-{rate}", metadata={"study": facts}) as writer:
-            for step in range(0, 5001, 50):
-                if step % 200 == 0:
-                    writer.add([Sample(step, "h.0", 0, "max_logit", (50.0, 10.0 + step))])
-                head = step // 50 % 2
-                error = tuple(step / 1000 if each == head else np.nan for each in (0, 1))
-                writer.add([Sample(step, "h.0", 0, "dq_relative_error", error)])
-            for event in events:
-                writer.event(event)
-
-    switch = partial(Event, kind="switch", site="h.0", why="")
-    write("rescue", "row_max", 1.5e-3, [
-        switch(2000, heads=(1,), why="a dry run"),
-        switch(3000, heads=(1,), stabilizer="row_max"),
-        switch(4000, heads=(1,), stabilizer="none"),
-    ])  # fmt: skip
-    write("from_start", "compensated", 1.5e-3, [])
-    write("stock", None, 3e-3, [])
-    runs = load(tmp_path)
-    lines = pd.DataFrame({"norm_failed_at": [None, 4900], "loss_failed_at": [None, 4700]})
-    assert [run.name for run in runs] == ["from_start-0.0015", "rescue-0.0015", "stock-0.003"]
-    lines.loc[2] = None
-    table = analyse.errors_of_dq(runs, lines)
-    # Even heads' audits fall on multiples of 100; the logit is the last one before.
-    first = [step for step in range(1050, 5001, 50) if step % 100 == 0]
-    second = [step for step in range(1050, 5001, 50) if step % 100]
-    large = [step for step in second if step // 200 * 200 + 10 > 1000]
-    unswitched = [step for step in large if step < 4700 and not 3000 < step <= 4000]
-    expected = {
-        ("(0.0, 100.0]", "compensated"): first,
-        ("(0.0, 100.0]", "flash"): [step for step in first if step < 4700],
-        ("(1000.0, 10000.0]", "compensated"): large,
-        ("(1000.0, 10000.0]", "flash"): unswitched,
-        ("(1000.0, 10000.0]", "row_max"): [step for step in second if 3000 < step <= 4000],
-    }
-    assert {(str(row.logit), row.kernel) for row in table.itertuples()} == set(expected)
-    for row in table.itertuples():
-        steps = expected[str(row.logit), row.kernel]
-        assert row.audits == len(steps)
-        assert row.median == pytest.approx(np.median(steps) / 1000)
+def test_errors_of_dq_before_and_after_a_step():
+    # Audits of head 0 every 250 steps, of head 1 at 1,500 alone.
+    run = pd.DataFrame({
+        "step": [*range(0, 6001, 250), 1500, 3000],
+        "site": "h.0",
+        "head": [*[0] * 25, 1, 0],
+        "indicator": [*["dq_relative_error"] * 26, "max_logit"],
+        "value": [*np.arange(25) ** 2.0, 7.0, 1e9],
+    })  # fmt: skip
+    heads = pd.MultiIndex.from_tuples([("h.0", 0), ("h.0", 1), ("h.1", 0)])
+    errors = measures.median_errors_of_dq(run, heads, 3000)
+    # Before: audits 6 to 12, that of step 3,000 included; after: 13 to 18.
+    expected = [[9**2, (15**2 + 16**2) / 2], [7, np.nan], [np.nan, np.nan]]
+    np.testing.assert_array_equal(errors[["before", "after"]], expected)
 
 
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
