@@ -236,7 +236,7 @@ def one_line_a_family(runs: pd.DataFrame) -> pd.DataFrame:
 def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
     """What becomes of fast growing large logits by themselves, to compare a switch with.
 
-    Every sample of every head of PyTorch's kernels at the study's rate counts, up to the first
+    Every sample of every head without a stabilizer at the study's rate counts, up to the first
     switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster. What a
     run has copied from another counts there.
 

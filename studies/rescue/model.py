@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from guardbit import flash_attention
+
 
 @dataclass(frozen=True)
 class Size:
@@ -24,11 +26,11 @@ class Size:
 
 
 class Attention(nn.Module):
-    """Causal self-attention through PyTorch's own function."""
+    """Causal self-attention through PyTorch's own function, or GuardBit's without a stabilizer."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, ours: bool) -> None:
         super().__init__()
-        self.heads = size.heads
+        self.heads, self.ours = size.heads, ours
         self.c_attn = nn.Linear(size.width, 3 * size.width, bias=False)
         self.c_proj = nn.Linear(size.width, size.width, bias=False)
 
@@ -36,17 +38,20 @@ class Attention(nn.Module):
         """(B, N, C) to (B, N, C)."""
         b, n, c = x.shape
         q, k, v = self.c_attn(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.ours:
+            y = flash_attention(q, k, v, causal=True)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(b, n, c))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, ours: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(size.width, bias=False)
-        self.attn = Attention(size)
+        self.attn = Attention(size, ours)
         self.ln_2 = nn.LayerNorm(size.width, bias=False)
         self.c_fc = nn.Linear(size.width, 4 * size.width, bias=False)
         self.c_proj = nn.Linear(4 * size.width, size.width, bias=False)
@@ -60,11 +65,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The language model; its embeddings are tied."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, ours: bool) -> None:
         super().__init__()
         self.wte = nn.Embedding(size.vocabulary, size.width)
         self.wpe = nn.Embedding(size.context, size.width)
-        self.h = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.h = nn.ModuleList(Block(size, ours) for _ in range(size.layers))
         self.ln_f = nn.LayerNorm(size.width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -92,6 +97,7 @@ class GPT2(L.LightningModule):
         warmup_steps: Steps of the linear warm-up.
         seed: Of the weights and of the batches.
         compiled: Whether to compile the model.
+        ours: Whether attention is `guardbit.flash_attention`, PyTorch's function if not.
     """
 
     def __init__(
@@ -102,10 +108,11 @@ class GPT2(L.LightningModule):
         warmup_steps: int,
         seed: int,
         compiled: bool,
+        ours: bool = False,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = Net(size)
+        self.net = Net(size, ours)
         if compiled:
             self.net.compile()
         self.size, self.learning_rate, self.warmup_steps = size, learning_rate, warmup_steps

@@ -10,7 +10,8 @@ first step. Within a seed all arms see the same batches and start from the same 
 Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
 a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
 the switch alone. How far they differ without one, as sums of PyTorch's kernels do not repeat, is
-told by `--arm stock --branch --again 1`.
+told by `--arm stock --branch --again 1`, and what GuardBit's kernel does without a stabilizer by
+`--arm stock --backend guardbit --branch cudnn`.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "any": None,
+    "guardbit": None,
 }
 
 
@@ -95,7 +97,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arm", choices=ARMS, required=True)
-    parser.add_argument("--backend", choices=BACKENDS, default="any", help="of PyTorch's attention")
+    parser.add_argument("--backend", choices=BACKENDS, default="any", help="of attention")
     parser.add_argument("--stabilizer", default="compensated")
     parser.add_argument("--calm-steps", type=int, help="after which a switch is undone")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
@@ -111,7 +113,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint", action="store_true", help="keep one to go on from")
     parser.add_argument("--resume", action="store_true", help="go on from the kept checkpoint")
     parser.add_argument("--checkpoint-every", type=int, help="steps between those to branch from")
-    parser.add_argument("--branch", action="store_true", help="begin as the stock run of this seed")
+    parser.add_argument(
+        "--branch", nargs="?", const="same", choices=["same", *BACKENDS], metavar="BACKEND",
+        help="begin as the stock run of this seed (of that backend)",
+    )  # fmt: skip
     parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
@@ -159,11 +164,13 @@ def main(arguments: list[str]) -> Path:
         options.warmup_steps,
         options.seed,
         compiled=options.device == "cuda",
+        ours=options.backend == "guardbit",
     )
     folder = options.folder / run_name(options, options.arm)
     checkpoint, earlier = None, {"commands": [], "branched_from": None}
     if options.branch:
-        original = argparse.Namespace(**{**vars(options), "again": None})
+        backend = options.backend if options.branch == "same" else options.branch
+        original = argparse.Namespace(**{**vars(options), "again": None, "backend": backend})
         checkpoint = branch(options.folder / run_name(original, "stock"), folder)
     elif options.resume:
         checkpoint = folder / "kept.ckpt"

@@ -279,6 +279,15 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     assert about["branched_from"].endswith("step=4.ckpt"), "the last before the alarm"
     with pytest.raises(SystemExit, match="exists; a branch begins in a new folder"):
         train.main(["--arm=stock", "--branch", *common])
+    ours = train.main(["--arm=stock", "--backend=guardbit", "--branch=any", *common])
+    assert ours.name == "stock-guardbit-lr1.5e-03-seed0"
+    kernels = [
+        json.loads(path.read_text())["metadata"]["sites"]["net.h.0.attn"]["kernels"]
+        for path in sorted(ours.glob("session-*.json"))
+    ]
+    assert kernels[0] != kernels[1] == ["none"], "GuardBit's from the branch on"
+    assert json.loads((ours / "about.json").read_text())["branched_from"] == about["branched_from"]
+    shutil.rmtree(ours)
     again = train.main(["--arm=stock", "--branch", "--again=1", *common])
     assert again.name == "stock-any-lr1.5e-03-seed0-again1"
     assert json.loads((again / "about.json").read_text())["branched_from"] == about["branched_from"]
