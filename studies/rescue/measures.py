@@ -7,15 +7,21 @@ import pandas as pd
 
 from studies.rescue.packed import HEAD_STEPS, LOSS_STEPS
 
+#: Nats above the matched run's loss, and the steps over which it is averaged.
 MARGIN, WINDOW = 0.1, 500
+
+#: How many times the matched run's W_Q norm, and the steps over which the median is taken.
 RATIO, NORM_WINDOW = 2.0, 1000
+
+#: A large logit, and the steps before and after which its growth is told.
 GROWN, GROWTH_WINDOW = 1000, 1500
 
-_LARGE_LOSS = 1e3
+#: What is not finite counts as this: a loss in nats, a ratio of norms.
+_LARGE = 1e3
 
 
 def series(run: pd.DataFrame, indicator: str) -> pd.Series:
-    """The largest value of an indicator over all heads, by step."""
+    """The largest value of an indicator of a run's telemetry over all heads, by step."""
     return run[run["indicator"] == indicator].groupby("step")["value"].max()
 
 
@@ -28,9 +34,12 @@ def loss_departure(loss: pd.Series, reference: pd.Series) -> int | None:
         loss: By step.
         reference: The same of the matched run.
     """
-    excess = (loss.where(np.isfinite, _LARGE_LOSS) - reference).dropna()
-    average = excess.rolling(WINDOW // LOSS_STEPS, min_periods=1).mean()
-    return _first(average > MARGIN)
+    return _first(excess_loss(loss, reference).rolling(WINDOW // LOSS_STEPS).mean() > MARGIN)
+
+
+def excess_loss(loss: pd.Series, reference: pd.Series) -> pd.Series:
+    """How far a loss lies above another, in nats, by step; where it is not finite, far."""
+    return (loss.where(np.isfinite, _LARGE) - reference).dropna()
 
 
 def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
@@ -42,7 +51,7 @@ def norm_departure(norm: pd.Series, reference: pd.Series) -> int | None:
         norm: The largest W_Q spectral norm over all heads, by step.
         reference: The same of the matched run.
     """
-    ratio = (norm / reference).dropna()
+    ratio = (norm / reference).dropna().clip(upper=_LARGE)
     return _first(ratio.rolling(NORM_WINDOW // HEAD_STEPS).median() >= RATIO)
 
 
@@ -62,24 +71,23 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
     Returns:
         A row a head, (site, head): e-folds of its largest logit in 1,000 steps, a straight line's
         through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
-        NaN where these hold less than three samples.
+        NaN where these hold less than three finite samples.
     """
-    grown = logits.columns[(logits.loc[:step].tail(1) > GROWN).any()]
-    logs = np.log(logits[grown].clip(lower=1))
-    spans = {
-        "before": logs.loc[step - GROWTH_WINDOW : step],
-        "after": logs.loc[step + 1 : step + GROWTH_WINDOW],
-    }
+    grown = logits.columns[logits.loc[:step].iloc[-1] > GROWN]
+    logs = np.log(logits[grown].clip(lower=1).where(np.isfinite))
     return pd.DataFrame(
         {
-            name: np.polyfit(span.index / 1000, span.to_numpy(), 1)[0]
-            for name, span in spans.items()
-            if len(span) > 2 and len(grown)
+            "before": logs.loc[step - GROWTH_WINDOW : step].apply(_slope),
+            "after": logs.loc[step + 1 : step + GROWTH_WINDOW].apply(_slope),
         },
         index=grown,
-        columns=list(spans),
         dtype=float,
     )
+
+
+def _slope(logs: pd.Series) -> float:
+    known = logs.dropna()
+    return np.nan if len(known) < 3 else float(np.polyfit(known.index / 1000, known, 1)[0])
 
 
 def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.DataFrame:
@@ -108,12 +116,18 @@ def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.Dat
 
 
 def switches_made(events: pd.DataFrame) -> pd.DataFrame:
-    """Those that were made, undone ones left out."""
+    """The switches of a journal, without undoings and those that a dry run did not make."""
     return events[(events["kind"] == "switch") & ~events["stabilizer"].isin(["", "none"])]
 
 
 def speed(facts: dict, first: int, last: int) -> float:
-    """Steps a second between two steps, from the clock; NaN where it says nothing."""
+    """Steps a second between two steps; NaN where the clock says nothing.
+
+    Args:
+        facts: Of the run; `clock` holds when its 100th, 200th... `steps` ended, in `seconds`.
+        first: The first step.
+        last: The last step.
+    """
     steps, seconds = (np.array(facts.get("clock", {}).get(key, [])) for key in ("steps", "seconds"))
     chosen = (steps[:-1] >= first) & (steps[1:] <= last) & (np.diff(seconds) > 0)
     # The median passes over pauses and, where a run was resumed, over the clock's new start.

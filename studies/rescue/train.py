@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import platform
-import re
 import shutil
 import sys
 import time
@@ -40,6 +39,7 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events
 from guardbit.records import Event
 from studies.rescue import corpus
 from studies.rescue.model import GPT2, Size
+from studies.rescue.packed import step_of
 
 SCOPES = {"rescue": "head", "rescue_all": "model"}
 ARMS = ("stock", *SCOPES, "from_start")
@@ -140,7 +140,7 @@ def branch(stock: Path, folder: Path) -> Path:
     alarms = read_events(stock).query("kind == 'alarm'")["step"]
     if alarms.empty:
         raise SystemExit(f"{stock} raised no alarm: guarded, it is the same run")
-    kept = {int(re.sub(r"\D", "", path.stem)): path for path in stock.glob("step=*.ckpt")}
+    kept = {step_of(path): path for path in stock.glob("step=*.ckpt")}
     before = [step for step in kept if step < alarms.min()]
     if not before:
         raise SystemExit(

@@ -1,0 +1,176 @@
+"""One line of the study's table for each run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from studies.rescue.measures import (
+    excess_loss,
+    logit_growth,
+    logits_by_head,
+    loss_departure,
+    median_errors_of_dq,
+    norm_departure,
+    series,
+    speed,
+    switches_made,
+)
+from studies.rescue.packed import Run
+
+#: The study's learning rate.
+RATE = 1.5e-3
+
+#: Losses are averaged over the last of these steps.
+_LAST = 500
+
+
+def one_line_a_run(runs: list[Run]) -> pd.DataFrame:
+    """What each run was and what became of it; `studies.rescue.analyse` explains the columns."""
+    return pd.DataFrame(_line(run, matched_run(run, runs)) for run in runs)
+
+
+def matched_run(run: Run, runs: list[Run]) -> Run | None:
+    """The run that a run is held against.
+
+    Args:
+        run: The run.
+        runs: Those to choose from.
+
+    Returns:
+        The one of the same seed whose heads were compensated from the start, or, if there is none,
+        from the first alarm to the end; its rate is the run's, or the study's if that is lower.
+        None if there is no such run, or it is the run itself.
+    """
+    for arm in ("from_start", "rescue_all"):
+        wanted = {
+            "arm": arm,
+            "stabilizer": "compensated",
+            "seed": run.facts["seed"],
+            "learning_rate": min(RATE, run.facts["learning_rate"]),
+        }
+        for other in runs:
+            fits = all(other.facts[key] == value for key, value in wanted.items())
+            if fits and (arm == "from_start" or _stayed_switched(other)):
+                return None if other is run else other
+    return None
+
+
+def _stayed_switched(run: Run) -> bool:
+    return not switches_made(run.events).empty and "none" not in set(run.events["stabilizer"])
+
+
+def _line(run: Run, twin: Run | None) -> dict:
+    line = _what_it_was(run)
+    line |= _failure(run, twin)
+    line |= _warning(run, line["norm_failed_at"], line["loss_failed_at"])
+    line |= _switch(run, line["steps"] if line["first_alarm"] is None else line["first_alarm"])
+    return line | _telemetry(run, 1000 if line["first_alarm"] is None else line["first_alarm"])
+
+
+def _what_it_was(run: Run) -> dict:
+    origin = run.facts["branched_from"]
+    return {
+        "run": run.name,
+        # A stock run gone through again shares what came before with the first one.
+        "arm": "again" if run.facts["arm"] == "stock" and origin else run.facts["arm"],
+        "backend": run.facts["backend"],
+        "stabilizer": run.facts["stabilizer"] or "",
+        "learning_rate": run.facts["learning_rate"],
+        "seed": run.facts["seed"],
+        "family": Path(origin).parent.name if origin else run.name,
+        "steps": int(series(run.frame, "loss").index[-1]),
+    }
+
+
+def _failure(run: Run, twin: Run | None) -> dict:
+    if twin is None:
+        return {
+            "matched": "",
+            "compared_steps": 0,
+            "norm_failed_at": None,
+            "loss_failed_at": None,
+            "above_matched": None,
+        }
+    loss, norm = (
+        [series(each.frame, indicator) for each in (run, twin)]
+        for indicator in ("loss", "w_q_spectral_norm")
+    )
+    excess = excess_loss(*loss)
+    compared = int(excess.index[-1])
+    return {
+        "matched": twin.facts["arm"],
+        "compared_steps": compared,
+        "norm_failed_at": norm_departure(*norm),
+        "loss_failed_at": loss_departure(*loss),
+        "above_matched": excess.loc[compared - _LAST + 1 :].mean(),
+    }
+
+
+def _warning(run: Run, norm_failed: int | None, loss_failed: int | None) -> dict:
+    alarms, verdicts = (run.events[run.events["kind"] == kind] for kind in ("alarm", "verdict"))
+    first = None if alarms.empty else int(alarms["step"].iloc[0])
+    heads = {(alarm.site, head) for alarm in alarms.itertuples() for head in alarm.heads}
+    return {
+        "first_alarm": first,
+        "rule": "" if alarms.empty else alarms["rule"].iloc[0],
+        "lead_on_norm": None if norm_failed is None or first is None else norm_failed - first,
+        "lead_on_loss": None if loss_failed is None or first is None else loss_failed - first,
+        "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
+        "alarmed_heads": len(heads),
+    }
+
+
+def _switch(run: Run, alarm: int) -> dict:
+    switches, logits = switches_made(run.events), logits_by_head(run.frame)
+    step = None if switches.empty else int(switches["step"].iloc[0])
+    if step is not None:
+        at_once = switches[switches["step"] == step].itertuples()
+        switched = {(switch.site, head) for switch in at_once for head in switch.heads}
+        logits = logits[[head for head in logits if head in switched]]
+    growth = logit_growth(logits, alarm)
+    errors = median_errors_of_dq(run.frame, growth.index, alarm)
+    last = int(run.frame["step"].max())
+    return {
+        "first_switch": step,
+        "switches": len(switches),
+        "grown_heads": len(growth),
+        "growth_before": _median_and_range(growth["before"]),
+        "growth_after": _median_and_range(growth["after"]),
+        "dq_error_before": errors["before"].median(),
+        "dq_error_after": errors["after"].median(),
+        "speed_before": speed(run.facts, 300, last if step is None else step),
+        "speed_after": float("nan") if step is None else speed(run.facts, step + 100, last),
+    }
+
+
+def _telemetry(run: Run, since: int) -> dict:
+    loss = series(run.frame, "loss")
+    logit, norm, maxima, gradient = (
+        series(run.frame, indicator)
+        for indicator in (
+            "max_logit", "w_q_spectral_norm", "multiple_maxima_bf16", "grad_norm",
+        )
+    )  # fmt: skip
+    bias, scale = (
+        run.frame[run.frame["indicator"] == indicator].groupby(["site", "head"])["value"].sum()
+        for indicator in ("delta_bias", "delta_bias_abs")
+    )
+    return {
+        "last_loss": loss.loc[loss.index[-1] - _LAST + 1 :].mean(),
+        "highest_gradient_norm": gradient.loc[since:].max(),
+        "highest_logit": logit.loc[since:].max(),
+        "largest_norm": norm.iloc[-1],
+        "largest_logit": logit.iloc[-1],
+        "bf16_maxima": maxima.iloc[-1],
+        "largest_dq_error": series(run.frame, "dq_relative_error").loc[1000:].max(),
+        "largest_mean_bias": (bias / scale).abs().max(),
+    }
+
+
+def _median_and_range(values: pd.Series) -> str:
+    known = values.dropna()
+    if known.empty:
+        return ""
+    return f"{known.median():+.2f} ({known.min():+.2f} to {known.max():+.2f})"

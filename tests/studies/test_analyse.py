@@ -1,0 +1,350 @@
+"""The rescue study's tables: what counts as failed, and what is told of it."""
+
+import json
+from dataclasses import asdict, fields
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from guardbit import read_events, read_run
+from guardbit.monitor.replay import replay
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
+from studies.rescue import analyse, lines, measures
+from studies.rescue.packed import Run, load, pack, step_of
+
+RECORDED = Path(__file__).parents[1] / "data" / "runs"
+RESULTS = Path(analyse.__file__).with_name("results")
+
+
+def series(values, spacing=20):
+    return pd.Series(values, index=np.arange(len(values)) * spacing, dtype=float)
+
+
+def recorded(name, indicator):
+    (path,) = RECORDED.glob(f"{name}*")
+    return measures.series(pd.read_csv(path), indicator)
+
+
+def test_a_run_counts_as_sound_only_where_it_was_compared_long_enough():
+    keys = {"arm": "stock", "backend": "any", "stabilizer": "", "learning_rate": 1e-3}
+    runs = pd.DataFrame(
+        {**keys, "matched": matched, "compared_steps": compared, "first_alarm": alarm,
+         "norm_failed_at": None, "loss_failed_at": failed, "lead_on_norm": lead,
+         "lead_on_loss": lead, "above_matched": above}
+        for matched, compared, alarm, failed, lead, above in (
+            ("from_start", analyse.LENGTH, None, None, None, 0.001),
+            ("from_start", analyse.LENGTH - 20, None, None, None, 9.0),
+            ("rescue_all", 2000, 600, 1500, 900, 0.3), ("rescue_all", 900, 700, 800, 100, 0.1),
+            ("", 0, None, None, None, 9.0))
+    )  # fmt: skip
+    (row,) = analyse.one_line_an_arm(runs).itertuples()
+    assert (row.runs, row.failed, row.alarmed) == (3, 2, 2)
+    # Clopper and Pearson's of 2 in 3, from tables.
+    assert row.failed_95 == "0.09 to 0.99"
+    assert (row.least_lead_on_norm, row.least_lead_on_loss) == (100, 100)
+    assert row.above_matched == "+0.001 to +0.300"
+
+
+def test_the_recorded_failure_departs_where_it_was_seen_to():
+    # Its loss leaves that of the stable runs on the same batches at about step 9,000; before, its
+    # largest norm is 17 at step 6,600 and 48 at 8,000, where theirs are 15 and 18.
+    stable = [f"stable-{name}-lr1.5e-3" for name in ("fp32out", "bf16out", "fa2numerics")]
+    for reference in stable:
+        losses, norms = (recorded(reference, name) for name in ("loss", "w_q_spectral_norm"))
+        fails = "fails-sdpa-lr1.5e-3"
+        assert 8500 <= measures.loss_departure(recorded(fails, "loss"), losses) <= 9500
+        norm_failed = measures.norm_departure(recorded(fails, "w_q_spectral_norm"), norms)
+        assert 7000 <= norm_failed <= 8500
+        for other in (*stable, "stable-shift-lr1.5e-3"):
+            assert measures.loss_departure(recorded(other, "loss"), losses) is None
+            norm = recorded(other, "w_q_spectral_norm")
+            assert measures.norm_departure(norm, norms) is None
+
+
+@pytest.mark.parametrize("excess, samples, expected", [
+    (0.3, 100, 2160), (0.09, 100, None), (-0.3, 100, None), (0.3, 8, None), (np.nan, 1, 2000),
+    (np.inf, 1, 2000),
+])  # fmt: skip
+def test_only_a_lasting_rise_of_the_loss_is_a_failure(excess, samples, expected):
+    # A window holds 25 samples: 9 of them at 0.3 average to 0.108, 8 to 0.096.
+    reference = series(np.full(300, 2.0))
+    loss = reference.copy()
+    loss.iloc[100 : 100 + samples] += excess
+    assert measures.loss_departure(loss, reference) == expected
+
+
+@pytest.mark.parametrize("factor, samples, expected", [
+    (2.0, 3, 4400), (1.99, 9, None), (9.0, 2, None), (0.1, 9, None), (np.inf, 3, 4400),
+])  # fmt: skip
+def test_only_a_lasting_growth_of_the_norm_is_a_failure(factor, samples, expected):
+    # Three of the five samples of a window are its median.
+    reference = series(np.linspace(1, 30, 40), 200)
+    norm = reference.copy()
+    norm.iloc[20 : 20 + samples] *= factor
+    assert measures.norm_departure(norm, reference) == expected
+
+
+def test_the_growth_of_large_logits_before_and_after_a_step():
+    # Head 0 grows by two e-folds in 1,000 steps and, from step 3,000 on, shrinks by one; head 1
+    # stays at 1,500; head 2 is small at that step, whatever becomes of it.
+    steps = np.arange(0, 6001, 200)
+    turn = np.where(steps <= 3000, 2 * (steps - 3000), 3000 - steps) / 1000
+    heads = {0: 2000 * np.exp(turn), 1: np.full(31, 1500.0), 2: np.exp(steps / 1000 + 3)}
+    table = pd.DataFrame({"step": steps, "site": "h.0", **heads})
+    run = table.melt(["step", "site"], var_name="head").assign(indicator="max_logit")
+    logits = measures.logits_by_head(run)
+    for step in (3000, 3050):
+        growth = measures.logit_growth(logits, step)
+        assert growth.index.tolist() == [("h.0", 0), ("h.0", 1)]
+        np.testing.assert_allclose(growth, [[2, -1], [0, 0]], atol=1e-9)
+    # What follows is told by 1,500 steps, what is not finite by the rest, for this head alone.
+    logits.loc[4600:, ("h.0", 0)] = 1e9
+    logits.loc[3600, ("h.0", 0)] = np.inf
+    np.testing.assert_allclose(measures.logit_growth(logits, 3000), [[2, -1], [0, 0]], atol=1e-9)
+    # Too few samples on one side, or no such head: nothing is said.
+    assert measures.logit_growth(logits, 5900)["after"].isna().all()
+    assert measures.logit_growth(logits[[("h.0", 2)]], 3050).empty
+
+
+def test_what_fast_growing_logits_do_by_themselves(tmp_path):
+    steps = np.arange(0, 8001, 200)
+    time = (steps - 3000) / 1000
+    logs = [
+        np.where(steps <= 3000, 8 + 2 * time, 6.2 + 0.1 * time),  # above 1,000 from 2,600 to 3,000
+        8 + 2 * (time - 2.5),  # above 1,000 when it no longer counts
+        np.full(41, 9.0),  # large, and does not grow
+    ]
+    for arm, rate in (
+        ("rescue", 1.5e-3), ("rescue_all", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3),
+    ):  # fmt: skip
+        branched = "runs/stock/step=2800.ckpt" if arm == "rescue_all" else None
+        study = {"arm": arm, "learning_rate": rate, "branched_from": branched}
+        with RunWriter(tmp_path / arm, metadata={"study": study}) as writer:
+            for step, *values in zip(steps.tolist(), *np.exp(logs).tolist(), strict=True):
+                writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
+            writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
+            for step in (6000, 7000):
+                writer.event(Event(step, "switch", "h.0", (0,), "", stabilizer="compensated"))
+    line, branch = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
+    # After 2,600 and 2,800 a line through what follows falls, after 3,000 it rises.
+    assert (line["run"], line["samples"], line["heads"]) == ("rescue", 3, 1)
+    assert line["falling"] == line["falling_fast"] == pytest.approx(2 / 3)
+    # The copy that parts at 2,800 has 3,000 of its own.
+    assert (branch["run"], branch["samples"], branch["falling"]) == ("rescue_all", 1, 0)
+    assert branch["growth_after"] == pytest.approx(0.1)
+
+
+def families(*rows):
+    """A table of runs from (family, stabilizer, switches, failed, compared with, its steps)."""
+    return pd.DataFrame(
+        {"family": family, "stabilizer": stabilizer, "switches": switches, "norm_failed_at": None,
+         "loss_failed_at": 1.0 if failed else None, "matched": matched, "compared_steps": steps}
+        for family, stabilizer, switches, failed, matched, steps in rows
+    )  # fmt: skip
+
+
+def test_how_often_chance_alone_would_part_runs_like_this():
+    # All ways to deal the failures of each family to its runs, counted by hand.
+    compensated, compared = ("compensated", 1), ("from_start", analyse.LENGTH)
+    table = analyse.one_line_a_family(families(
+        ("a", "", 0, True, *compared), ("a", "", 0, False, *compared),
+        ("a", *compensated, False, *compared),
+        ("b", "", 0, True, *compared), ("b", "row_max", 9, True, *compared),
+        ("b", *compensated, True, *compared), ("b", *compensated, False, *compared),
+        # What is held against nothing or not for long enough, or was never switched.
+        ("a", *compensated, False, "", 0), ("a", *compensated, False, "rescue_all", 9000),
+        ("c", "", 0, True, *compared), ("c", "compensated", 0, False, *compared),
+    )).set_index("family")  # fmt: skip
+    assert table.index.tolist() == ["a", "b", "all"]
+    counts = ["others", "others_failed", "compensated", "compensated_failed"]
+    assert table[counts].to_numpy().tolist() == [[2, 1, 1, 0], [2, 2, 2, 1], [4, 3, 3, 1]]
+    dealt = [
+        sum(index < 2 for index in first) + sum(index < 2 for index in second)
+        for first in combinations(range(3), 1)
+        for second in combinations(range(4), 3)
+    ]
+    expected = [2 / 3, 2 / 4, np.mean([number >= 3 for number in dealt])]
+    np.testing.assert_allclose(table["chance"], expected, rtol=1e-12)
+
+
+def test_errors_of_dq_before_and_after_a_step():
+    # Audits of head 0 every 250 steps, of head 1 at 1,500 alone.
+    run = pd.DataFrame({
+        "step": [*range(0, 6001, 250), 1500, 3000],
+        "site": "h.0",
+        "head": [*[0] * 25, 1, 0],
+        "indicator": [*["dq_relative_error"] * 26, "max_logit"],
+        "value": [*np.arange(25) ** 2.0, 7.0, 1e9],
+    })  # fmt: skip
+    heads = pd.MultiIndex.from_tuples([("h.0", 0), ("h.0", 1), ("h.1", 0)])
+    errors = measures.median_errors_of_dq(run, heads, 3000)
+    # Before: audits 6 to 12, that of step 3,000 included; after: 13 to 18.
+    expected = [[9**2, (15**2 + 16**2) / 2], [7, np.nan], [np.nan, np.nan]]
+    np.testing.assert_array_equal(errors[["before", "after"]], expected)
+
+
+def bare(name="run", events=(), **facts):
+    """A run of the study of which only the facts and the journal matter."""
+    known = {"arm": "stock", "backend": "cudnn", "stabilizer": None, "learning_rate": 1.5e-3,
+             "seed": 0, "branched_from": None}  # fmt: skip
+    names = [field.name for field in fields(Event)]
+    journal = pd.DataFrame([asdict(event) for event in events], columns=names)
+    return Run(name, {**known, **facts}, pd.DataFrame(), journal)
+
+
+def test_which_run_another_is_held_against():
+    made = Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated")
+    undone = Event(9000, "switch", "h.0", (0,), "", stabilizer="none")
+    dry = Event(6000, "switch", "h.0", (0,), "a dry run")
+    rescue_all = partial(bare, arm="rescue_all", stabilizer="compensated")
+    runs = [
+        bare("stock"), bare("stock1", seed=1), bare("fast", learning_rate=3e-3),
+        bare("safe", learning_rate=6e-4), bare("stock2", seed=2),
+        bare("start", arm="from_start", stabilizer="compensated"),
+        bare("start-row_max", arm="from_start", stabilizer="row_max", seed=1),
+        rescue_all("never", seed=1), rescue_all("dry", [dry], seed=1),
+        rescue_all("undone", [made, undone], seed=1), rescue_all("all", [made], seed=1),
+        rescue_all("all0", [made]),
+    ]  # fmt: skip
+    matched = {run.name: lines.matched_run(run, runs) for run in runs}
+    assert {name: twin and twin.name for name, twin in matched.items()} == {
+        "stock": "start", "fast": "start", "safe": None, "start": None, "all0": "start",
+        "stock1": "all", "start-row_max": "all", "never": "all", "dry": "all", "undone": "all",
+        "all": None, "stock2": None,
+    }  # fmt: skip
+    assert [len(measures.switches_made(run.events)) for run in runs[-5:]] == [0, 0, 1, 1, 1]
+
+
+def test_one_line_of_a_run():
+    steps = np.arange(0, 4001, 200)
+    late = steps > 2000
+    heads = {
+        0: {"max_logit": np.where(steps == 1200, 9e9, np.where(late, 3000.0, 2000.0))},
+        1: {"max_logit": np.where(steps <= 2600, 2000.0, 1500.0)},
+    }
+    heads[0] |= {"dq_relative_error": np.where(late, 0.5, 4.0), "delta_bias": np.full(21, -3.0)}
+    heads[1] |= {"dq_relative_error": np.where(late, 9.0, 7.0), "delta_bias": np.full(21, 2.0)}
+    rows = [
+        {"step": step, "site": "h.0", "head": head, "indicator": indicator, "value": value}
+        for head, indicators in heads.items()
+        for indicator, values in {
+            **indicators, "w_q_spectral_norm": np.where(steps >= 3000, 8.0, 3.0),
+            "delta_bias_abs": np.full(21, 10.0), "multiple_maxima_bf16": steps / 5000,
+        }.items()
+        for step, value in zip(steps.tolist(), values, strict=True)
+    ]  # fmt: skip
+    scalars = [
+        {"step": step, "site": "", "head": -1, "indicator": indicator, "value": value}
+        for step in range(0, 4001, 20)
+        for indicator, value in (("loss", 2.0 + 0.5 * (step > 3000)),
+                                 ("grad_norm", 99.0 if step == 1500 else step / 1000))
+    ]  # fmt: skip
+    frame = pd.DataFrame(rows + scalars)
+    twin = frame.copy()
+    twin.loc[twin["indicator"] == "loss", "value"] = 2.0
+    twin.loc[twin["indicator"] == "w_q_spectral_norm", "value"] = 3.0
+    alarm = partial(Event, kind="alarm", why="", rule="norm_growth")
+    events = [
+        alarm(2000, site="h.0", heads=(0,)), alarm(2400, site="h.1", heads=(0,), rule="other"),
+        Event(2000, "verdict", "", (), "", rule="unclear"),
+        Event(2400, "verdict", "", (), "", rule="rounding"),
+        Event(2000, "switch", "h.0", (0,), "", stabilizer="compensated"),
+        Event(2400, "switch", "h.0", (1,), "", stabilizer="compensated"),
+    ]  # fmt: skip
+    clock = {"steps": [*range(100, 4001, 100)], "seconds": []}
+    clock["seconds"] = [step / 20 if step <= 2000 else 100 + (step - 2000) / 10
+                        for step in clock["steps"]]  # fmt: skip
+    origin = "runs/stock-cudnn-seed0/step=1000.ckpt"
+    facts = {"arm": "rescue", "stabilizer": "compensated", "branched_from": origin, "clock": clock}
+    start = bare("start", arm="from_start", stabilizer="compensated")._replace(frame=twin)
+    run = bare("branch", events, **facts)._replace(frame=frame)
+    line = lines.one_line_a_run([run, start]).iloc[0].to_dict()
+    expected = {
+        "run": "branch", "arm": "rescue", "family": "stock-cudnn-seed0", "steps": 4000,
+        "matched": "from_start", "compared_steps": 4000,
+        # Six losses of 25 at 0.5 average to 0.12; three norms of five are their median.
+        "loss_failed_at": 3120, "norm_failed_at": 3400, "first_alarm": 2000, "rule": "norm_growth",
+        "lead_on_norm": 1400, "lead_on_loss": 1120, "verdict": "rounding", "alarmed_heads": 2,
+        # Head 1 is as large, and is switched later.
+        "first_switch": 2000, "switches": 2, "grown_heads": 1, "dq_error_before": 4.0,
+        "dq_error_after": 0.5, "last_loss": 2.5, "above_matched": 0.5,
+        # The peaks at 1,200 and 1,500 come before the alarm.
+        "highest_gradient_norm": 4.0, "highest_logit": 3000, "largest_norm": 8,
+        "largest_logit": 3000, "bf16_maxima": 0.8, "largest_dq_error": 9, "largest_mean_bias": 0.3,
+        "speed_before": 20, "speed_after": 10,
+    }  # fmt: skip
+    assert {name: line[name] for name in expected} == pytest.approx(expected)
+    stock = bare("again", branched_from=origin)._replace(frame=frame)
+    (line,) = lines.one_line_a_run([stock]).to_dict("records")
+    assert (line["arm"], line["matched"], line["first_alarm"]) == ("again", "", None)
+    assert line["highest_gradient_norm"] == 99
+
+
+def test_speed_passes_over_pauses_and_restarts():
+    clock = {"steps": [100, 200, 300, 400, 500, 600], "seconds": [0, 10, 20, 120, 5, 15]}
+    assert measures.speed({"clock": clock}, 100, 600) == 10
+    assert measures.speed({"clock": clock}, 300, 400) == 1
+    assert np.isnan(measures.speed({}, 0, 600))
+
+
+def test_what_pack_keeps(tmp_path):
+    folder = tmp_path / "runs" / "one"
+    with RunWriter(folder, metadata={"settings": {}}) as writer:
+        for step in range(0, 401, 10):
+            writer.add([
+                Sample(step, "", -1, "loss", (1.2345678,)),
+                *(Sample(step, "h.0", 0, name, (1.2345678, 2.0))
+                  for name in ("max_logit", "dq_relative_error", "dq_coherent_error")),
+            ])  # fmt: skip
+        writer.event(Event(7, "alarm", "h.0", (1,), "why", "rule"))
+    (folder / "about.json").write_text(json.dumps({"arm": "stock"}))
+    (folder / "clock.csv").write_text("100,5.5\n200,9.5\n")
+    for _ in range(2):
+        pack(tmp_path / "runs", tmp_path / "packed")
+    (run,) = load(tmp_path / "packed")
+    assert run.facts == {"arm": "stock", "clock": {"steps": [100, 200], "seconds": [5.5, 9.5]}}
+    assert run.events[["step", "why"]].to_numpy().tolist() == [[7, "why"]]
+    kept = run.frame.groupby("indicator")
+    assert kept["step"].unique().map(list).to_dict() == {
+        "loss": [*range(0, 401, 20)], "max_logit": [0, 200, 400],
+        "dq_relative_error": [*range(0, 401, 10)], "dq_coherent_error": [*range(0, 401, 10)],
+    }  # fmt: skip
+    assert kept["value"].min().to_dict() == {
+        "loss": 1.2346,
+        "max_logit": 1.23,
+        "dq_relative_error": 1.23,
+        "dq_coherent_error": 1.23,
+    }
+    with pytest.raises(ValueError, match="another folder than their own"):
+        pack(tmp_path / "runs", tmp_path / "packed" / ".." / "runs")
+    assert (folder / "clock.csv").exists()
+
+
+@pytest.mark.parametrize("name", ["step=6000.ckpt", "runs/lr1.5e-3/step=6000-v1.ckpt"])
+def test_the_step_of_a_checkpoint(name):
+    assert step_of(name) == step_of(Path(name)) == 6000
+
+
+@pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
+def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
+    events = read_events(run)
+    alarms = events.loc[events["kind"] == "alarm", "step"]
+    again = replay(read_run(run))
+    if alarms.empty:
+        assert (again.first_alarm, again.verdict) == (None, "stable")
+    else:
+        # Live there was a sample every 50 steps, packed there is one every 200.
+        assert alarms.min() <= again.first_alarm <= alarms.min() + 400
+        assert again.verdict == events.loc[events["kind"] == "verdict", "rule"].iloc[-1]
+
+
+def test_too_high_a_rate_is_blamed_at_3e_3_and_nowhere_else():
+    verdicts = {run.name: replay(read_run(run)).verdict for run in RESULTS.glob("*/")}
+    blamed = {name for name, verdict in verdicts.items() if verdict == "learning-rate"}
+    assert len(blamed) >= 4
+    assert blamed == {name for name in verdicts if "lr3.0e-03" in name}
