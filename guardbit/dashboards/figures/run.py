@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -11,13 +11,11 @@ from guardbit.dashboards import frames
 from guardbit.dashboards.figures.lines import NAMED
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish, styled
+from guardbit.dashboards.names import fitted
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 
 #: Runs told apart by colour and line style; further ones are refused by `runs_over_steps`.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
-
-#: Of all runs' names together: what stands in one line below the title.
-_MOST_CHARACTERS = 80
 
 
 @styled
@@ -65,7 +63,7 @@ def runs_over_steps(
         return None
     figure, (axes,) = canvas(title)
     colours = dict(zip(runs, RUN_LINES, strict=False))
-    for short, (name, values) in zip(_short(list(series)), series.items(), strict=True):
+    for short, (name, values) in zip(fitted(list(series)), series.items(), strict=True):
         colour, line_style = colours[name]
         axes.plot(values, color=colour, linestyle=line_style, label=short, gid=NAMED)
     axes.set_ylabel(label + scale(axes, pd.concat(list(series.values())).to_numpy()))
@@ -85,18 +83,3 @@ def runs_over_steps(
 def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
     series = frames.of_run(frame, indicator)
     return smooth(series) if len(series) else frames.by_head(frame, indicator).abs().max(axis=1)
-
-
-def _short(names: Sequence[str]) -> list[str]:
-    """As many characters of each name as there is room for; first goes what all have in common."""
-    if sum(map(len, names)) > _MOST_CHARACTERS:
-        shared = set.intersection(*(set(name.split("-")) for name in names))
-        told = ["-".join(p for p in name.split("-") if p not in shared) for name in names]
-        if all(told) and len(set(told)) == len(names):
-            names = told
-    most = max(map(len, names))
-    while most > 3 and sum(min(len(name), most) for name in names) > _MOST_CHARACTERS:
-        most -= 1
-    # Cut in the middle, as names of related runs differ at their ends.
-    kept = (most - 1) // 2
-    return [name if len(name) <= most else f"{name[:kept]}…{name[-kept:]}" for name in names]

@@ -60,9 +60,10 @@ def log_ticks(axis: Any, ratio: float) -> None:
 
 def plain(value: float, _position: int | None = None) -> str:
     """A number as a tick shows it."""
-    if value == 0 or 1e-3 <= abs(value) < 1e7:
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{value:,.10g}"
-    return f"{value:.0e}"
+    mantissa, exponent = f"{value:.6e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def edges(centres: np.ndarray) -> np.ndarray:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from guardbit.dashboards import frames
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES
+from guardbit.dashboards.names import told_apart
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Run
 from guardbit.dashboards.report.document import (
@@ -50,7 +52,7 @@ PICTURES = (
 
 
 def compared(runs: Sequence[Run]) -> Document:
-    """Two runs or more side by side.
+    """Two runs or more side by side; in the text they go by what tells them apart.
 
     Raises:
         ValueError: There are more than four, or two have the same title.
@@ -63,14 +65,16 @@ def compared(runs: Sequence[Run]) -> Document:
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
+    runs = [replace(run, title=name) for run, name in zip(runs, told_apart(titles), strict=True)]
     journals = [frames.journal(run.events) for run in runs]
     ill = [run.title for run, journal in zip(runs, journals, strict=True) if _is_ill(journal)]
-    headline = (
-        f"{len(ill)} of {len(runs)} runs {'has' if len(ill) == 1 else 'have'} alarms: "
-        f"{', '.join(ill)}"
-        if ill
-        else f"No alarm in any of the {len(runs)} runs"
-    )
+    if not ill:
+        headline = f"No alarm in any of the {len(runs)} runs"
+    elif len(ill) == len(runs):
+        headline = f"All {len(runs)} runs have alarms"
+    else:
+        has = "has" if len(ill) == 1 else "have"
+        headline = f"{len(ill)} of {len(runs)} runs {has} alarms: {', '.join(ill)}"
     return Document(
         title=" · ".join(titles),
         extent=words.count(len(runs), "run"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import matplotlib
@@ -20,6 +21,7 @@ from guardbit.dashboards.report.document import (
     Document,
     Heading,
     Paragraph,
+    Picture,
     Table,
     Timeline,
 )
@@ -86,8 +88,19 @@ def _lines(document: Document) -> Iterator[_Line]:
     for tile in document.tiles:
         note = f"   ({tile.note})" if tile.note else ""
         yield from _wrapped(f"{tile.name}: {tile.value}{note}", 10.5, space=5)
-    for block in document.blocks:
+    blocks = [block for block in document.blocks if not isinstance(block, Picture)]
+    for block, following in zip_longest(blocks, blocks[1:]):
+        # A section of figures alone has nothing to say on the pages of text.
+        if isinstance(block, Heading) and _ends(block, following):
+            continue
         yield from _of_block(block)
+
+
+def _ends(heading: Heading, following: Block | None) -> bool:
+    """Whether a section has ended before it has begun."""
+    return following is None or (
+        isinstance(following, Heading) and following.level <= heading.level
+    )
 
 
 def _of_block(block: Block) -> Iterator[_Line]:
@@ -126,11 +139,14 @@ def _of_table(table: Table) -> Iterator[_Line]:
     for row in rows:
         yield from _wrapped(row[0], bold=True, space=4)
         named = [f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell]
-        yield from _wrapped(" · ".join(named), 8)
+        # What has dots of its own is not told apart by more of them.
+        apart = named if any("·" in cell for cell in row[1:]) else [" · ".join(named)]
+        for text in apart:
+            yield from _wrapped(text, 8)
 
 
 def _text(cell: Cell) -> str:
-    return " · ".join(filter(None, cell)) if isinstance(cell, tuple) else cell
+    return ", ".join(filter(None, cell)) if isinstance(cell, tuple) else cell
 
 
 def _characters(size: float) -> int:

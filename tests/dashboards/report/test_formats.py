@@ -5,10 +5,13 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.report import FORMATS, Run, write_report, write_reports
+from guardbit.dashboards.report.document import Document, Heading, Paragraph, Picture
+from guardbit.dashboards.report.pages import text_pages
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 ATTACK = "a|b <script>alert(1)</script> `x` [y](z) \n# h"
@@ -168,3 +171,23 @@ def test_a_run_without_samples_is_compared_too(tmp_path):
     runs = [Run("full", short()), Run("empty", pd.DataFrame(columns=SAMPLES))]
     text = write_reports(runs, tmp_path / "r.md", format="md").read_text()
     assert "no samples" in text and "No alarm in any of the 2 runs" in text
+
+
+def test_long_names_lose_in_the_text_what_they_have_in_common(run, tmp_path):
+    names = [f"{name}-gpt2-small-with-a-long-name-lr1.5e-03-seed4" for name in ("one", "two")]
+    runs = [Run(name, few(run), run.events) for name in names]
+    text = write_reports(runs, tmp_path / "r.md", format="md").read_text(encoding="utf-8")
+    assert "# All 2 runs have alarms\n" in text
+    assert "|  | one | two |" in text
+    assert [text.count(name) for name in names] == [1, 1], "in the line that names the runs"
+
+
+def test_a_page_of_text_has_no_title_without_text():
+    blocks = [
+        Heading("Figures alone"), Picture("a", "", "", Figure()), Heading("Words"),
+        Heading("below", 3), Paragraph("are here"), Heading("the end"),
+    ]  # fmt: skip
+    (page,) = text_pages(Document("run", "", "headline", (), (), blocks))
+    written = [text.get_text() for text in page.texts]
+    assert written[-3:] == ["Words", "below", "are here"]
+    assert "Figures alone" not in written
