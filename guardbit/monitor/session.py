@@ -254,9 +254,8 @@ class MonitorSession:
         for alarm in alarms:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             self._first_alarms.setdefault((alarm.rule, alarm.site), alarm)
-            self.record(
-                Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-            )
+            why = alarm.why + self._switched_already(alarm)
+            self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
         self.attempt("policy", lambda: self._decide(alarms, step))
         return alarms
 
@@ -348,6 +347,16 @@ class MonitorSession:
         ]
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
+
+    def _switched_already(self, alarm: Alarm) -> str:
+        """Says of an alarm's heads what they run, where a switch has not kept them quiet."""
+        names = self._stabilizers().get(alarm.site, [])
+        switched = [
+            f"head {head} runs {names[head]} already"
+            for head in alarm.heads
+            if head < len(names) and names[head] != "none"
+        ]
+        return "".join(f"; {text}" for text in switched)
 
     def _stabilizers(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.

@@ -411,6 +411,16 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     ]  # fmt: skip
 
 
+def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)
+    # A rule keeps silent about a head for 1,000 steps after it has fired.
+    loop.run([0, 1, 1000, 1001])
+    first, second = events_of(tmp_path, "alarm")["why"]
+    assert "already" not in first
+    assert second.endswith("; head 1 runs stochastic already")
+
+
 def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
     loop.session.instrumentation.switch(SITES[0], "compensated", heads=[1])
