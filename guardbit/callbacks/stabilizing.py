@@ -21,7 +21,8 @@ class AutoStabilizer(pl.Callback):
             that study both kept the loss; with "head" other heads went on to grow.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
-        calm_steps: Steps without an alarm after which a switch is undone; None for never.
+        calm_steps: Steps without an alarm after which a switch is undone; None for never. More
+            than the 1,000 after which an alarm that lasts is repeated, or ill heads are given back.
         dry_run: Decide and record, but switch nothing.
 
     Raises:

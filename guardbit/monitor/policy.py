@@ -272,9 +272,7 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
     first_loss = min((a.step for a in alarms if a.rule == LOSS_RULE), default=None)
     loss = (
-        "the loss has not departed"
-        if first_loss is None
-        else f"the loss departs at step {first_loss}"
+        "no alarm on the loss" if first_loss is None else f"the loss departs at step {first_loss}"
     )
     first = min(of_heads, key=lambda alarm: alarm.step, default=None)
     if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):

@@ -41,7 +41,7 @@ from guardbit.records import (
     Event,
     Sample,
 )
-from guardbit.store import RunWriter
+from guardbit.store import RunWriter, is_run
 
 log = logging.getLogger("guardbit")
 
@@ -286,9 +286,11 @@ class MonitorSession:
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
         if ranks.rank() == 0:
-            level = logging.INFO if event.kind in ("switch", "verdict") else logging.WARNING
+            level = logging.INFO if event.kind == "verdict" else logging.WARNING
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            log.log(level, "step %d: %s%s: %s", event.step, event.kind, where, event.why)
+            what = {"verdict": f" {event.rule}", "switch": f" to {event.stabilizer}"}
+            told = what.get(event.kind, "") if event.rule or event.stabilizer else ""
+            log.log(level, "step %d: %s%s%s: %s", event.step, event.kind, where, told, event.why)
         writer = self._writer
         if writer is not None:
             self.attempt("store", lambda: writer.event(event))
@@ -430,12 +432,30 @@ class MonitorSession:
     # --- the store -------------------------------------------------------------------------------
 
     def _open_store(self, dirpath: str | os.PathLike[str], first_step: int) -> None:
+        goes_on = is_run(dirpath)
         try:
             self._writer = RunWriter(
                 dirpath, metadata=self._metadata(), start_step=max(0, first_step - 1)
             )
         except OSError as error:
             self._fail("store", error)
+            return
+        if not goes_on:
+            self._tell_again(first_step)
+
+    def _tell_again(self, step: int) -> None:
+        """Begins the journal of a run that goes on in a new folder with what it remembers."""
+        for alarm in self._first_alarms.values():
+            self.record(
+                Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
+            )
+        for site, names in self._stabilizers().items():
+            for stabilizer in dict.fromkeys(name for name in names if name != "none"):
+                heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
+                why = "as before the run was resumed"
+                self.record(Event(step, "switch", site, heads, why, stabilizer=stabilizer))
+        # The next sample tells the verdict once more.
+        self._verdict = "stable"
 
     def _store_samples(self, samples: list[Sample]) -> None:
         if self._writer is not None:

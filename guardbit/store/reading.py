@@ -142,6 +142,8 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 def _list_run(folder: Path) -> Listing:
     if not is_run(folder):
         state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
+        if is_run(folder / "guardbit"):
+            state = f"holds it as {folder / 'guardbit'}"
         raise ValueError(f"there is no run at {folder}: the folder {state}")
     return list_folder(folder)
 

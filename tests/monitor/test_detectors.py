@@ -353,7 +353,8 @@ def test_loss_departure_takes_nan_and_inf_for_large_but_spares_one(value):
     detectors = Detectors((LossDeparture(),))
     for step in range(20):
         assert detectors.update([run_loss(step, value if step == 10 else 3.0)]) == []
-    assert [a.step for step in range(20, 40) for a in detectors.update([run_loss(step, value)])]
+    alarms = [a for step in range(20, 40) for a in detectors.update([run_loss(step, value)])]
+    assert alarms[-1].why == "the loss is no longer finite"
 
 
 def test_loss_departure_spares_noisy_losses():

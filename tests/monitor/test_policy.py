@@ -281,7 +281,7 @@ def loss(step):
         ([alarm(7000), loss(8000)], "unclear", "the loss departs"),
         ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "the loss departs"),
         ([alarm(7000), loss(8001)], "rounding", "the loss departs"),
-        ([alarm(7000)], "rounding", "the loss has not departed"),
+        ([alarm(7000)], "rounding", "no alarm on the loss"),
         # How many layers move.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),
         (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 layers move"),

@@ -407,8 +407,28 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     verdicts = events[events["kind"] == "verdict"]
     assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
-        "the loss has not departed", "the loss departs at step 1500"
+        "no alarm on the loss", "the loss departs at step 1500"
     ]  # fmt: skip
+
+
+def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    first = Loop(dirpath=tmp_path / "first", policy=Policy("stochastic"), **settings)
+    first.run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    for folder in ("first", "second"):
+        loop = Loop(dirpath=tmp_path / folder, policy=Policy("stochastic"), **settings)
+        loop.session.load_state_dict(state)
+        loop.run([3, 4])
+    told = read_events(tmp_path / "second")
+    assert told[["step", "kind", "site", "heads", "stabilizer"]].to_numpy().tolist() == [
+        [0, "alarm", SITES[1], (1,), ""],
+        [3, "switch", SITES[1], (1,), "stochastic"],
+        [3, "verdict", "", (), ""],
+    ]
+    assert told["rule"].tolist() == ["always", "", "rounding"]
+    assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
 
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
@@ -778,8 +798,8 @@ def test_events_are_logged_by_how_much_they_matter(caplog):
         loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
-    assert levels == ["INFO", "WARNING"]
-    assert "step 3: switch layers.1 heads [1]: for a test" in caplog.messages
+    assert levels == ["WARNING", "WARNING"]
+    assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
 
 
 # --- several ranks -------------------------------------------------------------------------------

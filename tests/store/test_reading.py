@@ -131,6 +131,10 @@ def test_no_run_there_is_one_clear_sentence(reader, tmp_path: Path) -> None:
     (tmp_path / "hparams.yaml").write_text("lr: 1")
     with pytest.raises(ValueError, match=f"^{there}: the folder holds no GuardBit run$"):
         reader(tmp_path)
+    RunWriter(tmp_path / "guardbit").close()
+    below = re.escape(str(tmp_path / "guardbit"))
+    with pytest.raises(ValueError, match=f"^{there}: the folder holds it as {below}$"):
+        reader(tmp_path)
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200, -1])

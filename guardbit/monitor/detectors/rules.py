@@ -438,6 +438,8 @@ class LossDeparture:
                 why = (
                     f"the loss has risen to {median:.3g}, {rise:.2g} nats above its best "
                     f"(threshold {self.rise:g})"
+                    if median < OVERFLOW / 2
+                    else "the loss is no longer finite"
                 )
                 findings.append(Finding(site, (), why))
         return findings
