@@ -500,6 +500,10 @@ class MonitorSession:
             for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
                 if facts[what]:
                     log.info("%s: %s: %s", name, what.replace("_", " "), facts[what])
+        refusals = [facts["not_switchable"] for facts in sites.values()]
+        if self.policy is not None and refusals and all(refusals):
+            count, reason = len(refusals), refusals[0]
+            log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
         writer = self._writer
         if writer is not None:
             self.attempt("store", lambda: writer.update_metadata({"sites": sites}))

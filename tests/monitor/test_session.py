@@ -28,6 +28,8 @@ SITES = ["layers.0", "layers.1"]
 
 
 class Attention(nn.Module):
+    masked: ClassVar = {"is_causal": True}
+
     def __init__(self, heads=2, kv_heads=2):
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
@@ -40,7 +42,7 @@ class Attention(nn.Module):
         split = lambda y, heads: y.unflatten(-1, (heads, 16)).transpose(1, 2)  # noqa: E731
         q = split(self.q_proj(x), self.heads)
         k, v = (split(p(x), self.kv_heads) for p in (self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.masked)
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -429,6 +431,16 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     ]
     assert told["rule"].tolist() == ["always", "", "rounding"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
+
+
+@pytest.mark.parametrize("policy", [None, Policy()])
+def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
+    explicit = torch.ones(12, 12, dtype=torch.bool).tril()
+    monkeypatch.setattr(Attention, "masked", {"attn_mask": explicit})
+    Loop(every_n_train_steps=1, policy=policy).run(range(2))
+    told = [line for line in caplog.messages if "no alarm can switch" in line]
+    assert len(told) == (policy is not None)
+    assert not told or ("any of the 2 attention sites: " in told[0] and "mask" in told[0])
 
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
