@@ -321,6 +321,8 @@ def test_version_is_the_packages() -> None:
     version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
     result = invoke("--version")
     assert (result.exit_code, result.stdout) == (0, f"guardbit {version}\n")
+    module = [sys.executable, "-m", "guardbit", "--version"]
+    assert subprocess.run(module, capture_output=True, text=True).stdout == result.stdout
 
 
 @pytest.mark.parametrize("head", [-3, 2_000_000_000])

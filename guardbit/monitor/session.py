@@ -123,6 +123,14 @@ class MonitorSession:
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.detectors = Detectors(rules)
+        repeat, calm = self.detectors.cool_down_steps, policy.calm_steps if policy else None
+        if calm is not None and calm <= repeat:
+            log.warning(
+                "calm_steps is %d, and an alarm that lasts is repeated every %d steps: heads that"
+                " are ill are given back",
+                calm,
+                repeat,
+            )
         self.instrumentation: Instrumentation = instrument(model, sites)
         self._measurement = Measurement(
             self.instrumentation, self.indicators, num_rows, num_audited_heads
@@ -433,6 +441,13 @@ class MonitorSession:
 
     def _open_store(self, dirpath: str | os.PathLike[str], first_step: int) -> None:
         goes_on = is_run(dirpath)
+        if goes_on and self._last_ended is None:
+            log.warning(
+                "%s holds a run already, and this one does not go on from its checkpoint: what was"
+                " recorded from step %d on gives way to it; another dirpath keeps both",
+                dirpath,
+                first_step,
+            )
         try:
             self._writer = RunWriter(
                 dirpath, metadata=self._metadata(), start_step=max(0, first_step - 1)

@@ -443,6 +443,25 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     assert not told or ("any of the 2 attention sites: " in told[0] and "mask" in told[0])
 
 
+def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    resumed.session.load_state_dict(state)
+    resumed.run([3])
+    assert not [line for line in caplog.messages if "holds a run already" in line]
+    Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
+    (told,) = [line for line in caplog.messages if "holds a run already" in line]
+    assert f"{tmp_path} holds" in told and "from step 0 on" in told
+
+
+@pytest.mark.parametrize("calm_steps, warned", [(1000, True), (1001, False), (None, False)])
+def test_calm_that_a_lasting_alarm_fits_into_is_warned_of(caplog, calm_steps, warned):
+    Loop(every_n_train_steps=1, policy=Policy(calm_steps=calm_steps))
+    assert any("ill are given back" in line for line in caplog.messages) == warned
+
+
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
     loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)

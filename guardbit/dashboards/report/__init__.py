@@ -80,6 +80,12 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
         raise ValueError(
             f"The report needs the path of an {format.upper()} file, but {output} is a folder."
         )
+    meant = output.suffix.lower().removeprefix(".")
+    if meant in FORMATS and meant != format:
+        raise ValueError(
+            f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
+            f" the format {meant!r}, or another name."
+        )
     document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
     folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
     output.parent.mkdir(parents=True, exist_ok=True)

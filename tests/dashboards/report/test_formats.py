@@ -115,6 +115,14 @@ def test_a_place_of_the_wrong_kind_is_refused(tmp_path, format):
         write_report(short(), None, None, place, format=format)
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_name_that_means_another_format_is_refused(tmp_path, format):
+    for meant in set(FORMATS) - {format}:
+        with pytest.raises(ValueError, match=f"x.{meant} is named as a {meant.upper()}"):
+            write_report(short(), None, None, tmp_path / f"x.{meant}", format=format)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(ValueError, match="one of html, png, pdf, md, got 'gif'"):
         write_report(short(), None, None, tmp_path / "x.gif", format="gif")
