@@ -296,9 +296,10 @@ class MonitorSession:
         if ranks.rank() == 0:
             level = logging.INFO if event.kind == "verdict" else logging.WARNING
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            what = {"verdict": f" {event.rule}", "switch": f" to {event.stabilizer}"}
-            told = what.get(event.kind, "") if event.rule or event.stabilizer else ""
-            log.log(level, "step %d: %s%s%s: %s", event.step, event.kind, where, told, event.why)
+            verdict = f" {event.rule}" if event.kind == "verdict" else ""
+            switch = f" to {event.stabilizer}" if event.stabilizer else ""
+            what = f"{event.kind}{where}{verdict}{switch}"
+            log.log(level, "step %d: %s: %s", event.step, what, event.why)
         writer = self._writer
         if writer is not None:
             self.attempt("store", lambda: writer.event(event))
@@ -440,15 +441,8 @@ class MonitorSession:
     # --- the store -------------------------------------------------------------------------------
 
     def _open_store(self, dirpath: str | os.PathLike[str], first_step: int) -> None:
-        goes_on = is_run(dirpath)
-        if goes_on and self._last_ended is None:
-            log.warning(
-                "%s holds a run already, and this one does not go on from its checkpoint: what was"
-                " recorded from step %d on gives way to it; another dirpath keeps both",
-                dirpath,
-                first_step,
-            )
         try:
+            goes_on = is_run(dirpath)
             self._writer = RunWriter(
                 dirpath, metadata=self._metadata(), start_step=max(0, first_step - 1)
             )
@@ -457,6 +451,13 @@ class MonitorSession:
             return
         if not goes_on:
             self._tell_again(first_step)
+        elif self._last_ended is None:
+            log.warning(
+                "%s holds a run already, and this one does not go on from its checkpoint: what was"
+                " recorded from step %d on gives way to it; another dirpath keeps both",
+                dirpath,
+                first_step,
+            )
 
     def _tell_again(self, step: int) -> None:
         """Begins the journal of a run that goes on in a new folder with what it remembers."""

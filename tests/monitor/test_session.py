@@ -443,6 +443,16 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     assert not told or ("any of the 2 attention sites: " in told[0] and "mask" in told[0])
 
 
+def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monkeypatch, caplog):
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(session_module, "is_run", forbidden)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2))
+    assert loop.session.samples, "the steps are watched all the same"
+    assert any("Permission denied" in line for line in caplog.messages)
+
+
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     first = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False)
     state = first.session.state_dict()

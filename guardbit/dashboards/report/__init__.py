@@ -49,8 +49,8 @@ def write_report(
         The path written to.
 
     Raises:
-        ValueError: `output` is a folder where a file is needed, or the reverse; the format is
-            unknown; a table lacks a column.
+        ValueError: `output` is a folder where a file is needed, or the reverse, or is named as a
+            file of another format; the format is unknown; a table lacks a column.
     """
     return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
 
