@@ -64,7 +64,7 @@ def _stayed_switched(run: Run) -> bool:
 def _line(run: Run, twin: Run | None) -> dict:
     line = _what_it_was(run)
     line |= _failure(run, twin)
-    line |= _warning(run, line["norm_failed_at"], line["loss_failed_at"])
+    line |= _warning(run, line["failed_at"])
     line |= _switch(run, line["steps"] if line["first_alarm"] is None else line["first_alarm"])
     return line | _telemetry(run, 1000 if line["first_alarm"] is None else line["first_alarm"])
 
@@ -89,8 +89,8 @@ def _failure(run: Run, twin: Run | None) -> dict:
         return {
             "matched": "",
             "compared_steps": 0,
-            "norm_failed_at": None,
-            "loss_failed_at": None,
+            "failed_at": None,
+            "norm_doubled_at": None,
             "above_matched": None,
         }
     loss, norm = (
@@ -102,21 +102,20 @@ def _failure(run: Run, twin: Run | None) -> dict:
     return {
         "matched": twin.facts["arm"],
         "compared_steps": compared,
-        "norm_failed_at": norm_departure(*norm),
-        "loss_failed_at": loss_departure(*loss),
+        "failed_at": loss_departure(*loss),
+        "norm_doubled_at": norm_departure(*norm),
         "above_matched": excess.loc[compared - _LAST + 1 :].mean(),
     }
 
 
-def _warning(run: Run, norm_failed: int | None, loss_failed: int | None) -> dict:
+def _warning(run: Run, failed: int | None) -> dict:
     alarms, verdicts = (run.events[run.events["kind"] == kind] for kind in ("alarm", "verdict"))
     first = None if alarms.empty else int(alarms["step"].iloc[0])
     heads = {(alarm.site, head) for alarm in alarms.itertuples() for head in alarm.heads}
     return {
         "first_alarm": first,
         "rule": "" if alarms.empty else alarms["rule"].iloc[0],
-        "lead_on_norm": None if norm_failed is None or first is None else norm_failed - first,
-        "lead_on_loss": None if loss_failed is None or first is None else loss_failed - first,
+        "lead": None if failed is None or first is None else failed - first,
         "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
         "alarmed_heads": len(heads),
     }
