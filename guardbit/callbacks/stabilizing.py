@@ -16,7 +16,7 @@ class AutoStabilizer(pl.Callback):
 
     Args:
         stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max". In the
-            rescue study (docs/evidence.md) no run failed with the first, two of two with the last.
+            rescue study (docs/evidence.md) no run failed with the first, two of four with the last.
         scope: Which heads: "head" for those that alarms name, "model" for all of the model. In
             that study both kept the loss; with "head" other heads went on to grow.
         agreeing_rules: Number of different rules that must name a head.

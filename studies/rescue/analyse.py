@@ -11,8 +11,8 @@ matched run, the one whose heads are all compensated from the start, with the sa
 (Its rate is the same, 1.5e-3 for higher ones, at which that arm is not stable either. Of a seed
 without such a run, the one whose heads were all switched to `compensated` at its first alarm stands
 in and is taken to be sound; the column `matched` says so.) Recorded stable runs on the same batches
-(`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above each. A loss that
-is not finite is large.
+(`tests/data/runs`) lie 0.045 above one another at most, the failing one 0.17 above each. A loss
+that is not finite is large.
 
 When the largest W_Q spectral norm, the median over 1,000 steps, first is twice the matched run's is
 told beside, and counts for nothing: in seed 6 that is so from step 3,000 on, of the runs whose loss
@@ -20,13 +20,13 @@ holds as well. (In the recorded stable runs it is 1.62 times another's at most, 
 where it was rising, 1.99 times; in the failing one 2.8 to 4.5 times that of each stable run.)
 
 What has not failed counts as such from 14,500 compared steps on: 15,600 were planned of most, and
-the shortest that the machine's time cut off have come to that. Losses, also those above the matched run's, are means over the last 500 steps; highest
-gradient norms and logits are since the first alarm, or since step 1,000, the largest error of dQ
-since step 1,000; norms, logits and shares of rows with several BF16 maxima are the last ones of the
-worst head. The largest mean bias is that of the head whose delta biases sum up to the largest part
-of their absolute values, over the samples kept. The rule is that of the first alarm, the verdict
-the last one; a switch is one of a site. Speeds are in steps a second, before and after the first
-switch.
+the shortest that the machine's time cut off have come to that. Losses, also those above the matched
+run's, are means over the last 500 steps; highest gradient norms and logits are since the first
+alarm, or since step 1,000, the largest error of dQ since step 1,000; norms, logits and shares of
+rows with several BF16 maxima are the last ones of the worst head. The largest mean bias is that of
+the head whose delta biases sum up to the largest part of their absolute values, over the samples
+kept. The rule is that of the first alarm, the verdict the last one; a switch is one of a site.
+Speeds are in steps a second, before and after the first switch.
 
 Runs that begin as copies of one stock run, at its last checkpoint before its first alarm, are a
 family, that one included. They differ by what was switched, and by chance. The third table tells
