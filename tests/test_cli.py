@@ -180,7 +180,7 @@ def test_what_is_no_run_is_refused(command: str, tmp_path: Path) -> None:
 def test_a_broken_segment_is_one_line_on_stderr(tmp_path: Path) -> None:
     for start in (0, 100):
         with RunWriter(tmp_path, start_step=start) as writer:
-            writer.add([Sample(start + 1, "", -1, "loss", (1.0,))])
+            writer.add([Sample(start + 1, "h.0", 0, "max_logit", (1.0,))])
     broken = min(tmp_path.glob("samples-*"))
     broken.write_bytes(broken.read_bytes()[:-5])
     result = invoke("replay", tmp_path, "--json")

@@ -11,7 +11,7 @@ from operator import itemgetter
 import pandas as pd
 
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.policy import judge
+from guardbit.monitor.policy import MODEL_RULES, judge
 from guardbit.records import Alarm, Sample, Verdict
 
 #: More heads than any attention has; beyond it a number is no head.
@@ -27,8 +27,9 @@ class Replay:
     Attributes:
         alarms: In the order of their steps.
         first_alarm: Step of the first alarm, None without any.
-        verdict: What kind of run it was; never "unclear", as the run has ended.
-        why: The evidence in one sentence.
+        verdict: What kind of run it was; "unclear" only where no rule could judge its heads, as the
+            run has ended.
+        why: The evidence in one sentence, and which rules could not judge it.
     """
 
     alarms: list[Alarm]
@@ -58,9 +59,16 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
             f"given are {list(frame.columns)}"
         )
     frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
-    alarms = Detectors(rules).update(samples(frame))
+    detectors = Detectors(rules)
+    alarms = detectors.update(samples(frame))
     sites = frame.loc[frame["site"] != "", "site"].nunique()
     verdict, why = judge(alarms, sites, ended=True)
+    unjudged = detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"]))
+    if unjudged:
+        missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
+        why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
+    if not alarms and {rule.name for rule in rules} - MODEL_RULES <= unjudged.keys():
+        verdict = "unclear"
     return Replay(alarms, alarms[0].step if alarms else None, verdict, why)
 
 

@@ -131,6 +131,11 @@ class MonitorSession:
                 calm,
                 repeat,
             )
+        if unjudged := self.detectors.unjudged(self.indicators):
+            log.warning(
+                "not all is measured that alarms are raised by: %s",
+                "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
+            )
         self.instrumentation: Instrumentation = instrument(model, sites)
         self._measurement = Measurement(
             self.instrumentation, self.indicators, num_rows, num_audited_heads

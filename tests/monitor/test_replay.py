@@ -261,9 +261,9 @@ def test_samples_hold_one_value_a_head():
     np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
 
 
-def test_an_empty_run_is_stable():
+def test_of_an_empty_run_nothing_is_known():
     frame = pd.DataFrame(columns=["step", "site", "layer", "head", "indicator", "value"])
-    assert replay(frame).verdict == "stable"
+    assert replay(frame).verdict == "unclear"
 
 
 def test_a_missing_column_is_named():
@@ -275,3 +275,38 @@ def test_a_negative_head_is_refused():
     columns = ["step", "site", "layer", "head", "indicator", "value"]
     with pytest.raises(ValueError, match="head -1 of site 'a' at step 10"):
         replay(pd.DataFrame([(10, "a", 0, -1, "max_logit", 1.0)], columns=columns))
+
+
+@pytest.mark.parametrize("indicators, verdict, named", [
+    (["loss", "w_q_spectral_norm", "max_logit", "multiple_maxima", "delta_bias", "delta_bias_abs"],
+     "stable", []),
+    (["loss", "w_q_spectral_norm"], "stable", ["logit_outlier", "model_logits", "max_logit"]),
+    # Nothing that a rule of heads reads: that all is well was not looked into.
+    (["loss", "grad_norm"], "unclear", ["norm_growth", "logit_outlier", "w_q_spectral_norm"]),
+])  # fmt: skip
+def test_what_no_rule_could_judge_is_not_called_stable(indicators, verdict, named):
+    frame = pd.DataFrame(
+        {"step": step, "site": site, "layer": 0 if site else -1, "head": 0 if site else -1,
+         "indicator": name, "value": 0.0 if name == "delta_bias" else 1.0}
+        for step in range(0, 1000, 50) for name in indicators
+        for site in ([None] if name in ("loss", "grad_norm") else ["h.0", "h.1"])
+    )  # fmt: skip
+    result = replay(frame)
+    assert (result.verdict, result.first_alarm) == (verdict, None)
+    assert all(name in result.why for name in named)
+    assert ("not judged" in result.why) == bool(named)
+    # Rows without a value are no measurement.
+    unknown = frame.assign(value=frame["value"].where(frame["indicator"] == "loss"))
+    assert replay(unknown).verdict == "unclear"
+
+
+def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
+    class Quiet:
+        name = "quiet"
+
+        def examine(self, frame, state):
+            return []
+
+    frame = pd.DataFrame({"step": [0], "site": ["h.0"], "layer": [0], "head": [0],
+                          "indicator": ["attention_entropy"], "value": [1.0]})  # fmt: skip
+    assert replay(frame, (Quiet(),)).verdict == "stable"

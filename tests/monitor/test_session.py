@@ -472,6 +472,16 @@ def test_calm_that_a_lasting_alarm_fits_into_is_warned_of(caplog, calm_steps, wa
     assert any("ill are given back" in line for line in caplog.messages) == warned
 
 
+def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
+    Loop()
+    assert not caplog.messages
+    Loop(indicators=["w_q_spectral_norm", "loss", "delta_bias"])
+    (line,) = caplog.messages
+    assert "model_logits lacks max_logit" in line
+    assert "delta_bias lacks delta_bias_abs" in line
+    assert "norm_growth" not in line and "loss_departure" not in line
+
+
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
     loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -111,6 +111,18 @@ class Detectors:
                         why = f"{why}; {errors}" if errors else why
                         alarms.append(Alarm(step, finding.site, heads, rule.name, why))
         return alarms
+
+    def unjudged(self, indicators: Collection[str]) -> dict[str, list[str]]:
+        """Returns the rules that can say nothing, and what they would have to read besides.
+
+        Args:
+            indicators: What there are samples of.
+        """
+        missing = {
+            rule.name: [name for name in getattr(rule, "reads", ()) if name not in indicators]
+            for rule in self.rules
+        }
+        return {rule: names for rule, names in missing.items() if names}
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""

@@ -75,7 +75,11 @@ class Finding:
 
 
 class Rule(Protocol):
-    """One-sided test for one kind of trouble; holds thresholds only, its state is handed in."""
+    """One-sided test for one kind of trouble; holds thresholds only, its state is handed in.
+
+    It may have `reads`, the indicators without which it says nothing: what lacks them is then told
+    to be not judged by it.
+    """
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -93,6 +93,8 @@ class NormGrowth:
         logit_ratio: Smallest ratio of it to the typical top.
         window: Steps a rise is looked for in; at longer cadences, since the last sample.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("w_q_spectral_norm",)
 
     name: str = "norm_growth"
     rise: float = 0.4
@@ -179,6 +181,8 @@ class LogitOutlier:
         growth: Smallest ratio to the head's first value.
     """
 
+    reads: ClassVar[tuple[str, ...]] = ("max_logit",)
+
     name: str = "logit_outlier"
     level: float = 8192.0
     ratio: float = 10.0
@@ -229,6 +233,8 @@ class ModelLogits:
         sites: Number of sites known, at least: of two, one is no majority.
     """
 
+    reads: ClassVar[tuple[str, ...]] = ("max_logit",)
+
     name: str = "model_logits"
     level: float = 1024.0
     growth: float = 4.0
@@ -278,6 +284,8 @@ class MultipleMaxima:
         growth: Smallest ratio to the head's first value, if its logits were not flat then.
         logit: Smallest largest logit of the head, where that is known; below it, they are flat.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("multiple_maxima",)
 
     name: str = "multiple_maxima"
     share: float = 0.1
@@ -342,6 +350,8 @@ class DeltaBias:
         bets: Stakes; one above 1 / (1 + tolerated), with which M could fall below 0, counts as
             that.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("delta_bias", "delta_bias_abs")
 
     name: str = "delta_bias"
     tolerated: float = 0.15
@@ -411,6 +421,8 @@ class LossDeparture:
             absolute deviation scaled to a standard deviation) when they were at their best.
         samples: Number of losses in a median.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ("loss",)
 
     name: str = "loss_departure"
     rise: float = 1.0
