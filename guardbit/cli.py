@@ -293,6 +293,8 @@ def live(
     ] = 0,
 ) -> None:
     """Show a run as a page in the browser while it goes on; Ctrl-C ends it."""
+    from guardbit.store import read_metadata
+
     with _refusing(OSError, ValueError):
         if path.is_file():
             raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
@@ -303,6 +305,10 @@ def live(
                 f"live needs the package {error.name}: pip install 'guardbit[live]'"
             ) from None
         server = LiveServer(RunWatcher(path), port=port)
+        try:
+            read_metadata(path)
+        except (OSError, ValueError) as error:
+            typer.echo(f"guardbit: {error}; the page waits for one", err=True)
         typer.echo(
             f"Live page of {path}: {server.address}\n"
             f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
