@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -129,6 +130,10 @@ class AttentionMonitor(pl.Callback):
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
         dirpath = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "guardbit"
+        rank_zero_info(
+            f"GuardBit samples attention every {self.every_n_train_steps} steps; to look at it:"
+            f" guardbit report {dirpath}"
+        )
         self.session = MonitorSession(
             pl_module,
             every_n_train_steps=self.every_n_train_steps,

@@ -13,11 +13,9 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import logging
 import operator
 import os
-import platform
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -29,10 +27,12 @@ from guardbit.kernels import switchboard
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.journal import Journal
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
 from guardbit.monitor.policy import LOSS_RULE, Policy, judge
 from guardbit.monitor.settings import check_settings
-from guardbit.monitor.sites import Instrumentation, Site, instrument
+from guardbit.monitor.sites import Instrumentation, instrument
+from guardbit.monitor.stages import Stages
 from guardbit.records import (
     HEAD_INDICATORS,
     INDICATORS,
@@ -41,7 +41,6 @@ from guardbit.records import (
     Event,
     Sample,
 )
-from guardbit.store import RunWriter, is_run
 
 log = logging.getLogger("guardbit")
 
@@ -143,7 +142,6 @@ class MonitorSession:
         self._capture = Capture(
             self.instrumentation, self._measurement.consume, self._capture_failed
         )
-        self._described: list[str] = []
         self._step: int | None = None
         self._last_ended: int | None = None
         self._micro_batch = 0
@@ -151,8 +149,8 @@ class MonitorSession:
         self._first_alarms: dict[tuple[str, str], Alarm] = {}
         self._verdict = "stable"
         self._loaded_stabilizers: dict[str, list[str]] = {}
-        self._writer: RunWriter | None = None
-        self._off: set[str] = set()
+        self._stages = Stages(strict, self._tell_failure)
+        self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
         self._closed = False
 
@@ -188,8 +186,9 @@ class MonitorSession:
                 self._said.add("closed")
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
-        if self._writer is None and self.dirpath is not None and "store" not in self._off:
-            self._open_store(self.dirpath, step)
+        if self._journal.open(step, lambda: self._remembered(step), self._last_ended is not None):
+            # The next sample tells the verdict once more.
+            self._verdict = "stable"
         if step != self._step:
             self._is_sampled = self._is_due(step)
             self._step, self._micro_batch = step, 0
@@ -229,13 +228,14 @@ class MonitorSession:
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
         step = self._step
-        if step is not None and "samples" not in self._off:  # nobody would read them any more
+        # Once samples are off nobody would read it any more.
+        if step is not None and "samples" not in self._stages.off:
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         step = self._step
-        if step is not None and "samples" not in self._off:
+        if step is not None and "samples" not in self._stages.off:
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
 
     def end_step(self) -> list[Alarm]:
@@ -255,14 +255,14 @@ class MonitorSession:
         self._capture.disarm()
         self.attempt("capture", self._measurement.finish)
         # Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
-        if not ranks.all_agree("metrics" not in self._off, "metrics"):
+        if not ranks.all_agree("metrics" not in self._stages.off, "metrics"):
             self.attempt("metrics", _failed_elsewhere)
         columns = self.attempt("metrics", self._measure) or {}
         samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
         samples = ranks.of_rank_zero(samples)
         self.samples = samples
         self.scalars = _largest(samples)
-        self.attempt("store", lambda: self._store_samples(samples))
+        self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         for alarm in alarms:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
@@ -288,26 +288,29 @@ class MonitorSession:
         self._closed, self._step = True, None
         self._capture.disarm()
         self._measurement.discard()
-        writer = self._writer
-        if writer is not None:
-            step = self._last_ended or 0
-            self._measurement.forget_step(None)
-            self.attempt("store", lambda: self._store_samples(self._measurement.samples({}, step)))
-            self.attempt("store", writer.close)
+        self._measurement.forget_step(None)
+        step = self._last_ended or 0
+        left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
+        self._journal.add(left)
+        self._journal.close()
         self.instrumentation.remove()
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
-        if ranks.rank() == 0:
-            level = logging.INFO if event.kind == "verdict" else logging.WARNING
-            where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            verdict = f" {event.rule}" if event.kind == "verdict" else ""
-            switch = f" to {event.stabilizer}" if event.stabilizer else ""
-            what = f"{event.kind}{where}{verdict}{switch}"
-            log.log(level, "step %d: %s: %s", event.step, what, event.why)
-        writer = self._writer
-        if writer is not None:
-            self.attempt("store", lambda: writer.event(event))
+        self._journal.record(event)
+
+    def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
+        """Runs a stage of the monitor, unless it is off.
+
+        Args:
+            stage: Name of the stage.
+            function: What to run.
+
+        Returns:
+            What `function` returns; None if the stage is off or fails. An error turns it off for
+            the rest of the run and, unless `strict`, never reaches training.
+        """
+        return self._stages.attempt(stage, function)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -389,13 +392,15 @@ class MonitorSession:
 
         Between steps only: a forward and its recomputation must be alike.
         """
-        wanted = self._measurement.needs_calls and not self._off & {"capture", "metrics"}
+        wanted = self._measurement.needs_calls and not self._stages.off & {"capture", "metrics"}
         self.instrumentation.rest(not (is_sampled and wanted))
         return is_sampled and wanted
 
     def _measure(self) -> dict[tuple[str, str], Tensor]:
         try:
-            columns = self._measurement.columns(self.loss_scale, usable="capture" not in self._off)
+            columns = self._measurement.columns(
+                self.loss_scale, usable="capture" not in self._stages.off
+            )
         except NoAttentionSeenError as error:
             # A step may pass attention by: one that was skipped, or a discriminator's.
             if self.strict:
@@ -404,8 +409,7 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), str(error)))
             return {}
-        if list(self.instrumentation.sites) != self._described:
-            self._describe_run(self.instrumentation.sites)
+        self._journal.describe(self.instrumentation.sites, self.policy is not None)
         return columns
 
     # --- acting ----------------------------------------------------------------------------------
@@ -443,132 +447,40 @@ class MonitorSession:
         done = "" if refusal else decision.stabilizer
         self.record(Event(decision.step, "switch", decision.site, heads, why, stabilizer=done))
 
-    # --- the store -------------------------------------------------------------------------------
+    # --- telling ---------------------------------------------------------------------------------
 
-    def _open_store(self, dirpath: str | os.PathLike[str], first_step: int) -> None:
-        try:
-            goes_on = is_run(dirpath)
-            self._writer = RunWriter(
-                dirpath, metadata=self._metadata(), start_step=max(0, first_step - 1)
-            )
-        except OSError as error:
-            self._fail("store", error)
-            return
-        if not goes_on:
-            self._tell_again(first_step)
-        elif self._last_ended is None:
-            log.warning(
-                "%s holds a run already, and this one does not go on from its checkpoint: what was"
-                " recorded from step %d on gives way to it; another dirpath keeps both",
-                dirpath,
-                first_step,
-            )
-
-    def _tell_again(self, step: int) -> None:
-        """Begins the journal of a run that goes on in a new folder with what it remembers."""
+    def _remembered(self, step: int) -> Iterator[Event]:
+        """What a run that goes on in a new folder tells first: alarms and switches it knows of."""
         for alarm in self._first_alarms.values():
-            self.record(
-                Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-            )
+            yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
         for site, names in self._stabilizers().items():
             for stabilizer in dict.fromkeys(name for name in names if name != "none"):
                 heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
                 why = "as before the run was resumed"
-                self.record(Event(step, "switch", site, heads, why, stabilizer=stabilizer))
-        # The next sample tells the verdict once more.
-        self._verdict = "stable"
+                yield Event(step, "switch", site, heads, why, stabilizer=stabilizer)
 
-    def _store_samples(self, samples: list[Sample]) -> None:
-        if self._writer is not None:
-            self._writer.add(samples)
-            self._writer.flush()
-
-    def _metadata(self) -> dict[str, Any]:
-        packages = ("guardbit", "torch", "lightning", "triton")
+    def _settings(self) -> dict[str, Any]:
         return {
-            "settings": {
-                "every_n_train_steps": self.every_n_train_steps,
-                "indicators": list(self.indicators),
-                "num_rows": self.num_rows,
-                "num_audited_heads": self.num_audited_heads,
-                "rules": [str(rule) for rule in self.detectors.rules],
-                **{
-                    name: getattr(self.policy, name) if self.policy else None
-                    for name in _POLICY_SETTINGS
-                },
-                "dry_run": self.dry_run,
+            "every_n_train_steps": self.every_n_train_steps,
+            "indicators": list(self.indicators),
+            "num_rows": self.num_rows,
+            "num_audited_heads": self.num_audited_heads,
+            "rules": [str(rule) for rule in self.detectors.rules],
+            **{
+                name: getattr(self.policy, name) if self.policy else None
+                for name in _POLICY_SETTINGS
             },
-            "versions": {
-                "python": platform.python_version(),
-                **{name: _version(name) for name in packages},
-            },
+            "dry_run": self.dry_run,
         }
 
-    def _describe_run(self, known: dict[str, Site]) -> None:
-        """Writes down the sites: their kernels, and what cannot be watched or switched, and why."""
-        sites = {
-            name: {
-                "heads": site.num_heads,
-                "kernels": sorted({kernel for _, kernel in site.launches}),
-                "not_switchable": site.refusal,
-                "weights_unavailable": site.settle_layout(),
-                "errors_unavailable": site.errors_unavailable,
-            }
-            for name, site in known.items()
-        }
-        self._described = list(known)
-        for name, facts in sites.items():
-            for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
-                if facts[what]:
-                    log.info("%s: %s: %s", name, what.replace("_", " "), facts[what])
-        refusals = [facts["not_switchable"] for facts in sites.values()]
-        if self.policy is not None and refusals and all(refusals):
-            count, reason = len(refusals), refusals[0]
-            log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        writer = self._writer
-        if writer is not None:
-            self.attempt("store", lambda: writer.update_metadata({"sites": sites}))
-
-    # --- errors ----------------------------------------------------------------------------------
-
-    def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
-        """Runs a stage of the monitor, unless it is off.
-
-        Args:
-            stage: Name of the stage.
-            function: What to run.
-
-        Returns:
-            What `function` returns; None if the stage is off or fails. An error turns it off for
-            the rest of the run and, unless `strict`, never reaches training.
-        """
-        if stage in self._off:
-            return None
-        try:
-            return function()
-        except Exception as error:
-            self._fail(stage, error)
-            return None
-
-    def _fail(self, stage: str, error: Exception) -> None:
-        if self.strict:
-            raise error
-        if stage in self._off:
-            return
-        self._off.add(stage)
-        log.warning(
-            "the stage '%s' failed and is off for the rest of the run, which goes on: %s",
-            stage,
-            error,
-            exc_info=not isinstance(error, RuntimeError | OSError),
-        )
+    def _tell_failure(self, stage: str, error: Exception) -> None:
         if stage != "store":
             self.record(Event(self._step or 0, "monitor_error", "", (), f"{stage}: {error}"))
 
     def _capture_failed(self, error: Exception) -> None:
         self._capture.disarm()
         self._measurement.discard()
-        self._fail("capture", error)
+        self._stages.fail("capture", error)
 
 
 def _failed_elsewhere() -> None:
@@ -595,10 +507,3 @@ def _largest(samples: list[Sample]) -> dict[str, float]:
             if values:
                 largest[sample.indicator] = max(values, key=abs)
     return largest
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels import dispatch, switchboard
-from guardbit.monitor import indicators, measurement, metrics
+from guardbit.monitor import indicators, journal, measurement, metrics
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
@@ -447,7 +447,7 @@ def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monke
     def forbidden(_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(session_module, "is_run", forbidden)
+    monkeypatch.setattr(journal, "is_run", forbidden)
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2))
     assert loop.session.samples, "the steps are watched all the same"
     assert any("Permission denied" in line for line in caplog.messages)
@@ -842,14 +842,16 @@ def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_ag
     }  # fmt: skip
 
 
-def test_events_are_logged_by_how_much_they_matter(caplog):
+def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     loop = Loop(every_n_train_steps=1)
     with caplog.at_level(logging.INFO, "guardbit"):
         loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
         loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test"))
+        loop.session.record(Event(4, "verdict", "", (), "for a test", rule="rounding"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
-    assert levels == ["WARNING", "WARNING"]
+    assert levels == ["WARNING", "WARNING", "WARNING"]
+    assert "step 4: verdict rounding: for a test" in caplog.messages
     assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
 
 
@@ -891,7 +893,7 @@ WORKER = textwrap.dedent(
     detectors = loop.session.state_dict()["detectors"]
     loop.session.close()
     with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump([stabilizers, sorted(loop.session._off), detectors], file)
+        json.dump([stabilizers, sorted(loop.session._stages.off), detectors], file)
     torch.distributed.destroy_process_group()
     """
 )
