@@ -16,9 +16,11 @@ class AutoStabilizer(pl.Callback):
 
     Args:
         stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max". In the
-            rescue study (docs/evidence.md) no run failed with the first, two of four with the last.
+            rescue study (docs/evidence.md) no run failed that was switched to the first, two of
+            four that were to the last.
         scope: Which heads: "head" for those that alarms name, "model" for all of the model. In
-            that study both kept the loss; with "head" other heads went on to grow.
+            that study both kept the loss; in three of four runs with "head" other heads went on to
+            grow.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None for never. More

@@ -4,7 +4,7 @@
     python -m studies.rescue.analyse table studies/rescue/results
 
 `pack` thins runs for the repository (`packed.py`). `table` prints one line a run, one an arm, one a
-family, and what large logits do by themselves.
+family (all of it, and its copies), and what large logits do by themselves.
 
 A run has failed when its loss, averaged over the 500 steps before, lies 0.1 nats above that of the
 matched run, the one whose heads are all compensated from the start, with the same seed and batches.
@@ -19,24 +19,25 @@ told beside, and counts for nothing: in seed 6 that is so from step 3,000 on, of
 holds as well. (In the recorded stable runs it is 1.62 times another's at most, in the shifted one,
 where it was rising, 1.99 times; in the failing one 2.8 to 4.5 times that of each stable run.)
 
-What has not failed counts as such from 14,500 compared steps on: 15,600 were planned of most, and
-the shortest that the machine's time cut off have come to that. Losses, also those above the matched
-run's, are means over the last 500 steps; highest gradient norms and logits are since the first
-alarm, or since step 1,000, the largest error of dQ since step 1,000; norms, logits and shares of
-rows with several BF16 maxima are the last ones of the worst head. The largest mean bias is that of
-the head whose delta biases sum up to the largest part of their absolute values, over the samples
-kept. The rule is that of the first alarm, the verdict the last one; a switch is one of a site.
-Speeds are in steps a second, before and after the first switch.
+What has not failed counts as such from 14,500 compared steps on. (It was 15,000 until six runs of
+15,600 planned steps ended with the machine's time at 14,540 to 15,480.) Losses, also those above
+the matched run's, are means over the last 500 steps; highest gradient norms and logits are since
+the first alarm, or since step 1,000, the largest error of dQ since step 1,000; norms, logits and
+shares of rows with several BF16 maxima are the last ones of the worst head. The largest mean bias
+is that of the head whose delta biases sum up to the largest part of their absolute values, over the
+samples kept. The rule is that of the first alarm, the verdict the last one; a switch is one of a
+site. Speeds are in steps a second, before and after the first switch.
 
 Runs that begin as copies of one stock run, at its last checkpoint before its first alarm, are a
 family, that one included. They differ by what was switched, and by chance. The third table tells
-how often chance alone would part them as they did, had the switch no say.
+how often chance alone would part them as they did, if the switch made no difference; the fourth the
+same of the copies alone, as the first run of a family is the one that was alarmed.
 
 What a switch does is told by the heads whose largest logit is above 1,000 at the first alarm, where
 heads were switched then by those of them: how fast it grew in the 1,500 steps before, and in the
 1,500 after, and how far the audited dQ was off. An alarm comes where growth is steepest, so that
-what follows is slower in any case: the fourth table tells what such heads do by themselves.
-(Without an alarm the last step stands for it.)
+what follows is slower in any case: the fifth table tells what such heads do by themselves. (Without
+an alarm the last step stands for it.)
 """
 
 from __future__ import annotations
@@ -192,6 +193,7 @@ def main(arguments: list[str] | None = None) -> None:
         "runs": runs,
         "arms": one_line_an_arm(runs),
         "families": one_line_a_family(runs),
+        "copies": one_line_a_family(runs[runs["run"] != runs["family"]]),
         "unswitched": growth_without_a_switch(packed),
     }
     for name, table in tables.items():

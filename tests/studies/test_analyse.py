@@ -352,3 +352,19 @@ def test_too_high_a_rate_is_blamed_at_3e_3_and_nowhere_else():
     blamed = {name for name, verdict in verdicts.items() if verdict == "learning-rate"}
     assert len(blamed) >= 4
     assert blamed == {name for name in verdicts if "lr3.0e-03" in name}
+
+
+def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
+    for run in RESULTS.glob("*/"):
+        (tmp_path / run.name).symlink_to(run)
+    analyse.main(["table", str(tmp_path)])
+    tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
+    assert tables.keys() == {path.name for path in RESULTS.glob("*.csv")}
+    for name, table in tables.items():
+        # Five digits are written, three of what large logits do by themselves.
+        pd.testing.assert_frame_equal(table, pd.read_csv(RESULTS / name), rtol=1e-2, obj=name)
+    # A family's first run is no copy of it.
+    columns = ["others", "compensated"]
+    families, copies = (tables[name].set_index("family") for name in ("families.csv", "copies.csv"))
+    fewer = (families[columns] - copies[columns]).drop("all")
+    assert (fewer == [1, 0]).all(axis=None)
