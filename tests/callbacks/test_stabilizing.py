@@ -311,3 +311,43 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     assert (
         monitor.state_dict() == torch.load(path, weights_only=True)["callbacks"]["AttentionMonitor"]
     )
+
+
+@pytest.mark.parametrize("before", ["watched", "heads"])
+def test_a_run_that_is_resumed_with_another_stabilizer_acts_on_its_next_alarm(
+    trains, tmp_path, before
+):
+    # docs/alarms.md: from watching alone to switching, and from heads to the model.
+    rules = (FiresAtSample(2, name="first"), FiresAtSample(5, name="second"))
+
+    def fit(*stabilizer, **settings):
+        monitor = AttentionMonitor(2, rules=rules, dirpath=tmp_path / "run", strict=True)
+        kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5)
+        trains.fit(monitor, kept, *stabilizer, enable_checkpointing=True, **settings)
+
+    fit(*([AutoStabilizer()] if before == "heads" else []), max_steps=6)
+    assert len(events_of(tmp_path / "run", "alarm")) == 1
+    fit(AutoStabilizer(scope="model"), ckpt_path=tmp_path / "step=5.ckpt", max_steps=10)
+    assert [step for step, *_ in events_of(tmp_path / "run", "alarm")] == [2, 8]
+    switches = events_of(tmp_path / "run", "switch")
+    first = [(2, SITE, (1,), "compensated")] if before == "heads" else []
+    rest = (0,) if before == "heads" else (0, 1)
+    assert switches == [
+        *first, (8, "net.h.0.attn", (0, 1), "compensated"), (8, SITE, rest, "compensated"),
+    ]  # fmt: skip
+
+
+def test_heads_that_are_switched_by_hand_stay_switched_when_resumed(trains, tmp_path):
+    class ByHand(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 2:
+                watch.session.instrumentation.switch("*", "compensated")
+
+    watch = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
+    kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
+    trains.fit(watch, kept, ByHand(), enable_checkpointing=True, max_steps=3)
+    resumed = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
+    watching = Stabilizers(resumed)
+    path = tmp_path / "step=3.ckpt"
+    trains.fit(resumed, watching, precision="bf16-mixed", ckpt_path=path, max_steps=6)
+    assert watching.used == {step: {"compensated"} for step in (3, 4, 5)}
