@@ -108,8 +108,9 @@ def test_chosen_rows_are_those_of_all(causal):
     some = shadow.shadow(q, k, v, causal=causal, scale=0.25, rows=rows)
     check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
     for whole, chosen in zip(every, some, strict=True):
-        # Masked and unmasked tiles are the same sums; NumPy's products may differ by an order.
-        torch.testing.assert_close(chosen, whole[:, :, rows], rtol=0, atol=1e-6)
+        # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
+        # the processor. 130 FP32 terms of size 1 or less: 130 half units of 2^-24 at most, 8e-6.
+        torch.testing.assert_close(chosen, whole[:, :, rows], rtol=0, atol=8e-6)
 
 
 def rows_of_scores(scores):
