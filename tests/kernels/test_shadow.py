@@ -246,7 +246,7 @@ def test_layouts_and_strides():
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
     result = shadow.shadow(*by_rows, causal=True, scale=0.25, rows=every_other)
-    assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=1e-6)
+    assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
 
 
 # The interpreter's maximum passes over NaN, and says so where there is nothing else.
