@@ -182,13 +182,16 @@ def _read_whole(path: Path, name: str) -> ReportedRun:
 
 
 def _name(path: Path) -> str:
-    return path.resolve().name.removesuffix(".gz").removesuffix(".csv")
+    return path.name.removesuffix(".gz").removesuffix(".csv")
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
     """Names of runs, with as many of their folders as tell them apart."""
-    names = [_name(path) for path in paths]
-    folders = [path.resolve().parent for path in paths]
+    from guardbit.dashboards.names import place_of_run
+
+    places = [place_of_run(path) for path in paths]
+    names = [_name(place) for place in places]
+    folders = [place.parent for place in places]
     while len(set(names)) < len(names) and any(folder.name for folder in folders):
         names = [f"{folder.name}/{name}" for folder, name in zip(folders, names, strict=True)]
         folders = [folder.parent for folder in folders]

@@ -216,6 +216,18 @@ def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
         assert page.is_file()
 
 
+def test_runs_are_called_after_their_log_directories(tmp_path: Path, small_run: Path) -> None:
+    runs = [tmp_path / f"version_{number}" / "guardbit" for number in (0, 1)]
+    for run in runs:
+        shutil.copytree(small_run, run)
+    assert invoke("report", *runs, "--output", tmp_path / "both.md").exit_code == 0
+    # Markdown's underscores are escaped.
+    text = (tmp_path / "both.md").read_text().replace("\\_", "_")
+    assert "version_0 · version_1 · 2 runs" in text
+    assert invoke("report", runs[0], "--output", tmp_path / "one.md").exit_code == 0
+    assert "version_0" in (tmp_path / "one.md").read_text().replace("\\_", "_")
+
+
 def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
     small_run: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ A head is named by the pair (layer, head), both counted from 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, cast
 
@@ -359,22 +360,27 @@ def heads_to_watch(
 
 
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """What the switch did: the switched heads' indicators, and the run's, before it and at the end.
+    """What the switch did: the switched heads' indicators, and the run's, before it and at its end.
 
     Before is the mean of the last `SAMPLES_AVERAGED` samples up to a head's first switch, after
-    the mean of the last `SAMPLES_AVERAGED` samples that came later. Over heads it is the value of
-    largest magnitude, with its sign; for the whole run the earliest switch counts.
+    the mean of the last `SAMPLES_AVERAGED` samples that came later; of a head that was given back,
+    up to then. Over heads it is the value of largest magnitude, with its sign; for the whole run
+    the earliest switch counts, and the last head to be given back, if all were.
 
     Returns:
         Columns indicator, before, after; NaN where there is no such sample. Empty where no head
         was switched.
     """
     switched = first_events(frame, events, "switch")
+    ends = dict.fromkeys(switched, math.inf)
+    for event, heads in heads_of_events(frame, events):
+        if mark_of(event) in ("switch", "undo"):
+            ends.update(dict.fromkeys(heads, event.step if mark_of(event) == "undo" else math.inf))
     rows: list[tuple[str, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
         table = by_head(frame, indicator)
         pairs = [
-            _around(cast(pd.Series, table[head]).dropna(), event.step)
+            _around(cast(pd.Series, table[head]).dropna(), event.step, ends[head])
             for head, event in switched.items()
             if head in table.columns
         ]
@@ -385,13 +391,13 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
         series = of_run(frame, indicator)
         if not series.empty:
             first = min(event.step for event in switched.values())
-            rows.append((indicator, *_around(series, first)))
+            rows.append((indicator, *_around(series, first, max(ends.values()))))
     return pd.DataFrame(rows, columns=["indicator", "before", "after"])
 
 
-def _around(series: pd.Series, step: int) -> tuple[float, float]:
+def _around(series: pd.Series, step: int, end: float) -> tuple[float, float]:
     before = series.loc[:step].tail(SAMPLES_AVERAGED)
-    after = series.loc[step + 1 :].tail(SAMPLES_AVERAGED)
+    after = series.loc[step + 1 : end].tail(SAMPLES_AVERAGED)
     return float(before.mean()), float(after.mean())
 
 

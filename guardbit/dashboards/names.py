@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 #: Of all names together: what stands in one line below a figure's title.
 MOST_CHARACTERS = 80
+
+
+def place_of_run(path: Path) -> Path:
+    """Where a run lies, by which it is called: the log directory that its own folder lies in."""
+    path = path.resolve()
+    return path.parent if path.name == "guardbit" else path
 
 
 def told_apart(names: Sequence[str]) -> list[str]:

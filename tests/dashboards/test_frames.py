@@ -172,15 +172,30 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 def test_before_and_after_average_five_samples_on_either_side(run):
     table = frames.before_and_after(run.frame, run.events).set_index("indicator")
-    at = int(np.flatnonzero(run.steps == 3100)[0])
+    at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
+    before, after = slice(at - 4, at + 1), {3: slice(undone - 4, undone + 1), 7: slice(-5, None)}
     for name, array in run.values.items():
-        for column, window in (("before", slice(at - 4, at + 1)), ("after", slice(-5, None))):
-            means = [array[2, head, window].mean() for head in (3, 7)]
+        for column, windows in (("before", {3: before, 7: before}), ("after", after)):
+            means = [array[2, head, window].mean() for head, window in windows.items()]
             # Means are summed in another order.
             assert table.loc[name, column] == pytest.approx(max(means, key=abs), rel=1e-12)
     before = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(before, rel=1e-12)
     assert table.loc["grad_norm", "after"] == pytest.approx(run.grad_norm[-5:].mean(), rel=1e-12)
+
+
+def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
+    events = pd.DataFrame(
+        event(step, "switch", "h.2.attn", (7,), stabilizer=stabilizer)
+        for step, stabilizer in ((3100, "compensated"), (3600, "none"))
+    )
+    table = frames.before_and_after(run.frame, events).set_index("indicator")
+    upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
+    assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
+    # Switched once more it counts to the end.
+    more = pd.DataFrame([event(4000, "switch", "h.2.attn", (7,), stabilizer="row_max")])
+    table = frames.before_and_after(run.frame, pd.concat([events, more])).set_index("indicator")
+    assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):

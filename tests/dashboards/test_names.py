@@ -1,9 +1,11 @@
 """Names of runs that are shown together."""
 
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardbit.dashboards.names import MOST_CHARACTERS, fitted, told_apart
+from guardbit.dashboards.names import MOST_CHARACTERS, fitted, place_of_run, told_apart
 
 LONG = "gpt2-small-without-biases-lr1.5e-03-seed4"
 
@@ -30,3 +32,12 @@ def test_what_is_too_long_is_cut_in_the_middle():
     (name,) = fitted(["start-" + "x" * 100 + "-end"])
     assert len(name) in (MOST_CHARACTERS - 1, MOST_CHARACTERS)
     assert name.startswith("start-x") and name.endswith("x-end") and "…" in name
+
+
+def test_a_run_is_called_after_its_log_directory(tmp_path, monkeypatch):
+    folder = tmp_path / "version_0" / "guardbit"
+    assert place_of_run(folder).name == "version_0"
+    assert place_of_run(tmp_path / "mine").name == "mine"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    assert place_of_run(Path()).name == "version_0"

@@ -17,6 +17,7 @@ import pyarrow as pa
 from guardbit.dashboards import frames
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
+from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 from guardbit.store import RunFollower, read_events
@@ -226,7 +227,7 @@ class RunWatcher:
             self._version += 1
             self._snapshot = {
                 "version": self._version,
-                "title": self.folder.resolve().name,
+                "title": place_of_run(self.folder).name,
                 "layers": history.num_layers,
                 "heads": history.num_heads,
                 "sites": {str(layer): site for layer, site in self._sites.items()},
