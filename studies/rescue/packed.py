@@ -42,9 +42,9 @@ def step_of(checkpoint: str | Path) -> int:
 def pack(runs: Path, results: Path) -> None:
     """Thins every run below a folder for the repository.
 
-    Kept are the journal, losses and gradient norms of every 20th step, to five digits, and to three
-    the audited errors of dQ and, of every 200th step, what else rules and figures read of all
-    heads. What is written is a run as any other, for `guardbit report`, `live` and `replay`.
+    Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
+    sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
+    200th step, what else rules and figures read of all heads. What is written is a run as any other, for `guardbit report`, `live` and `replay`.
 
     Args:
         runs: Folder of the folders that `studies.rescue.train` wrote.
