@@ -44,7 +44,8 @@ def pack(runs: Path, results: Path) -> None:
 
     Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
     sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
-    200th step, what else rules and figures read of all heads. What is written is a run as any other, for `guardbit report`, `live` and `replay`.
+    200th step, what else rules and figures read of all heads. What is written is a run as any
+    other, for `guardbit report`, `live` and `replay`.
 
     Args:
         runs: Folder of the folders that `studies.rescue.train` wrote.
