@@ -162,10 +162,10 @@ def _read_whole(path: Path, name: str) -> ReportedRun:
 
     from guardbit.dashboards.report import Run
     from guardbit.records import Event
-    from guardbit.store import is_run, read_events, read_metadata
+    from guardbit.store import folder_of_run, is_run, read_events, read_metadata
 
     frame = _read_samples(path)
-    if is_run(path):
+    if is_run(folder_of_run(path)):
         return Run(name, frame, read_events(path), read_metadata(path))
     # Other people's data has no journal: the detectors tell what they would have said.
     from guardbit.monitor.replay import replay as replay_frame

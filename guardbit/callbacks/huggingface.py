@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,6 +17,7 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.store.files import publish
 
 log = logging.getLogger("guardbit")
 
@@ -95,10 +96,12 @@ class HuggingFaceMonitor(TrainerCallback):
         )
         if state.global_step > 0:
             path = _state_path(args, state)
-            if path.is_file():
-                self.session.load_state_dict(json.loads(path.read_text()))
+            try:
+                saved = json.loads(path.read_text())
+            except (OSError, ValueError) as error:
+                log.warning("the run goes on, and GuardBit begins anew: %s: %s", path, error)
             else:
-                log.warning("the run goes on, and GuardBit begins anew: there is no %s", path)
+                self.session.load_state_dict(saved)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -160,7 +163,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if session is None or not state.is_world_process_zero:
             return
         path = _state_path(args, state)
-        session.attempt("checkpoint", lambda: path.write_text(json.dumps(session.state_dict())))
+        session.attempt("checkpoint", lambda: _save(path, session.state_dict()))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -176,3 +179,11 @@ class HuggingFaceMonitor(TrainerCallback):
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE
+
+
+def _save(path: Path, state: dict[str, Any]) -> None:
+    def write(file: BinaryIO) -> None:
+        file.write(json.dumps(state).encode())
+
+    # Complete or not at all: from what a kill has cut short nothing can go on.
+    publish(path, write)

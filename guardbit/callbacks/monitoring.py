@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -72,7 +74,8 @@ class AttentionMonitor(pl.Callback):
         image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
             sampled step; None for never, as drawing takes about 0.2 s.
         rules: The detectors' rules, with their thresholds.
-        dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory.
+        dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory, or,
+            where the logger has none, in the folder of Lightning's checkpoints.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -129,10 +132,10 @@ class AttentionMonitor(pl.Callback):
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
-        dirpath = self.dirpath or Path(trainer.log_dir or trainer.default_root_dir) / "guardbit"
+        dirpath = self.dirpath or _run_directory(trainer) / "guardbit"
         rank_zero_info(
-            f"GuardBit samples attention every {self.every_n_train_steps} steps; to look at it:"
-            f" guardbit report {dirpath}"
+            f"GuardBit samples attention every {self.every_n_train_steps} steps; to look on:"
+            f" guardbit live {shlex.quote(str(dirpath))}"
         )
         self.session = MonitorSession(
             pl_module,
@@ -222,11 +225,13 @@ class AttentionMonitor(pl.Callback):
         self._restored = state_dict
 
     def _close(self) -> None:
-        if self.session is not None:
+        session = self.session
+        if session is not None:
             # For the same Trainer's next fit, which goes on from here.
-            self._restored = self.state_dict()
-            self.session.close()
+            state = self.state_dict()
             self.session = None
+            self._restored = state
+            session.close()
 
     def _take_grad_norm(
         self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None
@@ -290,3 +295,15 @@ class AttentionMonitor(pl.Callback):
         if picture is not None:
             for logger in trainer.loggers:
                 send_picture(logger, MAP_KEY, picture, self._step)
+
+
+def _run_directory(trainer: pl.Trainer) -> Path:
+    """Where this run's files go, and no other run's."""
+    logger = trainer.loggers[0] if trainer.loggers else None
+    if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
+        return Path(trainer.log_dir or trainer.default_root_dir)
+    # All runs of other loggers share their `save_dir`; Lightning's checkpoints part them like this.
+    version = logger.version
+    parts = [logger.name, f"version_{version}" if isinstance(version, int) else version]
+    folder = logger.save_dir or trainer.default_root_dir
+    return Path(folder, *(part for part in parts if part is not None))

@@ -372,10 +372,12 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
         was switched.
     """
     switched = first_events(frame, events, "switch")
-    ends = dict.fromkeys(switched, math.inf)
-    for event, heads in heads_of_events(frame, events):
-        if mark_of(event) in ("switch", "undo"):
-            ends.update(dict.fromkeys(heads, event.step if mark_of(event) == "undo" else math.inf))
+    ends = {
+        head: event.step if mark_of(event) == "undo" else math.inf
+        for event, heads in heads_of_events(frame, events)
+        if mark_of(event) in ("switch", "undo")
+        for head in heads
+    }
     rows: list[tuple[str, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
         table = by_head(frame, indicator)

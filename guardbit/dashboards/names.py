@@ -12,7 +12,7 @@ MOST_CHARACTERS = 80
 def place_of_run(path: Path) -> Path:
     """Where a run lies, by which it is called: the log directory that its own folder lies in."""
     path = path.resolve()
-    return path.parent if path.name == "guardbit" else path
+    return path.parent if path.name == "guardbit" and path.parent.name else path
 
 
 def told_apart(names: Sequence[str]) -> list[str]:

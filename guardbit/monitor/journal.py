@@ -6,18 +6,21 @@ import importlib.metadata
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages
 from guardbit.records import Event, Sample
-from guardbit.store import RunWriter, is_run
+from guardbit.store import RunWriter, is_run, read_events
 
 log = logging.getLogger("guardbit")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
+
+#: Failures in a row after which the store gives up, as what is kept fills the memory.
+_PATIENCE = 100
 
 
 class Journal:
@@ -39,7 +42,9 @@ class Journal:
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
-        self._described: list[str] = []
+        self._described: set[str] = set()
+        self._events: list[Event] = []  # not yet written
+        self._failures = 0
 
     def open(
         self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
@@ -48,11 +53,11 @@ class Journal:
 
         Args:
             first_step: The step that the run goes on from.
-            remembered: Makes the events that the journal of a new folder begins with.
+            remembered: Makes the events of the steps before; those that the folder lacks are told.
             is_resumed: Whether the run goes on from a checkpoint.
 
         Returns:
-            Whether the remembered events were told.
+            Whether there were such events.
 
         Raises:
             ValueError: If the path is no place for a run's telemetry.
@@ -67,17 +72,17 @@ class Journal:
         except OSError as error:
             self._stages.fail("store", error)
             return False
-        if not goes_on:
-            for event in remembered():
-                self.record(event)
-        elif not is_resumed:
+        if goes_on and not is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: what was"
                 " recorded from step %d on gives way to it; another dirpath keeps both",
                 self._dirpath,
                 first_step,
             )
-        return not goes_on
+        untold = _untold(remembered(), _told(self._dirpath, first_step))
+        for event in untold:
+            self.record(event)
+        return bool(untold)
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it down."""
@@ -89,18 +94,35 @@ class Journal:
             log.warning("step %d: %s: %s", event.step, what, event.why)
         writer = self._writer
         if writer is not None:
-            self._stages.attempt("store", lambda: writer.event(event))
+            self._events.append(event)
+            self._stages.attempt("store", lambda: self._write(writer, []))
 
     def add(self, samples: list[Sample]) -> None:
-        """Writes samples down, to be read at once."""
+        """Writes samples down, to be read at once; what cannot be is tried again with the next."""
         writer = self._writer
         if writer is not None:
-            self._stages.attempt("store", lambda: writer.add(samples))
-            self._stages.attempt("store", writer.flush)
+            self._stages.attempt("store", lambda: self._write(writer, samples))
+
+    def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
+        try:
+            writer.add(samples)
+            writer.flush()
+            while self._events:
+                writer.event(self._events[0])
+                del self._events[0]
+        except OSError as error:
+            self._failures += 1
+            if self._stages.strict or self._failures == _PATIENCE:
+                raise
+            if self._failures == 1:
+                log.warning("telemetry could not be written, and is kept to try again: %s", error)
+        else:
+            self._failures = 0
 
     def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
         """Tells of the sites, where new ones are known: kernels, what cannot be had, and why."""
-        if list(sites) == self._described:
+        new = [name for name in sites if name not in self._described]
+        if not new:
             return
         facts = {
             name: {
@@ -112,13 +134,14 @@ class Journal:
             }
             for name, site in sites.items()
         }
-        self._described = list(sites)
-        for name, known in facts.items():
+        self._described.update(new)
+        for name in new:
+            known = facts[name]
             for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
                 if known[what]:
                     log.info("%s: %s: %s", name, what.replace("_", " "), known[what])
         refusals = [known["not_switchable"] for known in facts.values()]
-        if is_policy_set and refusals and all(refusals):
+        if is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
         writer = self._writer
@@ -126,14 +149,45 @@ class Journal:
             self._stages.attempt("store", lambda: writer.update_metadata({"sites": facts}))
 
     def close(self) -> None:
-        """Writes what is left."""
-        if self._writer is not None:
-            self._stages.attempt("store", self._writer.close)
+        """Writes what is left; what is recorded later is logged only."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._stages.attempt("store", lambda: self._write(writer, []))
+            self._stages.attempt("store", writer.close)
 
     def _metadata(self) -> dict[str, Any]:
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         return {"settings": dict(self._settings), "versions": versions}
+
+
+def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
+    """The events before a step that a folder holds; none, where they cannot be read."""
+    try:
+        events = read_events(dirpath).to_dict("records")
+    except (OSError, ValueError):
+        return []
+    return [Event(**event) for event in events if event["step"] < first_step]
+
+
+def _untold(remembered: Iterable[Event], told: Sequence[Event]) -> list[Event]:
+    """The alarms that are not among those told, and the switches that do not hold by them."""
+    alarms = {(event.step, event.site, event.rule) for event in told if event.kind == "alarm"}
+    runs = {
+        (event.site, head): event.stabilizer
+        for event in told
+        if event.kind == "switch" and event.stabilizer
+        for head in event.heads
+    }
+    return [
+        event
+        for event in remembered
+        if (
+            (event.step, event.site, event.rule) not in alarms
+            if event.kind == "alarm"
+            else any(runs.get((event.site, head)) != event.stabilizer for head in event.heads)
+        )
+    ]
 
 
 def _version(package: str) -> str | None:

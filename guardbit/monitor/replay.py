@@ -27,8 +27,8 @@ class Replay:
     Attributes:
         alarms: In the order of their steps.
         first_alarm: Step of the first alarm, None without any.
-        verdict: What kind of run it was; "unclear" only where no rule could judge its heads, as the
-            run has ended.
+        verdict: What kind of run it was; "unclear" only where no rule of heads could judge it, as
+            the run has ended.
         why: The evidence in one sentence, and which rules could not judge it.
     """
 
@@ -67,7 +67,8 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
         why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
-    if not alarms and {rule.name for rule in rules} - MODEL_RULES <= unjudged.keys():
+    of_heads = {rule.name for rule in rules} - MODEL_RULES
+    if of_heads and of_heads <= unjudged.keys():
         verdict = "unclear"
     return Replay(alarms, alarms[0].step if alarms else None, verdict, why)
 

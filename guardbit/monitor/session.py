@@ -32,7 +32,7 @@ from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
 from guardbit.monitor.policy import LOSS_RULE, Policy, judge
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
-from guardbit.monitor.stages import Stages
+from guardbit.monitor.stages import FailedElsewhereError, Stages
 from guardbit.records import (
     HEAD_INDICATORS,
     INDICATORS,
@@ -107,8 +107,10 @@ class MonitorSession:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         if policy is not None and not isinstance(policy, Policy):
             raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
-        if dirpath is not None and not isinstance(dirpath, str | os.PathLike):
+        if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
             raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
+        if dirpath is not None and os.path.isfile(dirpath):
+            raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
         self.every_n_train_steps = every_n_train_steps
         self.indicators = INDICATORS if indicators is None else tuple(indicators)
         self.num_rows = num_rows
@@ -116,21 +118,21 @@ class MonitorSession:
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(policy)
         self.dry_run = dry_run
-        self.dirpath = dirpath
         self.strict = strict
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.detectors = Detectors(rules)
         repeat, calm = self.detectors.cool_down_steps, policy.calm_steps if policy else None
-        if calm is not None and calm <= repeat:
+        if calm is not None and calm <= repeat and ranks.rank() == 0:
             log.warning(
                 "calm_steps is %d, and an alarm that lasts is repeated every %d steps: heads that"
                 " are ill are given back",
                 calm,
                 repeat,
             )
-        if unjudged := self.detectors.unjudged(self.indicators):
+        unjudged = self.detectors.unjudged(self.indicators)
+        if unjudged and ranks.rank() == 0:
             log.warning(
                 "not all is measured that alarms are raised by: %s",
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
@@ -255,8 +257,9 @@ class MonitorSession:
         self._capture.disarm()
         self.attempt("capture", self._measurement.finish)
         # Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
-        if not ranks.all_agree("metrics" not in self._stages.off, "metrics"):
-            self.attempt("metrics", _failed_elsewhere)
+        for stage in ("capture", "metrics"):
+            if not ranks.all_agree(stage not in self._stages.off, stage):
+                self.attempt(stage, _failed_elsewhere)
         columns = self.attempt("metrics", self._measure) or {}
         samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
         samples = ranks.of_rank_zero(samples)
@@ -270,6 +273,7 @@ class MonitorSession:
             why = alarm.why + self._switched_already(alarm)
             self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
         self.attempt("policy", lambda: self._decide(alarms, step))
+        self.attempt("verdict", lambda: self._judge(alarms, step))
         return alarms
 
     def abandon_step(self) -> None:
@@ -290,10 +294,38 @@ class MonitorSession:
         self._measurement.discard()
         self._measurement.forget_step(None)
         step = self._last_ended or 0
-        left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
-        self._journal.add(left)
-        self._journal.close()
-        self.instrumentation.remove()
+        try:
+            left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
+            self._journal.add(left)
+            self._journal.close()
+        finally:
+            self.instrumentation.remove()
+
+    def switch(
+        self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
+    ) -> None:
+        """Switches heads by hand, from their next call on, and tells so.
+
+        Args:
+            site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
+                once the first step is done.
+            stabilizer: One name of `guardbit.STABILIZERS`; "none" gives heads back.
+            heads: The heads; None for all.
+            why: For the journal.
+
+        Raises:
+            ValueError: If the site, the stabilizer, or the switch itself is impossible.
+            IndexError: If a head is out of range.
+        """
+        before = self.instrumentation.stabilizers()
+        self.instrumentation.switch(site, stabilizer, heads)
+        step = self._step if self._step is not None else self._last_ended or 0
+        for name, now in self.instrumentation.stabilizers().items():
+            switched = tuple(
+                h for h, (old, new) in enumerate(zip(before[name], now, strict=True)) if old != new
+            )
+            if switched:
+                self.record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
@@ -420,6 +452,8 @@ class MonitorSession:
             stabilizers = {name: site.stabilizers for name, site in called.items()}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
+
+    def _judge(self, alarms: list[Alarm], step: int) -> None:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
@@ -484,7 +518,7 @@ class MonitorSession:
 
 
 def _failed_elsewhere() -> None:
-    raise RuntimeError("the stage failed on another rank")
+    raise FailedElsewhereError("the stage failed on another rank")
 
 
 def _checked_step(step: int) -> int:

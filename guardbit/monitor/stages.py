@@ -11,6 +11,10 @@ log = logging.getLogger("guardbit")
 T = TypeVar("T")
 
 
+class FailedElsewhereError(RuntimeError):
+    """Raised where a stage has failed on another rank."""
+
+
 class Stages:
     """Runs the stages of a monitor, each until it fails.
 
@@ -48,6 +52,7 @@ class Stages:
             "the stage '%s' failed and is off for the rest of the run, which goes on: %s",
             stage,
             error,
-            exc_info=not isinstance(error, RuntimeError | OSError),
+            # The system's errors say themselves where they come from.
+            exc_info=not isinstance(error, FailedElsewhereError | OSError),
         )
         self._on_failure(stage, error)

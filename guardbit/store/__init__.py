@@ -22,13 +22,14 @@ before it has recorded anything hides nothing. The files of hidden steps stay on
 
 from guardbit.store.following import RunFollower
 from guardbit.store.logged import LOGGED_KEYS
-from guardbit.store.reading import is_run, read_events, read_metadata, read_run
+from guardbit.store.reading import folder_of_run, is_run, read_events, read_metadata, read_run
 from guardbit.store.writing import RunWriter
 
 __all__ = [
     "LOGGED_KEYS",
     "RunFollower",
     "RunWriter",
+    "folder_of_run",
     "is_run",
     "read_events",
     "read_metadata",

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from guardbit.store.files import COLUMNS, UNREADABLE, Listing, Segment, SessionKey, list_folder
-from guardbit.store.reading import last_steps
+from guardbit.store.reading import folder_of_run, last_steps
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16
@@ -47,6 +47,7 @@ class RunFollower:
             Whether what was read before no longer counts, because the run was resumed or begun
             anew: `batches` then starts over.
         """
+        self.folder = folder_of_run(self.folder)
         self._listing = self._list()
         paths = [segment.path for segment in self._segments("samples")]
         paths += [segment.path for segment in self._segments("events")]

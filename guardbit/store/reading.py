@@ -37,9 +37,10 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the samples of a run, also while it is being written.
 
     Args:
-        path: Folder of a run; a CSV file (`.csv`, `.csv.gz`) with the columns below, whose other
-            columns are passed over; or a TensorBoard log, file or folder, with the scalars that
-            `AttentionMonitor` logs, which are the largest over all heads.
+        path: Folder of a run, or the log directory that it is in as `guardbit`; a CSV file (`.csv`,
+            `.csv.gz`) with the columns below, whose other columns are passed over; or a TensorBoard
+            log, file or folder, with the scalars that `AttentionMonitor` logs, which are the
+            largest over all heads.
 
     Returns:
         One row a measured value, with the columns step (int64), site (str; "" for the whole run),
@@ -132,18 +133,23 @@ def is_run(path: str | os.PathLike[str]) -> bool:
     return bool(listing.sessions) or any(listing.segments.values())
 
 
+def folder_of_run(path: str | os.PathLike[str]) -> Path:
+    """The folder of the run that is meant: `path`, or the `guardbit` in a run's log directory."""
+    path = Path(path)
+    inner = path / "guardbit"
+    return inner if not is_run(path) and is_run(inner) else path
+
+
 def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
-    return path
+    return folder_of_run(path)
 
 
 def _list_run(folder: Path) -> Listing:
     if not is_run(folder):
         state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
-        if is_run(folder / "guardbit"):
-            state = f"holds it as {folder / 'guardbit'}"
         raise ValueError(f"there is no run at {folder}: the folder {state}")
     return list_folder(folder)
 

@@ -117,9 +117,14 @@ def test_a_second_run_with_the_same_callback_begins_anew(tmp_path):
 def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplog):
     train(tmp_path, steps=6)
     train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-6"), steps=8)
-    assert "there is no" in caplog.text
+    assert "GuardBit begins anew" in caplog.text and "No such file" in caplog.text
     assert "checkpoint-6" in caplog.text
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {6}
+    caplog.clear()
+    state = tmp_path / "checkpoint-8" / "guardbit.json"
+    state.write_text(state.read_text()[:-20])
+    train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-8"), steps=10)
+    assert "GuardBit begins anew" in caplog.text and "checkpoint-8" in caplog.text
 
 
 def test_settings_are_refused_when_it_is_made():

@@ -341,7 +341,7 @@ def test_heads_that_are_switched_by_hand_stay_switched_when_resumed(trains, tmp_
     class ByHand(Callback):
         def on_train_batch_end(self, trainer, *_):
             if trainer.global_step == 2:
-                watch.session.instrumentation.switch("*", "compensated")
+                watch.session.switch("*", "compensated")
 
     watch = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
     kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3)
@@ -351,3 +351,6 @@ def test_heads_that_are_switched_by_hand_stay_switched_when_resumed(trains, tmp_
     path = tmp_path / "step=3.ckpt"
     trains.fit(resumed, watching, precision="bf16-mixed", ckpt_path=path, max_steps=6)
     assert watching.used == {step: {"compensated"} for step in (3, 4, 5)}
+    assert set(events_of(tmp_path / "run", "switch")) == {
+        (1, site, (0, 1), "compensated") for site in ("net.h.0.attn", SITE)
+    }

@@ -300,6 +300,18 @@ def test_what_no_rule_could_judge_is_not_called_stable(indicators, verdict, name
     assert replay(unknown).verdict == "unclear"
 
 
+def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
+    steps = list(range(0, 3000, 20))
+    frame = pd.DataFrame({"step": steps, "site": None, "layer": -1, "head": -1, "indicator": "loss",
+                          "value": [3.0 if step < 2000 else 9.0 for step in steps]})  # fmt: skip
+    result = replay(frame)
+    assert result.verdict == "unclear" and result.first_alarm >= 2000
+    assert "the loss departs" in result.why and "not judged by norm_growth" in result.why
+    assert result.why.count("max_logit") == 1
+    # Who asks for the loss alone is told of the loss.
+    assert replay(frame, (LossDeparture(),)).verdict == "learning-rate"
+
+
 def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
     class Quiet:
         name = "quiet"

@@ -8,6 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -23,6 +24,7 @@ from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.records import HEAD_INDICATORS, Event
+from guardbit.store import RunWriter
 
 SITES = ["layers.0", "layers.1"]
 
@@ -96,6 +98,10 @@ class Loop:
         if close:
             self.session.close()
         return self
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
 
 
 def values(path, indicator, site=""):
@@ -431,6 +437,118 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     ]
     assert told["rule"].tolist() == ["always", "", "rounding"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
+
+
+@pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
+def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    first = Loop(policy=Policy("stochastic"), **settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    if before == "another run":
+        Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
+    else:
+        RunWriter(tmp_path).close()
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)
+    loop.session.load_state_dict(state)
+    loop.run([3, 4])
+    told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
+    assert told == [
+        [0, "alarm", (1,), ""], [3, "switch", (1,), "stochastic"], [3, "verdict", (), ""]
+    ]  # fmt: skip
+
+
+def test_a_switch_by_hand_is_told(tmp_path):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    loop.session.switch(SITES[1], "compensated", heads=[1, 3])
+    loop.session.switch("*", "compensated", why="to be safe")
+    loop.session.switch("*", "compensated")  # nothing is left to do, nor to say
+    loop.run([1], close=False)
+    loop.session.switch(SITES[0], "none", heads=[0])
+    with pytest.raises(ValueError, match="nowhere"):
+        loop.session.switch("nowhere", "compensated")
+    loop.session.close()
+    events = events_of(tmp_path, "switch")[["step", "site", "heads", "stabilizer", "why"]]
+    assert events.to_numpy().tolist() == [
+        [0, SITES[1], (1, 3), "compensated", "by hand"],
+        [0, SITES[0], (0, 1), "compensated", "to be safe"],
+        [0, SITES[1], (0, 2), "compensated", "to be safe"],
+        [1, SITES[0], (0,), "none", "by hand"],
+    ]
+
+
+def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),)).run([0], close=False)
+    monkeypatch.setattr(loop.session._journal._writer, "_flush_every", 20)  # less than a step's
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", full_disk)
+        loop.run([1], close=False)
+        loop.session.switch(SITES[0], "compensated", heads=[1])
+        loop.run([2], close=False)
+    loop.run([3])
+    frame = read_run(tmp_path)
+    counts = frame[frame["site"] != ""].groupby("step")["indicator"].nunique()
+    assert counts.index.tolist() == [0, 1, 2, 3] and counts.nunique() == 1
+    assert events_of(tmp_path, "switch")["step"].tolist() == [1]
+    (line,) = [line for line in caplog.messages if "kept to try again" in line]
+    assert "No space left" in line
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(journal, "_PATIENCE", 3)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "flush", full_disk)
+        loop.run(range(1, 6), close=False)
+    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
+    assert loop.session.samples[0].step == 5, "the steps are watched all the same"
+    loop.run([6])
+    assert sampled(tmp_path) == [0]
+
+
+def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    monkeypatch.setattr(RunWriter, "flush", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        loop.session.close()
+    MonitorSession(loop.model).close()
+
+
+def test_heads_of_a_rule_may_be_numpys(tmp_path):
+    @dataclass(frozen=True)
+    class OfNumpy:
+        name: str = "of_numpy"
+
+        def examine(self, frame, state):
+            return [Finding(SITES[1], tuple(np.flatnonzero([0, 1, 1])), "for a test")]
+
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(OfNumpy(),), strict=True)
+    loop.run([0, 1], close=False)
+    json.dumps(loop.session.state_dict())
+    loop.session.close()
+    assert events_of(tmp_path, "alarm")["heads"].tolist() == [(1, 2)]
+
+
+def test_a_policy_that_fails_leaves_the_verdict(tmp_path):
+    rules = (Always(), LossAtStep(0))
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=rules, policy=Policy())
+    loop.session.policy.decide = fail
+    loop.run([0])
+    events = read_events(tmp_path)
+    assert "policy: on purpose" in events[events["kind"] == "monitor_error"]["why"].item()
+    assert (events["kind"] == "verdict").sum() == 1
+
+
+@pytest.mark.parametrize("dirpath", ["", "thesis.txt", 3])
+def test_what_is_no_place_for_a_run_is_refused_at_once(tmp_path, monkeypatch, dirpath):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").write_text("")
+    model = Model()
+    with pytest.raises(ValueError, match=r"^dirpath is "):
+        MonitorSession(model, dirpath=dirpath)
+    MonitorSession(model).close()
 
 
 @pytest.mark.parametrize("policy", [None, Policy()])
@@ -931,9 +1049,10 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
             worker.kill()
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
-    assert (zero[1], one[1]) == (["metrics"], ["capture", "metrics"])
-    (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
-    assert (error.step, error.why) == (4, "metrics: the stage failed on another rank")
+    assert zero[1] == one[1] == ["capture", "metrics"]
+    errors = events_of(tmp_path / "run", "monitor_error")[["step", "why"]].to_numpy().tolist()
+    elsewhere = "the stage failed on another rank"
+    assert errors == [[2, f"capture: {elsewhere}"], [4, f"metrics: {elsewhere}"]]
     assert zero[2] == one[2], "the losses too, of which each rank has its own"
     assert values(tmp_path / "run", "loss") == dict.fromkeys(range(5), 0.0), "rank 0's"
     # Where one rank cannot measure, as at step 2, none does, and nobody waits for it for ever.

@@ -131,10 +131,21 @@ def test_no_run_there_is_one_clear_sentence(reader, tmp_path: Path) -> None:
     (tmp_path / "hparams.yaml").write_text("lr: 1")
     with pytest.raises(ValueError, match=f"^{there}: the folder holds no GuardBit run$"):
         reader(tmp_path)
-    RunWriter(tmp_path / "guardbit").close()
-    below = re.escape(str(tmp_path / "guardbit"))
-    with pytest.raises(ValueError, match=f"^{there}: the folder holds it as {below}$"):
-        reader(tmp_path)
+
+
+def test_a_log_directory_stands_for_the_run_in_it(tmp_path: Path) -> None:
+    # With Lightning's default logger TensorBoard's files lie beside it.
+    (tmp_path / "events.out.tfevents.1").write_bytes(b"")
+    with RunWriter(tmp_path / "guardbit", metadata={"lr": 1}) as writer:
+        writer.add([Sample(3, "h.0", 0, "max_logit", (1.0,))])
+        writer.event(Event(3, "alarm", "h.0", (0,), "for a test"))
+    for reader in READERS:
+        inner, outer = reader(tmp_path / "guardbit"), reader(tmp_path)
+        assert inner.equals(outer) if isinstance(inner, pd.DataFrame) else inner == outer
+        assert len(inner) == 1
+    # A run's own folder is what is meant, whatever lies in it.
+    RunWriter(tmp_path / "guardbit" / "guardbit").close()
+    assert read_metadata(tmp_path / "guardbit") == {"lr": 1}
 
 
 @pytest.mark.parametrize("kept", [0, 3, 200, -1])

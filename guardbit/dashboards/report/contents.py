@@ -105,9 +105,12 @@ def _given_at(journal: Sequence[Event]) -> int:
 def headline(journal: Sequence[Event]) -> str:
     """The verdict in a sentence."""
     given = verdict(journal)
+    has_alarm = any(event.kind == "alarm" for event in journal)
+    if given is not None and given.rule == "unclear" and not has_alarm:
+        return words.UNJUDGED
     if given is not None:
         return words.HEADLINES.get(given.rule, f"Verdict: {given.rule}")
-    if any(event.kind == "alarm" for event in journal):
+    if has_alarm:
         return "Alarms have fired; no verdict was recorded"
     return "No alarm has fired"
 

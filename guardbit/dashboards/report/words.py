@@ -15,6 +15,8 @@ HEADLINES = {
     "stable": "This run is stable",
     "unclear": "Something is wrong in this run, and its signs disagree",
 }
+#: Of a run without an alarm whose verdict is "unclear".
+UNJUDGED = "This run could not be judged"
 LABELS = {
     "w_q_spectral_norm": "W_Q spectral norm",
     "w_k_spectral_norm": "W_K spectral norm",

@@ -184,7 +184,7 @@ class Detectors:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""
         fired = self._fired[rule].setdefault(finding.site, {})
         ready = tuple(
-            head
+            int(head)  # a rule's own may be NumPy's
             for head in finding.heads or (-1,)
             if str(head) not in fired or step >= fired[str(head)] + self.cool_down_steps
         )
