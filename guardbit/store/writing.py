@@ -130,8 +130,8 @@ class RunWriter:
         start_step: Optimizer step the run continues from, as its checkpoint says. What earlier
             sessions recorded after it is hidden from readers once this one has recorded something.
             0 is a run from the beginning and hides all they recorded.
-        flush_every: Samples (indicators of one site at one step, with all their heads) from which
-            on those held in memory are written.
+        flush_every: Samples (indicators of one site at one step, with all their heads) held in
+            memory at most, as long as they can be written.
 
     Raises:
         ValueError: `path` is a file; `start_step` is negative; `flush_every` is below 1.
@@ -195,7 +195,7 @@ class RunWriter:
         self._metadata = updated
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes samples in, and writes a segment if `flush_every` of them, or more, are held.
+        """Takes samples in, and writes a segment whenever `flush_every` of them are held.
 
         Args:
             samples: In any order. Of two samples of the same step, site, head and indicator the
@@ -206,12 +206,17 @@ class RunWriter:
             OSError: The segment cannot be written; the samples stay in memory for the next try.
         """
         self._check_open()
+        failed: OSError | None = None
         for sample in samples:
             self._rows.extend(list(sample.rows()))
             self._pending += 1
-        # Once all are taken in: none is lost where they cannot be written.
-        if self._pending >= self._flush_every:
-            self.flush()
+            if self._pending >= self._flush_every and failed is None:
+                try:
+                    self.flush()
+                except OSError as error:
+                    failed = error  # raised once the rest has been taken in, too
+        if failed is not None:
+            raise failed
 
     def event(self, event: Event) -> None:
         """Writes an event; it is on disk when this returns.

@@ -488,7 +488,8 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     loop.run([3])
     frame = read_run(tmp_path)
     counts = frame[frame["site"] != ""].groupby("step")["indicator"].nunique()
-    assert counts.index.tolist() == [0, 1, 2, 3] and counts.nunique() == 1
+    # Nothing is audited at the first step, as no site is known before it.
+    assert counts.index.tolist() == [0, 1, 2, 3] and counts[1:].nunique() == 1
     assert events_of(tmp_path, "switch")["step"].tolist() == [1]
     (line,) = [line for line in caplog.messages if "kept to try again" in line]
     assert "No space left" in line
