@@ -36,7 +36,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
-from guardbit.records import Event
 from studies.rescue import corpus
 from studies.rescue.model import GPT2, Size
 from studies.rescue.packed import step_of
@@ -60,13 +59,8 @@ class FromTheStart(Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Switches, unless the run was resumed."""
         session = self.monitor.session
-        if session is None or trainer.global_step != 1:
-            return
-        for name, site in session.instrumentation.sites.items():
-            session.instrumentation.switch(name, self.stabilizer)
-            heads = tuple(range(site.num_heads))
-            why = "from the start"
-            session.record(Event(0, "switch", name, heads, why, stabilizer=self.stabilizer))
+        if session is not None and trainer.global_step == 1:
+            session.switch("*", self.stabilizer, why="from the start")
 
 
 class Clock(Callback):

@@ -198,6 +198,25 @@ def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
+def test_of_several_switches_the_earliest_counts_for_the_run(run):
+    events = pd.DataFrame(
+        event(step, "switch", "h.2.attn", (head,), stabilizer="compensated")
+        for step, head in ((3600, 3), (3100, 7))
+    )
+    table = frames.before_and_after(run.frame, events).set_index("indicator")
+    upto = run.loss[run.loss_steps <= 3100][-5:].mean()
+    assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
+
+
+def test_the_sample_of_the_switch_counts_before_it(run):
+    last, earlier = run.steps[-1], run.steps[-4]
+    switch = pd.DataFrame([event(earlier, "switch", "h.2.attn", (7,), stabilizer="compensated")])
+    table = frames.before_and_after(run.frame, switch).set_index("indicator")
+    after = run.values["max_logit"][2, 7, run.steps > earlier]
+    assert len(after) == 3 and last > earlier
+    assert table.loc["max_logit", "after"] == pytest.approx(after.mean(), rel=1e-12)
+
+
 def test_a_switch_at_the_last_sample_has_no_after(run):
     switch = pd.DataFrame([event(4990, "switch", "h.2.attn", (7,), stabilizer="compensated")])
     table = frames.before_and_after(run.frame, switch)

@@ -24,7 +24,7 @@ from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.records import HEAD_INDICATORS, Event
-from guardbit.store import RunWriter
+from guardbit.store import RunWriter, read_metadata
 
 SITES = ["layers.0", "layers.1"]
 
@@ -437,6 +437,37 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     ]
     assert told["rule"].tolist() == ["always", "", "rounding"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
+
+
+def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
+    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(3),)}
+    first = Loop(**settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.run([3, 4])
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])
+    assert events_of(tmp_path, "alarm")["step"].tolist() == [3]
+
+
+def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy())
+    second = loop.model.layers[1]
+    # The first cannot be switched; one that can be is enough.
+    explicit = torch.ones(12, 12, dtype=torch.bool).tril()
+    loop.model.layers[0].masked = {"attn_mask": explicit}
+    loop.model.layers = loop.model.layers[:1]
+    loop.run([0], close=False)
+    assert list(read_metadata(tmp_path)["sites"]) == SITES[:1]
+    assert sum("no alarm can switch" in line for line in caplog.messages) == 1
+    caplog.clear()
+    loop.model.layers.append(second)
+    with caplog.at_level(logging.INFO, "guardbit"):
+        loop.run([1, 2])
+    sites = read_metadata(tmp_path)["sites"]
+    assert list(sites) == SITES
+    assert [bool(site["not_switchable"]) for site in sites.values()] == [True, False]
+    assert not any(SITES[0] in line or "no alarm" in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
@@ -965,12 +996,13 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     loop = Loop(every_n_train_steps=1)
     with caplog.at_level(logging.INFO, "guardbit"):
         loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
-        loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test"))
+        loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test", rule="a_rule"))
         loop.session.record(Event(4, "verdict", "", (), "for a test", rule="rounding"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
     assert levels == ["WARNING", "WARNING", "WARNING"]
     assert "step 4: verdict rounding: for a test" in caplog.messages
+    assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
     assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
 
 
