@@ -294,6 +294,12 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     assert f"{ATTACK} · GuardBit" in page.of("title")
 
 
+def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
+    events = journal((90, "verdict", "", (), "Nothing to judge by.", "unclear", ""))
+    page = write(tmp_path, run_without_figures(), events, None)
+    assert page.of("h1") == ["This run could not be judged"]
+
+
 @pytest.mark.parametrize(
     ("rule", "headline"),
     [
@@ -305,6 +311,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
 )
 def test_each_verdict_has_its_headline(tmp_path, rule, headline):
     events = journal(
+        (10, "alarm", "h.0", (1,), "Seen.", "a_rule", ""),
         (10, "verdict", "", (), "An earlier view.", "rounding", ""),
         (90, "verdict", "", (), "The last view.", rule, ""),
     )
