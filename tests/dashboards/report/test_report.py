@@ -298,6 +298,7 @@ def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     events = journal((90, "verdict", "", (), "Nothing to judge by.", "unclear", ""))
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1") == ["This run could not be judged"]
+    assert page.of("p")[:2] == ["Nothing to judge by.", "No alarm has fired."]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,8 @@ def test_each_verdict_has_its_headline(tmp_path, rule, headline):
     )
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1") == [headline]
-    assert page.of("p")[:2] == ["The last view.", "No alarm has fired."]
+    first = "The first alarm came at step 10 (h.0, head 1): Seen."
+    assert page.of("p")[:2] == ["The last view.", first]
 
 
 def test_a_verdict_whose_evidence_is_renewed_was_given_when_it_was_first(tmp_path):
