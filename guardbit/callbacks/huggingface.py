@@ -163,7 +163,8 @@ class HuggingFaceMonitor(TrainerCallback):
         if session is None or not state.is_world_process_zero:
             return
         path = _state_path(args, state)
-        session.attempt("checkpoint", lambda: _save(path, session.state_dict()))
+        strict = self._settings["strict"]
+        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), strict))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -181,9 +182,15 @@ def _state_path(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or ".") / f"checkpoint-{state.global_step}" / STATE_FILE
 
 
-def _save(path: Path, state: dict[str, Any]) -> None:
+def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
     def write(file: BinaryIO) -> None:
         file.write(json.dumps(state).encode())
 
     # Complete or not at all: from what a kill has cut short nothing can go on.
-    publish(path, write)
+    try:
+        publish(path, write)
+    except OSError as error:
+        # The next checkpoint may have room.
+        if strict:
+            raise
+        log.warning("a run that goes on from this checkpoint begins anew: %s: %s", path, error)

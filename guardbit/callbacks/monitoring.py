@@ -298,12 +298,11 @@ class AttentionMonitor(pl.Callback):
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:
-    """Where this run's files go, and no other run's."""
+    """Where this run's files go."""
     logger = trainer.loggers[0] if trainer.loggers else None
     if logger is None or isinstance(logger, TensorBoardLogger | CSVLogger):
         return Path(trainer.log_dir or trainer.default_root_dir)
     # All runs of other loggers share their `save_dir`; Lightning's checkpoints part them like this.
     version = logger.version
-    parts = [logger.name, f"version_{version}" if isinstance(version, int) else version]
-    folder = logger.save_dir or trainer.default_root_dir
-    return Path(folder, *(part for part in parts if part is not None))
+    version = version if isinstance(version, str) else f"version_{version}"
+    return Path(logger.save_dir or trainer.default_root_dir, str(logger.name), version)

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -44,26 +45,28 @@ class Journal:
         self._writer: RunWriter | None = None
         self._described: set[str] = set()
         self._events: list[Event] = []  # not yet written
-        self._failures = 0
+        self._facts: dict[str, Any] = {}  # the same
+        self._failures, self._is_failing = 0, False
 
     def open(
         self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
-    ) -> bool:
+    ) -> str | None:
         """Opens the folder, unless it is open or there is none to keep.
 
         Args:
             first_step: The step that the run goes on from.
-            remembered: Makes the events of the steps before; those that the folder lacks are told.
+            remembered: Makes the events of the steps before. Those that the folder lacks are told,
+                and of heads that it says are switched, and are not, that they are not.
             is_resumed: Whether the run goes on from a checkpoint.
 
         Returns:
-            Whether there were such events.
+            The verdict that the folder holds, "stable" without any; None if nothing was opened.
 
         Raises:
             ValueError: If the path is no place for a run's telemetry.
         """
         if self._writer is not None or self._dirpath is None or "store" in self._stages.off:
-            return False
+            return None
         try:
             goes_on = is_run(self._dirpath)
             self._writer = RunWriter(
@@ -71,7 +74,7 @@ class Journal:
             )
         except OSError as error:
             self._stages.fail("store", error)
-            return False
+            return None
         if goes_on and not is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: what was"
@@ -79,10 +82,10 @@ class Journal:
                 self._dirpath,
                 first_step,
             )
-        untold = _untold(remembered(), _told(self._dirpath, first_step))
-        for event in untold:
+        told = _told(self._dirpath, first_step)
+        for event in _untold(remembered(), told, first_step):
             self.record(event)
-        return bool(untold)
+        return next((event.rule for event in reversed(told) if event.kind == "verdict"), "stable")
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it down."""
@@ -101,23 +104,29 @@ class Journal:
         """Writes samples down, to be read at once; what cannot be is tried again with the next."""
         writer = self._writer
         if writer is not None:
+            self._failures += 1  # unless it succeeds
             self._stages.attempt("store", lambda: self._write(writer, samples))
 
     def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
         try:
             writer.add(samples)
             writer.flush()
+            if self._facts:
+                writer.update_metadata(self._facts)
+                self._facts = {}
             while self._events:
                 writer.event(self._events[0])
                 del self._events[0]
         except OSError as error:
-            self._failures += 1
-            if self._stages.strict or self._failures == _PATIENCE:
+            if self._stages.strict or self._failures >= _PATIENCE:
+                self._writer = None
+                self._events.clear()
                 raise
-            if self._failures == 1:
+            if not self._is_failing:
                 log.warning("telemetry could not be written, and is kept to try again: %s", error)
+            self._is_failing = True
         else:
-            self._failures = 0
+            self._failures, self._is_failing = 0, False
 
     def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
         """Tells of the sites, where new ones are known: kernels, what cannot be had, and why."""
@@ -146,14 +155,17 @@ class Journal:
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
         writer = self._writer
         if writer is not None:
-            self._stages.attempt("store", lambda: writer.update_metadata({"sites": facts}))
+            self._facts = {"sites": facts}
+            self._stages.attempt("store", lambda: self._write(writer, []))
 
     def close(self) -> None:
         """Writes what is left; what is recorded later is logged only."""
-        writer, self._writer = self._writer, None
+        writer = self._writer
         if writer is not None:
+            self._failures = _PATIENCE  # there is no later try
             self._stages.attempt("store", lambda: self._write(writer, []))
             self._stages.attempt("store", writer.close)
+        self._writer = None
 
     def _metadata(self) -> dict[str, Any]:
         versions = {"python": platform.python_version()}
@@ -163,15 +175,26 @@ class Journal:
 
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
     """The events before a step that a folder holds; none, where they cannot be read."""
+    if first_step <= 1:
+        return []  # for the store a run that goes on from step 0 begins anew
     try:
-        events = read_events(dirpath).to_dict("records")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            events = read_events(dirpath).to_dict("records")
     except (OSError, ValueError):
         return []
     return [Event(**event) for event in events if event["step"] < first_step]
 
 
-def _untold(remembered: Iterable[Event], told: Sequence[Event]) -> list[Event]:
-    """The alarms that are not among those told, and the switches that do not hold by them."""
+def _untold(remembered: Iterable[Event], told: Sequence[Event], step: int) -> list[Event]:
+    """What makes a journal say what is so: alarms it lacks, switches it lacks, and undoings.
+
+    Args:
+        remembered: The alarms, and the switches that hold now.
+        told: The journal.
+        step: That of the undoings, of switches that hold by the journal alone.
+    """
+    remembered = list(remembered)
     alarms = {(event.step, event.site, event.rule) for event in told if event.kind == "alarm"}
     runs = {
         (event.site, head): event.stabilizer
@@ -179,7 +202,17 @@ def _untold(remembered: Iterable[Event], told: Sequence[Event]) -> list[Event]:
         if event.kind == "switch" and event.stabilizer
         for head in event.heads
     }
+    switched = [event for event in remembered if event.kind == "switch"]
+    runs_now = {(event.site, head) for event in switched for head in event.heads}
+    undone: dict[str, list[int]] = {}
+    for (site, head), stabilizer in sorted(runs.items()):
+        if stabilizer != "none" and (site, head) not in runs_now:
+            undone.setdefault(site, []).append(head)
+    why = "not so since the run was resumed"
     return [
+        Event(step, "switch", site, tuple(heads), why, stabilizer="none")
+        for site, heads in undone.items()
+    ] + [
         event
         for event in remembered
         if (

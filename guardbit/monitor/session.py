@@ -188,9 +188,12 @@ class MonitorSession:
                 self._said.add("closed")
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
-        if self._journal.open(step, lambda: self._remembered(step), self._last_ended is not None):
-            # The next sample tells the verdict once more.
-            self._verdict = "stable"
+        told = self._journal.open(
+            step, lambda: self._remembered(step), is_resumed=self._last_ended is not None
+        )
+        if told is not None:
+            # The next sample tells another verdict, if it is another.
+            self._verdict = told
         if step != self._step:
             self._is_sampled = self._is_due(step)
             self._step, self._micro_batch = step, 0
@@ -305,6 +308,8 @@ class MonitorSession:
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
         """Switches heads by hand, from their next call on, and tells so.
+
+        A policy that has switched the same heads before may undo it after its calm.
 
         Args:
             site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
@@ -490,7 +495,8 @@ class MonitorSession:
         for site, names in self._stabilizers().items():
             for stabilizer in dict.fromkeys(name for name in names if name != "none"):
                 heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
-                why = "as before the run was resumed"
+                is_resumed = self._last_ended is not None
+                why = "as before the run was resumed" if is_resumed else "before the first step"
                 yield Event(step, "switch", site, heads, why, stabilizer=stabilizer)
 
     def _settings(self) -> dict[str, Any]:

@@ -137,7 +137,11 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     """The folder of the run that is meant: `path`, or the `guardbit` in a run's log directory."""
     path = Path(path)
     inner = path / "guardbit"
-    return inner if not is_run(path) and is_run(inner) else path
+    if is_run(path) or not is_run(inner):
+        return path
+    # A log that tells something is better than a run that tells nothing.
+    is_empty = not any(list_folder(inner).segments.values())
+    return path if is_empty and is_tensorboard_log(path) else inner
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

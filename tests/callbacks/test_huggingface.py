@@ -7,6 +7,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
+from guardbit.callbacks import huggingface
 from guardbit.monitor.detectors import Finding
 
 SITE = "transformer.h.1.attn"
@@ -125,6 +126,24 @@ def test_a_resumed_run_without_our_state_begins_anew_and_says_so(tmp_path, caplo
     state.write_text(state.read_text()[:-20])
     train(tmp_path, HuggingFaceMonitor(3), resume=str(tmp_path / "checkpoint-8"), steps=10)
     assert "GuardBit begins anew" in caplog.text and "checkpoint-8" in caplog.text
+
+
+def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch, caplog):
+    publish, places = huggingface.publish, []
+
+    def full_at_first(path, write):
+        places.append(path)
+        if len(places) == 1:
+            raise OSError(28, "No space left on device")
+        publish(path, write)
+
+    monkeypatch.setattr(huggingface, "publish", full_at_first)
+    train(tmp_path, HuggingFaceMonitor(3), steps=12)
+    assert [place.is_file() for place in places] == [False, True]
+    assert caplog.text.count("No space left") == 1
+    places.clear()
+    with pytest.raises(OSError, match="No space left"):
+        train(tmp_path / "strict", HuggingFaceMonitor(3, strict=True), steps=6)
 
 
 def test_settings_are_refused_when_it_is_made():

@@ -10,7 +10,11 @@ import typing
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.callbacks import (
+    Callback,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.plugins import MixedPrecision
 
@@ -530,6 +534,22 @@ def test_settings_are_refused_in_one_sentence(settings, message):
 def test_an_unknown_site_is_refused_when_the_fit_starts(trains):
     with pytest.raises(ValueError, match=r"no module is called 'net.h.7.attn'; there are"):
         trains.fit(AttentionMonitor(sites=["net.h.7.attn"]))
+
+
+@pytest.mark.parametrize("name, version", [("mine", "abc"), ("mine", None), (None, 3), (7, 1.5)])
+def test_without_a_log_directory_telemetry_lies_beside_the_checkpoints(
+    trains, tmp_path, name, version
+):
+    class Odd(Recorder):
+        pass
+
+    Odd.name, Odd.version, Odd.save_dir = name, version, str(tmp_path)
+    trains.fit(
+        AttentionMonitor(2, strict=True), ModelCheckpoint(), max_steps=2, logger=Odd(),
+        enable_checkpointing=True,
+    )  # fmt: skip
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    assert len(read_run(checkpoint.parents[1] / "guardbit"))
 
 
 def test_a_file_for_a_folder_is_refused_before_the_first_step(trains, tmp_path):

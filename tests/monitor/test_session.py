@@ -24,7 +24,7 @@ from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.records import HEAD_INDICATORS, Event
-from guardbit.store import RunWriter, read_metadata
+from guardbit.store import RunWriter, is_run, read_metadata
 
 SITES = ["layers.0", "layers.1"]
 
@@ -489,6 +489,48 @@ def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
     ]  # fmt: skip
 
 
+def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0, 1], close=False)
+    state = first.session.state_dict()
+    first.session.switch("*", "compensated")  # after the checkpoint
+    first.session.close()
+    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    resumed.session.load_state_dict(state)
+    resumed.run([2, 3])
+    events = events_of(tmp_path, "switch")
+    undone = events[events["stabilizer"] == "none"]
+    assert undone[["step", "site", "heads"]].to_numpy().tolist() == [
+        [2, SITES[0], (0, 1)], [2, SITES[1], (0, 1, 2, 3)]
+    ]  # fmt: skip
+
+
+def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
+    settings = {"every_n_train_steps": 1}
+    own = Loop(**settings).run(range(3), close=False)
+    state = own.session.state_dict()
+    own.session.close()
+    Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
+    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding"]
+    resumed = Loop(dirpath=tmp_path, **settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])
+    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding", "stable"]
+
+
+def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),), "dirpath": tmp_path}
+    first = Loop(**settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    (segment,) = tmp_path.glob("events-*")
+    segment.write_text("{")
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])  # warnings are errors here
+    with pytest.warns(UserWarning, match="left out the segment"):
+        assert events_of(tmp_path, "alarm")["step"].tolist() == [0], "what is remembered is told"
+
+
 def test_a_switch_by_hand_is_told(tmp_path):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
     loop.session.switch(SITES[1], "compensated", heads=[1, 3])
@@ -509,21 +551,32 @@ def test_a_switch_by_hand_is_told(tmp_path):
 
 
 def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),)).run([0], close=False)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
+    loop.session.begin_batch(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", full_disk)
+        loop.run([0], close=False)
+        for head in range(200):
+            # More than give up would take, of one step.
+            loop.session.record(Event(0, "alarm", SITES[0], (head,), "for a test"))
+    assert not is_run(tmp_path) or not list(tmp_path.glob("samples-*"))
+    loop.run([1], close=False)
+    assert list(read_metadata(tmp_path)["sites"]) == SITES
+    assert len(events_of(tmp_path, "alarm")) == 201
     monkeypatch.setattr(loop.session._journal._writer, "_flush_every", 20)  # less than a step's
     with monkeypatch.context() as patch:
         patch.setattr("guardbit.store.writing.publish", full_disk)
-        loop.run([1], close=False)
-        loop.session.switch(SITES[0], "compensated", heads=[1])
         loop.run([2], close=False)
-    loop.run([3])
+        loop.session.switch(SITES[0], "compensated", heads=[1])
+        loop.run([3], close=False)
+    loop.run([4])
     frame = read_run(tmp_path)
     counts = frame[frame["site"] != ""].groupby("step")["indicator"].nunique()
     # Nothing is audited at the first step, as no site is known before it.
-    assert counts.index.tolist() == [0, 1, 2, 3] and counts[1:].nunique() == 1
-    assert events_of(tmp_path, "switch")["step"].tolist() == [1]
-    (line,) = [line for line in caplog.messages if "kept to try again" in line]
-    assert "No space left" in line
+    assert counts.index.tolist() == [0, 1, 2, 3, 4] and counts[1:].nunique() == 1
+    assert events_of(tmp_path, "switch")["step"].tolist() == [2]
+    lines = [line for line in caplog.messages if "kept to try again" in line]
+    assert len(lines) == 2 and all("No space left" in line for line in lines)
     assert not any("is off" in line for line in caplog.messages)
 
 
@@ -536,6 +589,8 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
     assert sum("kept to try again" in line for line in caplog.messages) == 1
     assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
     assert loop.session.samples[0].step == 5, "the steps are watched all the same"
+    loop.session.switch("*", "compensated")
+    assert loop.session._journal._events == [], "nothing is kept any more"
     loop.run([6])
     assert sampled(tmp_path) == [0]
 

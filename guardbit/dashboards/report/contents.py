@@ -106,8 +106,9 @@ def headline(journal: Sequence[Event]) -> str:
     """The verdict in a sentence."""
     given = verdict(journal)
     has_alarm = any(event.kind == "alarm" for event in journal)
-    if given is not None and given.rule == "unclear" and not has_alarm:
-        return words.UNJUDGED
+    of_heads = any(event.kind == "alarm" and event.site for event in journal)
+    if given is not None and given.rule == "unclear" and not of_heads:
+        return words.NO_HEAD_SAYS_WHY if has_alarm else words.UNJUDGED
     if given is not None:
         return words.HEADLINES.get(given.rule, f"Verdict: {given.rule}")
     if has_alarm:

@@ -15,8 +15,9 @@ HEADLINES = {
     "stable": "This run is stable",
     "unclear": "Something is wrong in this run, and its signs disagree",
 }
-#: Of a run without an alarm whose verdict is "unclear".
+#: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
 UNJUDGED = "This run could not be judged"
+NO_HEAD_SAYS_WHY = "The loss departs, and no head says why"
 LABELS = {
     "w_q_spectral_norm": "W_Q spectral norm",
     "w_k_spectral_norm": "W_K spectral norm",

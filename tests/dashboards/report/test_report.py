@@ -299,6 +299,12 @@ def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1") == ["This run could not be judged"]
     assert page.of("p")[:2] == ["Nothing to judge by.", "No alarm has fired."]
+    events = journal(
+        (80, "alarm", "", (), "It rises.", "loss_departure", ""),
+        (90, "verdict", "", (), "Nothing else to judge by.", "unclear", ""),
+    )
+    page = write(tmp_path, run_without_figures(), events, None)
+    assert page.of("h1") == ["The loss departs, and no head says why"]
 
 
 @pytest.mark.parametrize(
