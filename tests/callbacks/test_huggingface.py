@@ -142,8 +142,10 @@ def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch,
     assert [place.is_file() for place in places] == [False, True]
     assert caplog.text.count("No space left") == 1
     places.clear()
+    strict = HuggingFaceMonitor(3, strict=True)
     with pytest.raises(OSError, match="No space left"):
-        train(tmp_path / "strict", HuggingFaceMonitor(3, strict=True), steps=6)
+        train(tmp_path / "strict", strict, steps=6)
+    strict.session.close()
 
 
 def test_settings_are_refused_when_it_is_made():
