@@ -95,16 +95,22 @@ class Journal:
             switch = f" to {event.stabilizer}" if event.stabilizer else ""
             what = f"{event.kind}{where}{verdict}{switch}"
             log.warning("step %d: %s: %s", event.step, what, event.why)
-        writer = self._writer
-        if writer is not None:
+        if self._open_writer() is not None:
             self._events.append(event)
-            self._stages.attempt("store", lambda: self._write(writer, []))
+            self._try_to_write([])
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples down, to be read at once; what cannot be is tried again with the next."""
-        writer = self._writer
-        if writer is not None:
+        if self._open_writer() is not None:
             self._failures += 1  # unless it succeeds
+            self._try_to_write(samples)
+
+    def _open_writer(self) -> RunWriter | None:
+        return None if "store" in self._stages.off else self._writer
+
+    def _try_to_write(self, samples: list[Sample]) -> None:
+        writer = self._open_writer()
+        if writer is not None:
             self._stages.attempt("store", lambda: self._write(writer, samples))
 
     def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
@@ -153,17 +159,15 @@ class Journal:
         if is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        writer = self._writer
-        if writer is not None:
-            self._facts = {"sites": facts}
-            self._stages.attempt("store", lambda: self._write(writer, []))
+        self._facts = {"sites": facts}
+        self._try_to_write([])
 
     def close(self) -> None:
         """Writes what is left; what is recorded later is logged only."""
         writer = self._writer
         if writer is not None:
             self._failures = _PATIENCE  # there is no later try
-            self._stages.attempt("store", lambda: self._write(writer, []))
+            self._try_to_write([])
             self._stages.attempt("store", writer.close)
         self._writer = None
 

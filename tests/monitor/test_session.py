@@ -595,6 +595,16 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
     assert sampled(tmp_path) == [0]
 
 
+def test_an_event_that_cannot_be_written_at_all_keeps_nothing(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    for _ in range(3):
+        loop.session.record(Event(0, "alarm", SITES[0], (0,), b"no text"))
+    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
+    assert len(loop.session._journal._events) == 1
+    loop.run([1])
+    assert sampled(tmp_path) == [0]
+
+
 def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
     monkeypatch.setattr(RunWriter, "flush", full_disk)
