@@ -17,7 +17,7 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
-from guardbit.store.files import publish
+from guardbit.store.files import RUN_FOLDER, publish
 
 log = logging.getLogger("guardbit")
 
@@ -90,7 +90,7 @@ class HuggingFaceMonitor(TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
-        dirpath = self.dirpath or Path(args.output_dir or ".") / "guardbit"
+        dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self.session = MonitorSession(
             model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
         )

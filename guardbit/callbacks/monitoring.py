@@ -22,7 +22,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
 from guardbit.records import Alarm
-from guardbit.store import LOGGED_KEYS
+from guardbit.store import LOGGED_KEYS, RUN_FOLDER
 
 #: Scalars logged at every sampled step that count heads.
 COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
@@ -132,7 +132,7 @@ class AttentionMonitor(pl.Callback):
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
-        dirpath = self.dirpath or _run_directory(trainer) / "guardbit"
+        dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
         rank_zero_info(
             f"GuardBit samples attention every {self.every_n_train_steps} steps; to look on:"
             f" guardbit live {shlex.quote(str(dirpath))}"
@@ -226,11 +226,13 @@ class AttentionMonitor(pl.Callback):
 
     def _close(self) -> None:
         session = self.session
-        if session is not None:
+        if session is None:
+            return
+        try:
             # For the same Trainer's next fit, which goes on from here.
-            state = self.state_dict()
+            self._restored = self.state_dict()
+        finally:
             self.session = None
-            self._restored = state
             session.close()
 
     def _take_grad_norm(

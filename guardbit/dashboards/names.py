@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from guardbit.store import RUN_FOLDER
+
 #: Of all names together: what stands in one line below a figure's title.
 MOST_CHARACTERS = 80
 
@@ -12,7 +14,7 @@ MOST_CHARACTERS = 80
 def place_of_run(path: Path) -> Path:
     """Where a run lies, by which it is called: the log directory that its own folder lies in."""
     path = path.resolve()
-    return path.parent if path.name == "guardbit" and path.parent.name else path
+    return path.parent if path.name == RUN_FOLDER and path.parent.name else path
 
 
 def told_apart(names: Sequence[str]) -> list[str]:

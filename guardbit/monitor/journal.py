@@ -70,7 +70,9 @@ class Journal:
         try:
             goes_on = is_run(self._dirpath)
             self._writer = RunWriter(
-                self._dirpath, metadata=self._metadata(), start_step=max(0, first_step - 1)
+                self._dirpath,
+                metadata=self._metadata(),
+                start_step=first_step - 1 if first_step else None,
             )
         except OSError as error:
             self._stages.fail("store", error)
@@ -179,8 +181,6 @@ class Journal:
 
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
     """The events before a step that a folder holds; none, where they cannot be read."""
-    if first_step <= 1:
-        return []  # for the store a run that goes on from step 0 begins anew
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

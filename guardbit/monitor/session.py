@@ -118,7 +118,6 @@ class MonitorSession:
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(policy)
         self.dry_run = dry_run
-        self.strict = strict
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
@@ -440,7 +439,7 @@ class MonitorSession:
             )
         except NoAttentionSeenError as error:
             # A step may pass attention by: one that was skipped, or a discriminator's.
-            if self.strict:
+            if self._stages.strict:
                 raise
             if "unseen" not in self._said:
                 self._said.add("unseen")

@@ -23,6 +23,7 @@ class Stages:
         on_failure: Is told of a stage that has failed, once it is off.
 
     Attributes:
+        strict: The argument.
         off: Names of the stages that have failed.
     """
 

@@ -15,11 +15,13 @@ is a session of its own with names nobody else uses, so a second writer on the f
 never harm what the first one wrote. Small segments are merged into larger ones; the merged segment
 exists before those it covers are removed, and the reader passes over segments that another covers.
 
-A session that starts at step s hides what earlier sessions recorded after step s, for the run does
-those steps again. It does so from its first sample or event on: a run that is started and dies
-before it has recorded anything hides nothing. The files of hidden steps stay on disk.
+A session that goes on from step s hides what earlier sessions recorded after step s, for the run
+does those steps again; one that goes on from none hides all. It does so from its first sample or
+event on: a run that is started and dies before it has recorded anything hides nothing. The files of
+hidden steps stay on disk.
 """
 
+from guardbit.store.files import RUN_FOLDER
 from guardbit.store.following import RunFollower
 from guardbit.store.logged import LOGGED_KEYS
 from guardbit.store.reading import folder_of_run, is_run, read_events, read_metadata, read_run
@@ -27,6 +29,7 @@ from guardbit.store.writing import RunWriter
 
 __all__ = [
     "LOGGED_KEYS",
+    "RUN_FOLDER",
     "RunFollower",
     "RunWriter",
     "folder_of_run",

@@ -28,6 +28,11 @@ COLUMNS: list[str] = SCHEMA.names
 KEY = ["step", "layer", "site", "indicator", "head"]
 EVENT_COLUMNS = [field.name for field in dataclasses.fields(Event)]
 
+#: Name of a run's folder in the log directory of the run.
+RUN_FOLDER = "guardbit"
+#: The start step of a session that goes on from none: no step of an earlier one counts.
+NO_PAST = -1
+
 #: What reading a broken file raises.
 UNREADABLE = (OSError, ValueError, pa.ArrowException)
 

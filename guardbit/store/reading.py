@@ -18,6 +18,7 @@ from guardbit.store.files import (
     COLUMNS,
     EVENT_COLUMNS,
     KEY,
+    RUN_FOLDER,
     SCHEMA,
     UNREADABLE,
     Listing,
@@ -134,9 +135,9 @@ def is_run(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_of_run(path: str | os.PathLike[str]) -> Path:
-    """The folder of the run that is meant: `path`, or the `guardbit` in a run's log directory."""
+    """The folder of the run that is meant: `path`, or the one in a run's log directory."""
     path = Path(path)
-    inner = path / "guardbit"
+    inner = path / RUN_FOLDER
     if is_run(path) or not is_run(inner):
         return path
     # A log that tells something is better than a run that tells nothing.
@@ -183,8 +184,7 @@ def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
         path = listing.sessions.get(key)
         start_step = _load_session(path)["start_step"] if path else None
         if start_step is not None:
-            # A run that starts at step 0 has no past, so not even a step 0 of another run's.
-            last_step = min(last_step, start_step or -1)
+            last_step = min(last_step, start_step)
     yield from reversed(last_steps)
 
 

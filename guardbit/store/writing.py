@@ -20,6 +20,7 @@ from guardbit.records import Event, Sample
 from guardbit.store.files import (
     COLUMNS,
     KEY,
+    NO_PAST,
     SCHEMA,
     UNREADABLE,
     Segment,
@@ -129,7 +130,7 @@ class RunWriter:
             given by an earlier session stay unless they are given again.
         start_step: Optimizer step the run continues from, as its checkpoint says. What earlier
             sessions recorded after it is hidden from readers once this one has recorded something.
-            0 is a run from the beginning and hides all they recorded.
+            None is a run from the beginning and hides all they recorded.
         flush_every: Samples (indicators of one site at one step, with all their heads) held in
             memory at most, as long as they can be written.
 
@@ -144,10 +145,10 @@ class RunWriter:
         path: str | os.PathLike[str],
         *,
         metadata: Mapping[str, Any] | None = None,
-        start_step: int = 0,
+        start_step: int | None = None,
         flush_every: int = 256,
     ) -> None:
-        if start_step < 0:
+        if start_step is not None and start_step < 0:
             raise ValueError(f"start_step of a run must be 0 or more, got {start_step}")
         if flush_every < 1:
             raise ValueError(f"flush_every of a run must be 1 or more, got {flush_every}")
@@ -159,7 +160,7 @@ class RunWriter:
         number = 1 + max((key.number for key in listing.sessions), default=0)
         session = SessionKey(number, uuid.uuid4().hex[:8])
         self._session_path = folder / f"session-{session}.json"
-        self._start_step = start_step
+        self._start_step = NO_PAST if start_step is None else start_step
         self._flush_every = flush_every
         self._metadata: dict[str, Any] = {}
         self._rows: list[tuple[int, str, int, int, str, float]] = []

@@ -450,6 +450,19 @@ def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
     assert events_of(tmp_path, "alarm")["step"].tolist() == [3]
 
 
+def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
+    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(),)}
+    first = Loop(**settings).run([0], close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([1, 2])
+    assert sampled(tmp_path) == [0, 1, 2]
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "verdict"]]
+
+
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy())
     second = loop.model.layers[1]
@@ -1011,12 +1024,9 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         folder = folder / "inside"
     loop = Loop(every_n_train_steps=1, rules=(Always(3),), dirpath=folder, policy=Policy())
 
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     if where == "disk full later":
         loop.run([0], close=False)
-        monkeypatch.setattr("guardbit.store.writing.publish", full)
+        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
     loop.run(range(1, 5), close=False)
     assert "compensated" in loop.session.instrumentation.stabilizers()[SITES[1]], "it still acts"
     loop.session.close()
@@ -1025,7 +1035,7 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
         assert sampled(folder) == [0]
     strict = Loop(every_n_train_steps=1, dirpath=tmp_path / "another", strict=True)
     with pytest.raises(OSError, match="No space left"):
-        monkeypatch.setattr("guardbit.store.writing.publish", full)
+        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
         strict.run([0])
 
 

@@ -93,3 +93,13 @@ def test_a_broken_segment_is_said_once_and_the_rest_is_read(tmp_path):
         assert collect(follower)["step"].tolist() == [2, 2]
     follower.look()
     assert collect(follower).empty
+
+
+def test_a_log_directory_is_followed_before_its_run_has_begun(tmp_path):
+    follower = RunFollower(tmp_path / "version_0")
+    follower.look()
+    assert collect(follower).empty
+    with RunWriter(tmp_path / "version_0" / "guardbit") as writer:
+        writer.add([sample(1)])
+    follower.look()
+    assert set(collect(follower)["step"]) == {1}

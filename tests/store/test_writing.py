@@ -226,28 +226,28 @@ def test_segments_are_compressed_and_dictionary_encoded(tmp_path: Path) -> None:
     assert "RLE_DICTIONARY" in columns["indicator"].encodings
 
 
-# Sessions as (start step, steps recorded), the steps as distances from the start.
+# Sessions as (start step, steps recorded), the steps as distances from the start; None: no past.
 _SESSIONS = st.lists(
-    st.tuples(st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6)), max_size=5
+    st.tuples(st.none() | st.integers(0, 12), st.lists(st.integers(0, 12), max_size=6)), max_size=5
 )
 
 
 @settings(max_examples=60, deadline=None)
 @given(sessions=_SESSIONS)
 def test_resumed_sessions_hide_what_they_do_again(
-    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int, list[int]]]
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[int | None, list[int]]]
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
     # What a reader of a plain table would do by hand, session after session.
     samples: dict[int, float] = {}
     events: list[tuple[int, str]] = []
-    for session, (start, distances) in enumerate(sessions):
-        with RunWriter(folder, start_step=start, flush_every=2) as writer:
+    for session, (start_step, distances) in enumerate(sessions):
+        start, hidden = (0, -1) if start_step is None else (start_step, start_step)
+        with RunWriter(folder, start_step=start_step, flush_every=2) as writer:
             for distance in distances:
                 writer.add([loss(start + distance, session)])
                 writer.event(alarm(start + distance, str(session)))
         if distances:
-            hidden = start if start > 0 else -1
             samples = {step: value for step, value in samples.items() if step <= hidden}
             events = [event for event in events if event[0] <= hidden]
             for distance in distances:

@@ -361,8 +361,9 @@ def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
     tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
     assert tables.keys() == {path.name for path in RESULTS.glob("*.csv")}
     for name, table in tables.items():
-        # Five digits are written, three of what large logits do by themselves.
-        pd.testing.assert_frame_equal(table, pd.read_csv(RESULTS / name), rtol=1e-2, obj=name)
+        # One in the last digit that is written, for another processor's sums: of three, of five.
+        bound = 1e-2 if name == "unswitched.csv" else 1e-4
+        pd.testing.assert_frame_equal(table, pd.read_csv(RESULTS / name), rtol=bound, obj=name)
     # A family's first run is no copy of it.
     columns = ["others", "compensated"]
     families, copies = (tables[name].set_index("family") for name in ("families.csv", "copies.csv"))
