@@ -298,6 +298,25 @@ def test_meta_and_torch_func(tiny, tokens, instrument):
     assert on_meta(tokens.to("meta")).device.type == "meta"
 
 
+def test_saved_tensors_may_go_through_a_file(tiny, tokens, instrument):
+    """Offload of activations to disk; what a file may hold by default is tensors, no functions."""
+
+    def pack(x):
+        stream = io.BytesIO()
+        torch.save(x, stream)
+        return stream
+
+    def unpack(stream):
+        stream.seek(0)
+        return torch.load(stream, weights_only=True)
+
+    model = tiny.GPT()
+    before = tiny.step(model, tokens)
+    instrument(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert tiny.equal(tiny.step(model, tokens), before)
+
+
 def test_gradient_penalties_work_where_pytorch_offers_them(tiny, tokens, instrument):
     model = tiny.GPT()
 
