@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, stock
@@ -443,10 +444,27 @@ def _below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return op(*arguments)
 
 
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode differentiation is under way for one of some tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd, which would cost a third of the call.
     q, k, v = arguments[:3]
+    if has_tangent(q, k, v):
+        raise NotImplementedError(
+            "guardbit.flash_attention has no forward-mode derivative; use reverse mode"
+            " (`Tensor.backward`, `torch.autograd.grad`) or F.scaled_dot_product_attention"
+        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "guardbit.flash_attention cannot be differentiated by torch.func; use"
+                " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
+            )
         return _Attention.apply(*arguments)
     return _below_autograd(arguments)
 

@@ -298,6 +298,32 @@ def test_meta_and_torch_func(tiny, tokens, instrument):
     assert on_meta(tokens.to("meta")).device.type == "meta"
 
 
+@pytest.mark.parametrize("by", ["torch.func", "dual tensors"])
+def test_forward_mode_is_pytorch_s(by, tiny, tokens, instrument):
+    """Which has it for its math kernel, and refuses it for the others."""
+    model = tiny.GPT()
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    tangents = {name: torch.ones_like(x) for name, x in weights.items()}
+
+    def derivative():
+        def loss(weights):
+            return torch.func.functional_call(model, weights, (tokens,))
+
+        if by == "torch.func":
+            return torch.func.jvp(loss, (weights,), (tangents,))[1]
+        with torch.autograd.forward_ad.dual_level():
+            make_dual = torch.autograd.forward_ad.make_dual
+            result = loss({name: make_dual(x, tangents[name]) for name, x in weights.items()})
+            return torch.autograd.forward_ad.unpack_dual(result).tangent
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = derivative()
+        instrument(model)
+        assert torch.equal(derivative(), expected)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        derivative()
+
+
 def test_saved_tensors_may_go_through_a_file(tiny, tokens, instrument):
     """Offload of activations to disk; what a file may hold by default is tensors, no functions."""
 

@@ -23,6 +23,7 @@ from guardbit.kernels.attention import (
     site_stack,
     switchable_attention,
 )
+from guardbit.kernels.op import has_tangent
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.frames import frame_stack, inside
 from guardbit.monitor.interception.records import Heads, note_call
@@ -94,6 +95,8 @@ def _refusal(
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             return "it runs under a torch.func transform"
+        if has_tangent(query, key, value):
+            return "it is differentiated in forward mode"
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
             return "it is captured in a CUDA graph, which replays the kernel of the capture"
     return None
