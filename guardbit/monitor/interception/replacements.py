@@ -52,7 +52,9 @@ def scaled_dot_product_attention(
             refusal = "it is probed"  # a re-run must not look like a call of the model
         else:
             note_call(number, heads, refusal)
-            if site_state(number).is_idle:
+            state = site_state(number)
+            state.begin_forward()
+            if state.is_idle:
                 refusal = "nobody asks"  # and the op would cost the host 0.2 ms
         if refusal is None:
             return switchable_attention(
