@@ -33,8 +33,15 @@ RUN_INDICATORS: tuple[str, ...] = ("loss", "grad_norm")
 
 INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
 
-#: The ways to compute a head's attention. "none" is plain FlashAttention-2 numerics.
-STABILIZERS: tuple[str, ...] = ("none", "compensated", "stochastic", "row_max")
+#: The ways to compute a head's attention. "none" leaves it as it is.
+STABILIZERS: tuple[str, ...] = (
+    "none",
+    "exact_delta",  # the kernel as it is, its backward with an exact delta
+    "centered_keys",  # the kernel as it is, of keys without what they have in common
+    "compensated",  # our forward keeps what rounding takes from O, for the backward's delta
+    "stochastic",  # our forward rounds O stochastically
+    "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
+)
 
 EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
 EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")

@@ -36,6 +36,10 @@ site_stack: list[Tensor] = []
 #: it runs; set by the monitor.
 call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
 
+#: Whether compiled calls reserve room for what "compensated" keeps; one flag, which the monitor
+#: takes down where that stabilizer is not asked for.
+residuals_kept: list[bool] = [True]
+
 # The thread whose modules `site_stack` is about.
 _owner = 0
 
@@ -173,21 +177,24 @@ def flash_attention(
         for listener in call_listeners:
             listener(q, k, v)
     out, lse = op.attention(
-        q,
-        k,
-        v,
-        site_stack[-1] if inside else _NO_SITE_TENSOR,
-        [STABILIZERS.index(name) for name in stabilizers],
-        op.CAUSAL_CODES[causal],
-        1.0 / math.sqrt(q.size(-1)) if scale is None else scale,
-        beta,
-        eps,
-        seed,
-        dropout_p,
-        dispatch.BACKENDS.index(backend),
-        False,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch.compiler.is_compiling(),
+        op.Request(
+            q,
+            k,
+            v,
+            None,
+            site_stack[-1] if inside else _NO_SITE_TENSOR,
+            [STABILIZERS.index(name) for name in stabilizers],
+            causal=op.causal_code(causal),
+            scale=scale,
+            dropout_p=dropout_p,
+            beta=beta,
+            eps=eps,
+            seed=seed,
+            backend=dispatch.BACKENDS.index(backend),
+            native=False,
+            training=_is_training(q, k, v),
+            traced=torch.compiler.is_compiling(),
+        )
     )
     return (out, lse) if return_lse else out
 
@@ -219,11 +226,12 @@ def switchable_attention(
     v: Tensor,
     site: Tensor,
     *,
+    attn_mask: Tensor | None = None,
     is_causal: bool,
     scale: float | None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` without a mask, with heads that can be switched.
+    """`F.scaled_dot_product_attention`, with heads that can be switched.
 
     Until a head of the site is switched the result has the very bits of PyTorch's own function,
     and the same random numbers are drawn.
@@ -233,6 +241,7 @@ def switchable_attention(
         k: Keys `(B, H_kv, M, D)`.
         v: Values, shape of k.
         site: Number of the site, 0-d CPU tensor.
+        attn_mask: Boolean (True: may attend) or additive, broadcasts to `(B, H, N, M)`.
         is_causal: Whether the top-left aligned causal mask applies.
         scale: Factor of the scores; None for 1 / sqrt(D).
         dropout_p: Probability with which an entry of the softmax is dropped, 0 <= p < 1.
@@ -241,24 +250,31 @@ def switchable_attention(
         The output `(B, H, N, D)`.
     """
     q, k, v = _autocast(q, k, v)
+    if attn_mask is not None and attn_mask.is_floating_point() and is_autocast(q):
+        attn_mask = attn_mask.to(torch.get_autocast_dtype(q.device.type))
+    wants_mask = torch.is_grad_enabled() and attn_mask is not None and bool(attn_mask.requires_grad)
     out, _ = op.attention(
-        q,
-        k,
-        v,
-        site,
-        [0] * q.size(1),
-        op.CAUSAL_CODES["top-left"] if is_causal else 0,
-        scale,
-        2.0,
-        1e-3,
-        0,
-        dropout_p,
-        dispatch.BACKENDS.index("auto"),
-        True,
-        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        torch.compiler.is_compiling(),
+        op.Request(
+            q,
+            k,
+            v,
+            attn_mask,
+            site,
+            [0] * q.size(1),
+            causal=op.causal_code("top-left" if is_causal else False),
+            scale=scale,
+            dropout_p=dropout_p,
+            training=wants_mask or _is_training(q, k, v),
+            wants_mask=wants_mask,
+            traced=torch.compiler.is_compiling(),
+            keeps_residual=residuals_kept[0],
+        )
     )
     return out
+
+
+def _is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[str, ...]:

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import reference
+from guardbit.kernels.constants import device_constant
 from guardbit.kernels.reference import Causal, Dropout, Shadow
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.numerics import decode_residual
 
 BACKENDS = ("auto", "torch", "triton")
 
@@ -139,3 +142,46 @@ def exact_backward(
 
         return audit.exact_backward(d_out, q, k, v, **settings)
     return reference.exact_backward(d_out, q, k, v, **settings, dropout=dropout)
+
+
+def carry_exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+) -> Tensor:
+    """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
+    if on_triton("auto", q):
+        from guardbit.kernels import delta
+
+        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out
+    with torch.autocast(q.device.type, enabled=False):
+        exact = reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        carried = torch.empty_like(out).copy_(out)
+        reference.write_carrier(carried, d_out, exact, heads)
+    return carried
+
+
+def carry_compensated_delta(
+    d_out: Tensor, out: Tensor, residual: Tensor, *, heads: Sequence[int], into: Tensor | None
+) -> Tensor:
+    """O with the delta of O and its residual in some heads' rows, see `reference.write_carrier`.
+
+    Args:
+        d_out: Gradient of the output.
+        out: The output.
+        residual: What rounding took from it, INT8, of all heads.
+        heads: The heads whose rows carry their delta.
+        into: Where their rows are written; None for a copy of `out`.
+    """
+    carried = torch.empty_like(out).copy_(out) if into is None else into
+    index = device_constant(tuple(heads), torch.int64, out.device)
+    rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
+    delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
+    reference.write_carrier(carried, d_out, delta, heads)
+    return carried

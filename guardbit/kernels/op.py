@@ -1,11 +1,10 @@
 """The opaque op behind every attention call: looks its site up when it runs, and dispatches.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
-lse `(B, H, N)` FP32.
+lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`.
 
-Each head is computed as `guardbit.kernels.switchboard` says at that moment: with the kernel PyTorch
-would have used, or with one of ours, in Triton or in plain torch. A head that is not switched keeps
-its bits.
+Each head is computed as `guardbit.kernels.switchboard` says at that moment, see
+`guardbit.kernels.heads`. A head that is not switched keeps its bits.
 
 The op stands twice under two names. The compiler must not merge, drop or repeat calls that draw
 random numbers, and is told so by a tag; without dropout nothing is drawn, and nothing is to change.
@@ -22,13 +21,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels import dispatch, stock
-from guardbit.kernels.constants import device_constant
-from guardbit.kernels.reference import Causal, Dropout, Forward
-from guardbit.kernels.switchboard import AttentionCall, is_recomputing, random_offset, site_state
+from guardbit.kernels import dispatch, engines, heads
+from guardbit.kernels.engines import Drawn, Engine
+from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.records import STABILIZERS
 
-CAUSAL_CODES: dict[bool | str, int] = {False: 0, True: 1, "top-left": 2}
 _CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
 
 # A replayed CUDA graph would not look the site up again: the compiler is to leave the op out.
@@ -40,46 +38,75 @@ for _name, _tags in (
     ("_with_dropout", (_LOOKED_UP, torch.Tag.nondeterministic_seeded)),
 ):
     _library.define(
-        f"attention{_name}(Tensor q, Tensor k, Tensor v, Tensor site, int[] stabilizers,"
-        " int causal, float? scale, float beta, float eps, int seed, float dropout_p, int backend,"
-        " bool stock, bool training, bool traced) -> (Tensor out, Tensor lse, Tensor residual,"
-        " Tensor kernels, Tensor random, Tensor generator_state)",
+        f"attention{_name}(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor site,"
+        " int[] stabilizers, int causal, float? scale, float dropout_p, float beta, float eps,"
+        " int seed, int backend, bool native, bool training, bool wants_mask, bool traced,"
+        " bool keeps_residual) -> (Tensor out, Tensor lse, Tensor residual, Tensor kernels,"
+        " Tensor random, Tensor generator_state)",
         tags=_tags,
     )
 _library.define(
-    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,"
-    " Tensor residual, Tensor kernels, Tensor random, Tensor generator_state, Tensor site,"
-    " int causal, float? scale, float dropout_p, bool stock, bool traced)"
-    " -> (Tensor dq, Tensor dk, Tensor dv)",
+    "attention_backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor site,"
+    " Tensor out, Tensor lse, Tensor residual, Tensor kernels, Tensor random,"
+    " Tensor generator_state, int causal, float? scale, float dropout_p, bool native,"
+    " bool wants_mask, bool traced) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask)",
     tags=(_LOOKED_UP,),
 )
 
 
-def attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Calls the op, by the schema above, and returns out and lse."""
-    op = _with_dropout if arguments[10] > 0 else _without_dropout
-    return op(*arguments)[:2]
-
-
-class _Plan(NamedTuple):
-    """Which heads of a call are ours.
+class Request(NamedTuple):
+    """What a call hands the op, in the order of its schema.
 
     Attributes:
-        own: Their numbers.
-        names: Their stabilizers.
-        kinds: These, each once.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: Boolean or additive, see `AttentionSpec`; None for none.
+        site: Number of the site, a 0-d CPU tensor: the compiler would specialise on a number.
+        stabilizers: One place in `STABILIZERS` a head.
+        causal: Place in (False, True, "top-left").
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        dropout_p: Probability with which an entry of P is dropped.
+        beta: See `guardbit.flash_attention`.
+        eps: The same.
+        seed: The same.
+        backend: Place in `dispatch.BACKENDS`.
+        native: Whether PyTorch's function was called, and not `flash_attention`.
+        training: Whether a gradient will be asked for.
+        wants_mask: Whether the gradient of the mask is asked for.
+        traced: Whether a compiler traces the call.
+        keeps_residual: Whether a compiled graph reserves room for what `compensated` keeps.
     """
 
-    own: tuple[int, ...]
-    names: tuple[str, ...]
-    kinds: tuple[str, ...]
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    site: Tensor
+    stabilizers: list[int]
+    causal: int = 0
+    scale: float | None = None
+    dropout_p: float = 0.0
+    beta: float = 2.0
+    eps: float = 1e-3
+    seed: int = 0
+    backend: int = 0
+    native: bool = True
+    training: bool = False
+    wants_mask: bool = False
+    traced: bool = False
+    keeps_residual: bool = True
 
 
-@lru_cache(maxsize=1024)
-def _plan(names: tuple[str, ...], use_stock: bool) -> _Plan:
-    own = tuple(h for h, name in enumerate(names) if not use_stock or name != "none")
-    own_names = tuple(names[h] for h in own)
-    return _Plan(own, own_names, tuple(dict.fromkeys(own_names)))
+def causal_code(causal: Causal) -> int:
+    """The op's number for a causal mask."""
+    return {False: 0, True: 1, "top-left": 2}[causal]
+
+
+def attention(request: Request) -> tuple[Tensor, Tensor]:
+    """Calls the op and returns out and lse."""
+    op = _with_dropout if request.dropout_p > 0 else _without_dropout
+    return op(*request)[:2]
 
 
 @lru_cache(maxsize=1024)
@@ -87,9 +114,11 @@ def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(STABILIZERS[code] for code in codes)
 
 
-@lru_cache
-def _kernel_name(backend: SDPBackend) -> str:
-    return backend.name  # which searches all names
+def _spec(
+    q: Tensor, mask: Tensor | None, causal: int, scale: float | None, dropout_p: float
+) -> AttentionSpec:
+    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
+    return AttentionSpec(scale, _CAUSAL_NAMES[causal], mask, dropout_p)
 
 
 # Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
@@ -98,14 +127,21 @@ def _kernel_name(backend: SDPBackend) -> str:
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
-def _kernels(backend: SDPBackend, on_triton: bool, names: tuple[str, ...]) -> Tensor:
+def _kernels(backend: SDPBackend, shared: bool, on_triton: bool, names: tuple[str, ...]) -> Tensor:
     """What ran, for the backward: see `_attention`."""
     codes = [STABILIZERS.index(name) for name in names]
-    return torch.tensor([int(backend.value), int(on_triton), *codes])
+    return torch.tensor([int(backend.value), int(shared), int(on_triton), *codes])
 
 
-def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    return device_constant(heads, torch.int64, device)
+_NUM_KERNEL_FACTS = 3
+
+
+def _read_kernels(kernels: Tensor, q: Tensor) -> tuple[Engine | None, bool, bool, tuple[str, ...]]:
+    """Undoes `_kernels`."""
+    backend, shared, on_triton, *codes = kernels.tolist()
+    backend = SDPBackend(backend)
+    engine = None if backend == SDPBackend.ERROR else engines.engine_of(backend, q)
+    return engine, bool(shared), bool(on_triton), _names(tuple(codes))
 
 
 @lru_cache
@@ -117,139 +153,75 @@ def _nothing(dtype: torch.dtype, device: torch.device | str) -> Tensor:
 # --- forward ---------------------------------------------------------------------------------
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: Tensor,
-    stabilizers: list[int],
-    causal: int,
-    scale: float | None,
-    beta: float,
-    eps: float,
-    seed: int,
-    dropout_p: float,
-    backend: int,
-    use_stock: bool,
-    training: bool,
-    traced: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Runs forward.
 
     A compiled graph fixes every shape and stride when it is traced, before anyone knows whether a
-    head will be switched. There (`traced`) `residual` is always allocated, and the output is laid
-    out as q, as PyTorch's flash kernels do. Elsewhere `residual` is empty unless a head needs it,
-    and the output keeps the layout of the kernel that ran: models may depend on it.
+    head will be switched. There (`traced`) `residual` is always allocated where it is kept room
+    for, and the output is laid out as q, as PyTorch's flash kernels do. Elsewhere `residual` is
+    empty unless a head needs it, and the output keeps the layout of the kernel that ran: models may
+    depend on it.
 
     The last three outputs are for the backward, so that the two always agree, whatever is switched
-    in between: `kernels`, `(2 + H,)` on the CPU, PyTorch's backend, whether ours ran in Triton, and
-    one stabilizer a head; with dropout `random`, INT64 `(3,)`, seed and offset of PyTorch's kernel
-    and the word of ours, and `generator_state`, UINT8 on the CPU, see `stock.Drawn`.
+    in between: `kernels`, `(3 + H,)` on the CPU, PyTorch's backend, whether its backward serves all
+    heads, whether ours ran in Triton, and one stabilizer a head; with dropout `random`, INT64
+    `(3,)`, seed and offset of PyTorch's kernel and the word of ours, and `generator_state`, UINT8
+    on the CPU, see `engines.Drawn`.
     """
-    state = site_state(int(site))
-    state.requested = _names(tuple(stabilizers))
-    state.stock_dropout_p = dropout_p if use_stock else 0.0
+    request = Request(*arguments)
+    q, traced = request.q, request.traced
+    spec = _spec(q, request.mask, request.causal, request.scale, request.dropout_p)
+    state = site_state(int(request.site))
+    state.requested = _names(tuple(request.stabilizers))
+    state.stock_dropout_p = spec.dropout_p if request.native else 0.0
     state.begin_forward()
-    names = state.running
-    plan = _plan(names, use_stock)
-    if traced or dropout_p > 0:
-        random, generator_state = _random_outputs(q, dropout_p)
+    if traced or spec.dropout_p > 0:
+        random, generator_state = _random_outputs(q, spec.dropout_p)
     else:
         random, generator_state = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
-    out, lse, residual, stock_backend, on_triton = None, None, None, SDPBackend.ERROR, False
-    own: Forward | None = None
-
-    def run_stock() -> tuple[Tensor, Tensor, SDPBackend]:
-        settings = stock.Settings(causal != 0, scale, dropout_p)
-        drawn = _drawn(dropout_p, random, generator_state)
-        result = stock.forward(q, k, v, settings, training, drawn)
-        state.launches["forward", _kernel_name(result[2])] += 1
-        return result
-
-    if len(plan.own) < q.size(1):
-        # First, so that it draws the random numbers that it would draw by itself.
-        out, lse, stock_backend = run_stock()
-    if plan.own:
-        try:
-            on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
-            if dropout_p > 0:
-                random[2].random_()
-            own = dispatch.launcher("forward", on_triton, q.device.type)(
-                q,
-                k,
-                v,
-                causal=_CAUSAL_NAMES[causal],
-                scale=_scale(scale, q),
-                stabilizers=plan.names,
-                beta=beta,
-                eps=eps,
-                seed=seed,
-                offset=random_offset(),
-                heads=plan.own if out is not None else None,
-                dropout=_dropout(dropout_p, random, plan, q),
-            )
-            if own.residual is not None and out is not None:
-                residual = torch.zeros_like(q, dtype=torch.int8)
-        except Exception as error:
-            if not use_stock:
-                raise
-            state.fall_back(error)
-            if "compensated" in names and is_recomputing():
-                # What is recomputed must be of the first forward's shape.
-                residual = torch.zeros_like(q, dtype=torch.int8)
-            own, names, on_triton = None, ("none",) * q.size(1), False
-        else:
-            state.succeed()
-            _count(state.launches, "forward", plan, on_triton)
-        if own is None and out is None:  # past the except clause, which holds memory
-            out, lse, stock_backend = run_stock()
-    if own is not None:
-        if out is None or lse is None:
-            out, lse, residual = _laid_out_as(own.out, q), own.lse, own.residual
-        else:
-            index = _index(plan.own, q.device)
-            out.index_copy_(1, index, own.out)
-            lse.index_copy_(1, index, own.lse)
-            if residual is not None:
-                residual.index_copy_(1, index, own.residual)
-    assert out is not None and lse is not None
+    call = heads.Call(
+        q, request.k, request.v, spec, state, request.native, request.wants_mask
+    )  # fmt: skip
+    options = heads.Options(
+        request.beta, request.eps, request.seed, dispatch.BACKENDS[request.backend]
+    )  # fmt: skip
+    ran = heads.forward(
+        call,
+        state.running,
+        options,
+        request.training,
+        request.keeps_residual or not traced,
+        random,
+        generator_state,
+    )
+    out, residual = ran.out, ran.residual
     if traced:
-        out = _laid_out_as(out, q)
+        out = heads.laid_out_as(out, q)
     if residual is not None:
-        residual = _laid_out_as(residual, q)
-    elif traced:
+        residual = heads.laid_out_as(residual, q)
+    elif traced and request.keeps_residual:
         residual = torch.empty_like(q, dtype=torch.int8)
     else:
         residual = _nothing(torch.int8, q.device)
-    kernels = _kernels(stock_backend, on_triton, names)
+    backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
+    kernels = _kernels(backend, ran.shared, ran.on_triton, ran.names)
     if traced:
-        kernels = kernels.clone()  # the compiler may use the memory of what an op returns again
-    return out, lse.contiguous(), residual, kernels, random, generator_state
+        # The compiler may use the memory of what an op returns again.
+        kernels = kernels.clone()
+        residual = residual if residual.numel() else residual.clone()
+    return out, ran.lse.contiguous(), residual, kernels, random, generator_state
 
 
-def _attention_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: Tensor,
-    stabilizers: list[int],
-    causal: int,
-    scale: float | None,
-    beta: float,
-    eps: float,
-    seed: int,
-    dropout_p: float,
-    backend: int,
-    use_stock: bool,
-    training: bool,
-    traced: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    request = Request(*arguments)
+    q = request.q
+    kept = request.traced and request.keeps_residual
     return (
         torch.empty_like(q),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
-        torch.empty_like(q, dtype=torch.int8) if traced else q.new_empty(0, dtype=torch.int8),
-        site.new_empty(2 + q.size(1), dtype=torch.int64),
-        *_random_outputs(q, dropout_p),
+        torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
+        request.site.new_empty(_NUM_KERNEL_FACTS + q.size(1), dtype=torch.int64),
+        *_random_outputs(q, request.dropout_p),
     )
 
 
@@ -272,38 +244,11 @@ def _forbid_merging() -> None:
 
 def _random_outputs(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
     """`random` and `generator_state`, uninitialised; empty without dropout."""
-    words, state_bytes = (3, stock.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
+    words, state_bytes = (3, engines.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
     return (
         q.new_empty(words, dtype=torch.int64),
         torch.empty(state_bytes, dtype=torch.uint8, device="cpu"),
     )
-
-
-def _drawn(dropout_p: float, random: Tensor, generator_state: Tensor) -> stock.Drawn | None:
-    return stock.Drawn(random[:2], generator_state) if dropout_p > 0 else None
-
-
-def _dropout(dropout_p: float, random: Tensor, plan: _Plan, q: Tensor) -> Dropout | None:
-    return Dropout(dropout_p, random[2], plan.own, q.size(1)) if dropout_p > 0 else None
-
-
-def _count(launches: dict[tuple[str, str], int], way: str, plan: _Plan, on_triton: bool) -> None:
-    for name in plan.kinds:
-        launches[way, name] += 1
-    if on_triton:
-        launches[way, "triton"] += 1
-
-
-def _laid_out_as(x: Tensor, like: Tensor) -> Tensor:
-    """Gives x the memory layout of `like`, which the op's fake kernels promise."""
-    if x.stride() == like.stride():
-        return x
-    promised = torch.empty_like(like, dtype=x.dtype)
-    return x if x.stride() == promised.stride() else promised.copy_(x)
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
 
 
 # --- backward --------------------------------------------------------------------------------
@@ -314,134 +259,69 @@ def _attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
+    site: Tensor,
     out: Tensor,
     lse: Tensor,
     residual: Tensor,
     kernels: Tensor,
     random: Tensor,
     generator_state: Tensor,
-    site: Tensor,
     causal: int,
     scale: float | None,
     dropout_p: float,
-    use_stock: bool,
+    native: bool,
+    wants_mask: bool,
     traced: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs backward; `traced` as for the forward."""
     number = int(site)
     state = site_state(number)
-    stock_backend, on_triton, *codes = kernels.tolist()
-    names = _names(tuple(codes))
-    plan = _plan(names, use_stock)
+    spec = _spec(q, mask, causal, scale, dropout_p)
+    engine, shared, on_triton, names = _read_kernels(kernels, q)
+    call = heads.Call(q, k, v, spec, state, native, wants_mask)
     kept = residual if "compensated" in names else None
-    dropout = _dropout(dropout_p, random, plan, q)
-    own = None
-    if plan.own:
-        try:
-            tensors = (d_out, q, k, v, out, lse, kept)
-            if len(plan.own) < q.size(1):
-                tensors = _chosen(plan.own, *tensors)
-            own = dispatch.launcher("backward", bool(on_triton), q.device.type)(
-                *tensors,
-                causal=_CAUSAL_NAMES[causal],
-                scale=_scale(scale, q),
-                stabilizers=plan.names,
-                dropout=dropout,
-            )
-        except Exception as error:
-            if not use_stock or dropout_p > 0:  # what ours dropped, PyTorch's kernel cannot know
-                raise
-            # Its backward works with our out and lse too: only the rounding is different.
-            state.fall_back(error)
-            names, kept = ("none",) * q.size(1), None
-            plan = _plan(names, use_stock)
-        else:
-            _count(state.launches, "backward", plan, bool(on_triton))
-    gradients = None
-    if len(plan.own) < q.size(1):
-        settings = stock.Settings(causal != 0, scale, dropout_p)
-        stock_backend = SDPBackend(stock_backend)
-        if stock_backend == SDPBackend.ERROR:  # all heads ran ours
-            stock_backend = stock.choose(q, k, v, settings, training=True)
-        # A zero gradient contributes exact zeros: the other heads' gradients keep their bits,
-        # and key heads shared with a switched query head receive only the others' share.
-        rest = d_out.index_fill(1, _index(plan.own, q.device), 0) if plan.own else d_out
-        drawn = _drawn(dropout_p, random, generator_state)
-        gradients = stock.backward(rest, q, k, v, out, lse, stock_backend, settings, drawn)
-        state.launches["backward", _kernel_name(stock_backend)] += 1
-    if own is not None:
-        parts = (own.dq, own.dk, own.dv)
-        gradients = parts if gradients is None else _merge(gradients, parts, plan.own)
-    assert gradients is not None
-    if traced or len(plan.own) == q.size(1):
-        gradients = map(_laid_out_as, gradients, (q, k, v))
-    dq, dk, dv = gradients
+    ran = heads.Ran(out, lse, kept, engine, shared, on_triton, names)
+    gradients, carried, names = heads.backward(call, d_out, ran, random, generator_state)
+    dq, dk, dv, d_mask = gradients
+    if traced or not native:
+        dq, dk, dv = map(heads.laid_out_as, (dq, dk, dv), (q, k, v))
+    if d_mask is None:
+        d_mask = q.new_empty(0) if traced else _nothing(q.dtype, q.device)
+    elif mask is not None:
+        d_mask = heads.laid_out_as(d_mask.to(mask.dtype), mask)
     if state.observer is not None:
+        plan = heads.plan_of(names, native)
         state.observer(
             AttentionCall(
                 site=number,
                 q=q,
                 k=k,
                 v=v,
-                out=out,
-                residual=kept,
+                out=carried,
+                residual=None if shared else kept,
                 d_out=d_out,
                 dq=dq,
                 dk=dk,
                 dv=dv,
-                causal=_CAUSAL_NAMES[causal],
-                scale=_scale(scale, q),
+                spec=spec,
                 stabilizers=names,
-                dropout=dropout,
+                dropout=heads.dropout_of(call, plan, random),
             )
         )
-    return dq, dk, dv
+    return dq, dk, dv, d_mask
 
 
 def _attention_backward_fake(
-    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _chosen(
-    heads: tuple[int, ...],
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    residual: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Takes some query heads, each with a key head of its own."""
-    group = q.size(1) // k.size(1)
-    index = _index(heads, q.device)
-    key_index = _index(tuple(h // group for h in heads), q.device)
-    k, v = k.index_select(1, key_index), v.index_select(1, key_index)
-    d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
-    return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
-
-
-def _merge(
-    rest: tuple[Tensor, Tensor, Tensor],
-    own: tuple[Tensor, Tensor, Tensor],
-    heads: tuple[int, ...],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Puts the chosen heads' gradients among the others', in place."""
-    dq, dk, dv = rest
-    dq.index_copy_(1, _index(heads, dq.device), own[0])
-    group = dq.size(1) // dk.size(1)
-    for member in range(group):
-        # One query head of a group at a time: adding two in one go would be atomic, in any order.
-        places = tuple(place for place, head in enumerate(heads) if head % group == member)
-        if not places:
-            continue
-        chosen = _index(places, dk.device)
-        key_heads = _index(tuple(heads[place] // group for place in places), dk.device)
-        for whole, part in ((dk, own[1]), (dv, own[2])):
-            whole.index_add_(1, key_heads, part.index_select(1, chosen))
-    return dq, dk, dv
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wants_mask = rest[-2]
+    return (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(v),
+        torch.empty_like(mask) if wants_mask and mask is not None else q.new_empty(0),
+    )
 
 
 # --- autograd --------------------------------------------------------------------------------
@@ -452,10 +332,15 @@ class _Attention(torch.autograd.Function):
     # argument at every call, which doubles the host's time for a forward (425 against 226 us).
     @staticmethod
     def forward(ctx, *arguments):
-        q, k, v, site, _, causal, scale, _, _, _, dropout_p, _, use_stock, _, traced = arguments
+        request = Request(*arguments)
         outputs = _below_autograd(arguments)
-        ctx.save_for_backward(q, k, v, *outputs, site)
-        ctx.arguments = (causal, scale, dropout_p, use_stock, traced)
+        # A plain tensor: who offloads what is saved may write it to disk.
+        saved = (request.q, request.k, request.v, request.mask, request.site.detach(), *outputs)
+        ctx.save_for_backward(*saved)
+        ctx.arguments = (
+            request.causal, request.scale, request.dropout_p, request.native, request.wants_mask,
+            request.traced,
+        )  # fmt: skip
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
         return outputs
@@ -463,19 +348,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_outputs):
         d_out = d_outputs[0]
+        nothing = (None,) * (len(Request._fields) - 4)
         if d_out is None:
-            return (None,) * 15
+            return (None,) * 4 + nothing
         if not torch.is_grad_enabled():
             gradients = _backward(d_out, *ctx.saved_tensors, *ctx.arguments)
         else:
             gradients = _backward_of_create_graph(d_out, ctx.saved_tensors, ctx.arguments)
-        return (*gradients, *(None,) * 12)
+        wants_mask = ctx.arguments[4]
+        return (*gradients[:3], gradients[3] if wants_mask else None, *nothing)
 
 
 def _below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    op = _with_dropout if arguments[10] > 0 else _without_dropout
+    op = _with_dropout if arguments[_DROPOUT] > 0 else _without_dropout
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+_DROPOUT = Request._fields.index("dropout_p")
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -487,13 +377,14 @@ def has_tangent(*tensors: Tensor) -> bool:
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd, which would cost a third of the call.
-    q, k, v = arguments[:3]
+    q, k, v, mask = arguments[:4]
     if has_tangent(q, k, v):
         raise NotImplementedError(
             "guardbit.flash_attention has no forward-mode derivative; use reverse mode"
             " (`Tensor.backward`, `torch.autograd.grad`) or F.scaled_dot_product_attention"
         )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    inputs = (q, k, v) if mask is None else (q, k, v, mask)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(
                 "guardbit.flash_attention cannot be differentiated by torch.func; use"
@@ -508,14 +399,14 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
 
     The op itself would pass for a constant.
     """
-    q, k, v, _, _, _, kernels, random, generator_state, _ = saved
-    causal, scale, dropout_p, use_stock, _ = arguments
-    backend, _, *codes = kernels.tolist()
-    if use_stock and backend == SDPBackend.MATH.value and not any(codes):
-        return stock.differentiable_backward(
-            d_out, q, k, v, stock.Settings(causal != 0, scale, dropout_p),
-            _drawn(dropout_p, random, generator_state),
-        )  # fmt: skip
+    q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
+    causal, scale, dropout_p, native, wants_mask, _ = arguments
+    engine, _, _, names = _read_kernels(kernels, q)
+    is_math = isinstance(engine, engines.Whole) and engine.backend == SDPBackend.MATH
+    if native and is_math and set(names) == {"none"}:
+        spec = _spec(q, mask, causal, scale, dropout_p)
+        drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
+        return engine.differentiable_backward(d_out, q, k, v, spec, drawn, wants_mask)
     with torch.no_grad():
         gradients = _backward(d_out, *saved, *arguments)
     return _NotDifferentiable.apply(d_out, q, k, v, *gradients)

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.reference import Causal, Dropout
+from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
 
 log = logging.getLogger("guardbit")
 
@@ -33,14 +34,14 @@ class AttentionCall:
         q: Queries.
         k: Keys.
         v: Values.
-        out: The output the kernel in use returned.
+        out: What the backward took delta from: the output of the kernel in use, or in stabilized
+            heads the O' that carries the delta which was used instead.
         residual: Rounding residual of `out` in the heads that keep one, else None.
         d_out: Gradient of the loss with respect to `out`.
         dq: Gradient of q by the kernel in use.
         dk: Gradient of k by the kernel in use.
         dv: Gradient of v by the kernel in use.
-        causal: False, True (bottom-right aligned) or "top-left".
-        scale: Factor of the scores.
+        spec: Mask, scale and dropout of the call.
         stabilizers: One name a head.
         dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
             PyTorch's, the mask cannot be known.
@@ -56,8 +57,7 @@ class AttentionCall:
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    causal: Causal
-    scale: float
+    spec: AttentionSpec
     stabilizers: tuple[str, ...]
     dropout: Dropout | None = None
 
@@ -97,6 +97,8 @@ class SiteState:
         at_rest: Whether calls need not be seen for now.
         failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
             it says so, `in_force` has no switched head.
+        ran: One name a head, as the last call ran them.
+        substituted: Why that is not what was asked for, or "".
     """
 
     name: str = ""
@@ -107,6 +109,9 @@ class SiteState:
     stock_dropout_p: float = 0.0
     at_rest: bool = False
     failure: str | None = None
+    ran: tuple[str, ...] = ()
+    substituted: str = ""
+    _told: set[str] = field(default_factory=set)
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None
@@ -157,6 +162,18 @@ class SiteState:
         if switched is not None and len(switched) == len(self.requested):
             return switched
         return self.requested
+
+    def note(self, names: tuple[str, ...], why: str) -> None:
+        """Notes what the heads of a call ran, and tells once why it is not what was asked for.
+
+        Args:
+            names: One stabilizer a head.
+            why: Why it is another one, or "".
+        """
+        self.ran, self.substituted = names, why
+        if why and why not in self._told:
+            self._told.add(why)
+            log.warning("site '%s': %s", self.name, why)
 
     def succeed(self) -> None:
         """Notes that switched heads ran as they should."""

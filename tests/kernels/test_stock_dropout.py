@@ -9,8 +9,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from guardbit.kernels import stock, switchboard
+from guardbit.kernels import engines, switchboard
 from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import NO_SITE
 
 SITE = torch.tensor(NO_SITE)
@@ -80,7 +81,8 @@ def test_bits_and_random_numbers_are_pytorchs(dtype, is_causal, dropout_p):
 
 def test_something_is_dropped_and_the_math_kernel_does_it():
     *tensors, d_out = inputs()
-    assert stock.choose(*tensors, stock.Settings(False, None, 0.3), True) == SDPBackend.MATH
+    spec = AttentionSpec(0.25, dropout_p=0.3)
+    assert engines.choose(*tensors, spec, True).backend == SDPBackend.MATH
     dropped = results(ours, tensors, d_out)
     whole = results(functools.partial(ours, dropout_p=0.0), tensors, d_out)
     assert not torch.equal(dropped[0], whole[0])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from guardbit.kernels import stock
+from guardbit.kernels import engines
 from guardbit.kernels.attention import call_listeners
 from guardbit.monitor.interception import replacements
 
@@ -27,7 +27,7 @@ def install() -> None:
     if _installations > 1:
         return
     _replace_everywhere(
-        stock.scaled_dot_product_attention, replacements.scaled_dot_product_attention
+        engines.scaled_dot_product_attention, replacements.scaled_dot_product_attention
     )
     _replace_everywhere(replacements.original_checkpoint, replacements.checkpoint)
     _replace(F, "multi_head_attention_forward", replacements.multi_head_attention_forward)
@@ -45,7 +45,7 @@ def uninstall() -> None:
             _restore.pop()()
         # `from ... import` may have taken these in the meantime.
         _replace_everywhere(
-            replacements.scaled_dot_product_attention, stock.scaled_dot_product_attention
+            replacements.scaled_dot_product_attention, engines.scaled_dot_product_attention
         )
         _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
         _restore.clear()
@@ -59,7 +59,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Replaces a function in all modules: `from ... import` made further references to it."""
-    own = (replacements.__name__, stock.__name__)
+    own = (replacements.__name__, engines.__name__, engines.whole.__name__)
     for module in [m for name, m in sys.modules.items() if name not in own]:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is original:
@@ -80,7 +80,7 @@ def redirect_references(module: nn.Module) -> None:
 
 def _redirected(value: Any) -> Any:
     """Returns the attribute with our function in place of PyTorch's, or None where it has none."""
-    if value is stock.scaled_dot_product_attention:
+    if value is engines.scaled_dot_product_attention:
         return replacements.scaled_dot_product_attention
     if isinstance(value, staticmethod):
         function = _redirected(value.__func__)

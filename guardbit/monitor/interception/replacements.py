@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.kernels import stock
+from guardbit.kernels import engines
 from guardbit.kernels.attention import (
     MAX_HEAD_DIM,
     MIN_HEAD_DIM,
@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
             return switchable_attention(
                 query, key, value, site, is_causal=is_causal, scale=scale, dropout_p=dropout_p
             )
-    return stock.scaled_dot_product_attention(
+    return engines.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
 

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels import stock
+from guardbit.kernels import engines
 from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import NO_SITE
 
 SITE = torch.tensor(NO_SITE)
-PLAIN = stock.Settings(is_causal=False, scale=None)
+PLAIN = AttentionSpec(0.25)
 
 # B, H, H_kv, N, M, D: grouped; another head size; more queries than keys; one token; several tiles
 # of PyTorch's kernel; odd everything; nothing at all.
@@ -89,10 +90,11 @@ def test_the_scale_is_passed_on(scale):
 def test_the_choice_is_the_users():
     q = torch.randn(1, 2, 9, 16)
     with sdpa_kernel(SDPBackend.MATH):
-        assert stock.choose(q, q, q, PLAIN, training=True) == SDPBackend.MATH
-        assert stock.forward(q, q, q, PLAIN, training=False)[2] == SDPBackend.MATH
+        for training in (True, False):
+            engine = engines.choose(q, q, q, PLAIN, training=training)
+            assert engine.backend == SDPBackend.MATH
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert stock.forward(q, q, q, PLAIN, training=True)[2] == SDPBackend.FLASH_ATTENTION
+        assert engines.choose(q, q, q, PLAIN, True).backend == SDPBackend.FLASH_ATTENTION
 
 
 def test_the_backward_is_that_of_the_kernel_that_ran():

@@ -1,0 +1,81 @@
+"""Ways to compute attention, one file each, and which of them a call gets.
+
+An engine runs forward, and runs its backward from a given O'. It is PyTorch's own kernel, called
+with PyTorch's own arguments, so that its results are the very bits that
+`F.scaled_dot_product_attention` would have returned. `proof` finds out whether its backward reads O
+for delta alone, without which no O' may be handed to it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.cudnn import CuDNN
+from guardbit.kernels.engines.efficient import Efficient
+from guardbit.kernels.engines.flash import Flash
+from guardbit.kernels.engines.random import state_bytes
+from guardbit.kernels.engines.whole import Whole, scaled_dot_product_attention
+from guardbit.kernels.spec import AttentionSpec
+
+__all__ = [
+    "Drawn",
+    "Engine",
+    "Gradients",
+    "Whole",
+    "choose",
+    "engine_of",
+    "scaled_dot_product_attention",
+    "state_bytes",
+]
+
+
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, training: bool, wants_mask: bool = False
+) -> Engine:
+    """Returns the engine that PyTorch would run for a call.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for.
+        training: Whether a gradient will be asked for; some kernels have no backward for some
+            head sizes.
+        wants_mask: Whether the gradient of its mask will be asked for; few kernels have one.
+    """
+    mask = spec.mask
+    with torch.set_grad_enabled(training):
+        if training and not (q.requires_grad or k.requires_grad or v.requires_grad):
+            q = q.detach().requires_grad_()  # in a compiled graph, where nothing says so
+        if wants_mask and mask is not None and not mask.requires_grad:
+            mask = mask.detach().requires_grad_()
+        choice = torch.ops.aten._fused_sdp_choice(
+            q, k, v, mask, spec.dropout_p, spec.causal is not False,
+            scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
+        )  # fmt: skip
+    return engine_of(SDPBackend(choice), q)
+
+
+def engine_of(backend: SDPBackend, q: Tensor) -> Engine:
+    """Returns the engine that is PyTorch's kernel of a name, for queries like q."""
+    return _engine(backend, q.is_cuda, q.size(-1))
+
+
+@lru_cache
+def _engine(backend: SDPBackend, is_cuda: bool, head_dim: int) -> Engine:
+    if backend == SDPBackend.FLASH_ATTENTION and not is_cuda:
+        return CPUFlash()
+    # PyTorch pads other head sizes itself.
+    if backend == SDPBackend.FLASH_ATTENTION and head_dim % 8 == 0:
+        return Flash()
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return CuDNN()
+    if backend == SDPBackend.EFFICIENT_ATTENTION:
+        return Efficient()
+    return Whole(backend)

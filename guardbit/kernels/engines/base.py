@@ -1,0 +1,112 @@
+"""What every engine offers: a forward, and a backward from a given O'.
+
+Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`; lse `(B, H, N)` FP32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from guardbit.kernels.spec import AttentionSpec
+
+
+class Drawn(NamedTuple):
+    """Where the random numbers of a call with dropout came from; its backward draws them again.
+
+    The forward fills one of the two; which, depends on the engine.
+
+    Attributes:
+        philox: INT64 `(2,)` on the device of q, seed and offset.
+        generator_state: UINT8 `(state_bytes(device),)` on the CPU, see
+            `torch.Generator.get_state`; of CUDA devices this, too, is seed and offset.
+    """
+
+    philox: Tensor
+    generator_state: Tensor
+
+
+class Gradients(NamedTuple):
+    """Gradients of one call; `d_mask` only where it was asked for."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_mask: Tensor | None = None
+
+
+class Engine(ABC):
+    """One way to compute attention, forward and backward, with the bits of PyTorch's own call.
+
+    Attributes:
+        backend: PyTorch's name of it.
+        reads_out: Whether its backward takes delta from an O that it is given. Where it does not,
+            delta comes from P and dP as they are, and there is nothing to hand over.
+    """
+
+    backend: SDPBackend
+    reads_out: bool = True
+
+    @property
+    def name(self) -> str:
+        """PyTorch's name, as telemetry tells it."""
+        return self.backend.name
+
+    @abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        training: bool,
+        drawn: Drawn | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Computes out and lse; lse is None where the engine gives none.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            spec: What the call asks for.
+            training: Whether a gradient will be asked for.
+            drawn: Is filled; needed with dropout.
+        """
+
+    @abstractmethod
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool = False,
+    ) -> Gradients:
+        """Computes the gradients.
+
+        Args:
+            d_out: Gradient of out.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            out: Output of the forward, or O', which carries another delta, laid out as
+                `laid_out` says.
+            lse: Of the forward.
+            spec: Those of the forward.
+            drawn: That of the forward.
+            wants_mask: Whether the gradient of an additive mask is asked for.
+        """
+
+    def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
+        """Returns `out`, in a copy if need be, in the one layout that the backward takes it in.
+
+        PyTorch's kernels take some strides for granted and read another tensor where these differ.
+        """
+        return out

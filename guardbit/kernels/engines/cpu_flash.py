@@ -1,0 +1,68 @@
+"""PyTorch's flash attention for the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.spec import AttentionSpec
+
+_aten = torch.ops.aten
+
+
+class CPUFlash(Engine):
+    """PyTorch's CPU kernel; it drops nothing, and gives no gradient of a mask."""
+
+    backend = SDPBackend.FLASH_ATTENTION
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        training: bool,
+        drawn: Drawn | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Engine.forward`."""
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, spec.dropout_p, spec.causal is not False,
+            attn_mask=_additive(spec, q.dtype), scale=spec.scale,
+        )  # fmt: skip
+
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool = False,
+    ) -> Gradients:
+        """See `Engine.backward`."""
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            spec.dropout_p,
+            spec.causal is not False,
+            attn_mask=_additive(spec, q.dtype),
+            scale=spec.scale,
+        )  # fmt: skip
+        return Gradients(*gradients)
+
+
+def _additive(spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
+    mask = spec.mask
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, zero - torch.inf)

@@ -1,0 +1,215 @@
+"""Whether an engine's backward reads O for delta alone: asked of the engine, not taken for granted.
+
+A flash backward needs O for delta = rowsum(dO O) and for nothing else. An engine that is closed
+source, or that reads O with other strides than it was given, may break this, and an O' that carries
+another delta would then spoil all gradients. So before the first O' is handed to an engine it runs
+three small backwards, of random inputs like the call's: two O' of equal delta must give the same
+gradients, and a third of another delta must change them as theory says,
+
+    dS = P (dP - delta),  so that delta + t adds  -scale t_i sum_j P_ij K_j  to dQ_i.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.engines.base import Engine
+from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.reference import write_carrier
+from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.spec import AttentionSpec
+
+#: Largest relative difference of gradients from two O' of equal delta. The deltas agree to 1e-5,
+#: which changes the rounding of a few dS by 2^-8 of themselves.
+SAME = 4e-3
+#: Largest relative distance of a change of gradients from theory's. P and dS are rounded to BF16,
+#: 2^-8 each at most, and the difference is taken of two such results.
+AS_PREDICTED = 5e-2
+
+_LENGTH = 128
+
+
+class Proof(NamedTuple):
+    """What an engine was found to do in one configuration.
+
+    Attributes:
+        engine: Its name.
+        configuration: In words: dtype, head size, mask, grouping, device.
+        same: Relative difference of gradients from two O' of equal delta.
+        predicted: Relative distance from theory of what another delta changes.
+        failure: Why it is not trusted with an O', or "".
+    """
+
+    engine: str
+    configuration: str
+    same: float
+    predicted: float
+    failure: str
+
+
+_proofs: dict[tuple[object, ...], Proof] = {}
+
+
+def proof_of(
+    engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
+) -> Proof:
+    """Returns what is known of an engine in a call's configuration; finds it out the first time.
+
+    A proof is kept for the process. It leaves the random state alone.
+
+    Args:
+        engine: The engine.
+        q: Queries of the call.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for.
+        wants_mask: Whether the gradient of its mask is asked for.
+    """
+    mask = spec.mask
+    key = (
+        engine.name, q.device, q.dtype, q.size(3), v.size(3), q.size(1) == k.size(1),
+        spec.causal, None if mask is None else mask.dtype == torch.bool,
+        None if mask is None else tuple(size == 1 for size in mask.shape), wants_mask,
+        *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
+        q.size(2) == k.size(2),
+        _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    if key not in _proofs:
+        with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
+            _proofs[key] = _prove(engine, q, k, v, spec, wants_mask)
+    return _proofs[key]
+
+
+def proofs() -> list[Proof]:
+    """All proofs of this process so far."""
+    return list(_proofs.values())
+
+
+def _order(x: Tensor) -> tuple[int, ...]:
+    """The dimensions of x by falling stride: how it lies in memory, whatever its sizes."""
+    return tuple(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+
+
+@float32_products()
+def _prove(
+    engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
+) -> Proof:
+    kind = (
+        "no mask"
+        if spec.mask is None
+        else f"a {'boolean' if spec.mask.dtype == torch.bool else 'additive'} mask"
+    )
+    grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
+    causal = ", causal" if spec.causal is not False else ""
+    configuration = (
+        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{grouped},"
+        f" {q.device.type}, torch {torch.__version__}"
+    )
+    if not engine.reads_out:
+        why = "its backward takes delta from P itself, not from the rounded output"
+        return Proof(engine.name, configuration, 0.0, 0.0, why)
+    try:
+        same, predicted = _measured(engine, q, k, v, spec, wants_mask)
+    except Exception as error:
+        return Proof(engine.name, configuration, torch.inf, torch.inf, f"it failed: {error}")
+    failure = ""
+    if not same <= SAME:
+        failure = f"two outputs of equal delta give gradients that differ by {same:.1e}"
+    elif not predicted <= AS_PREDICTED:
+        failure = f"another delta changes gradients otherwise than by theory, by {predicted:.1e}"
+    return Proof(engine.name, configuration, same, predicted, failure)
+
+
+def _measured(
+    engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
+) -> tuple[float, float]:
+    generator = torch.Generator(q.device).manual_seed(0)
+    group = q.size(1) // k.size(1)
+
+    def like(x: Tensor, heads: int, length: int) -> Tensor:
+        """Random, small, and in memory as x."""
+        order = _order(x)
+        shape = (1, heads, length, x.size(3))
+        random = torch.randn(
+            [shape[d] for d in order], generator=generator, device=x.device, dtype=torch.float32
+        )
+        return random.permute([order.index(d) for d in range(4)]).to(x.dtype)
+
+    rows, keys = (min(x.size(2), _LENGTH + x.size(2) % _LENGTH) for x in (q, k))
+    heads = 2 * group if k.size(1) > 1 else group
+    small_q, small_k, small_v = (
+        like(q, heads, rows), like(k, heads // group, keys), like(v, heads // group, keys)
+    )  # fmt: skip
+    small = replace(spec, mask=_cut(spec.mask, heads, rows, keys), dropout_p=0.0)
+    out, lse = engine.forward(small_q, small_k, small_v, small, True, None)
+    assert lse is not None
+    lse = lse.reshape(1, heads, -1)[..., :rows]
+    d_out = torch.randn(
+        out.shape, generator=generator, device=q.device, dtype=torch.float32
+    ).to(q.dtype)  # fmt: skip
+    d_out = torch.empty_like(out).copy_(d_out)
+
+    def gradients(other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        found = engine.backward(
+            d_out, small_q, small_k, small_v, engine.laid_out(other, small_q), lse, small, None,
+            wants_mask,
+        )  # fmt: skip
+        return found.dq.float(), found.dk.float(), found.dv.float()
+
+    def carrier(delta: Tensor) -> Tensor:
+        made = torch.empty_like(out).copy_(out)
+        write_carrier(made, d_out, delta, range(heads))
+        return made
+
+    delta = (d_out.float() * out.float()).sum(-1)
+    probabilities, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
+    moved = d_probabilities.square().mean(-1).sqrt()
+    moved = moved * (1 - 2 * (torch.arange(rows, device=q.device) % 2))
+    own = gradients(out)
+    equal = gradients(carrier(delta))
+    other = gradients(carrier(delta + moved))
+    same = max(_relative(a - b, b) for a, b in zip(equal, own, strict=True))
+    weighted = probabilities * (moved[..., None] * -spec.scale)
+    dq = weighted @ small_k.float().repeat_interleave(group, 1)
+    dk = (weighted.mT @ small_q.float()).unflatten(1, (-1, group)).sum(2)
+    predicted = max(
+        _relative(other[0] - own[0] - dq, dq),
+        _relative(other[1] - own[1] - dk, dk),
+        _relative(other[2] - own[2], own[2]),
+    )
+    return same, predicted
+
+
+def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None:
+    """A corner of the call's mask in which each row sees a key, in memory as the mask."""
+    if mask is None:
+        return None
+    sizes = (1, heads, rows, keys)[4 - mask.dim() :]
+    cut = mask.detach()[tuple(slice(0, n) if m > 1 else slice(None)
+                              for n, m in zip(sizes, mask.shape, strict=True))].clone()  # fmt: skip
+    if mask.dtype == torch.bool:
+        cut[..., 0] = True
+    else:
+        cut.masked_fill_(~cut.isfinite(), -torch.inf)[..., 0] = 0.0
+    return cut
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """P and dP in FP32."""
+    group = q.size(1) // k.size(1)
+    scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
+    heads, rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[1:])
+    b, h, n, m = scores.shape
+    scores = scores + mask_tile(spec, (b, h, n, m), heads, rows, keys)
+    d_probabilities = d_out.float() @ v.float().repeat_interleave(group, 1).mT
+    return (scores - lse[..., None]).exp(), d_probabilities
+
+
+def _relative(difference: Tensor, of: Tensor) -> float:
+    return (difference.norm() / of.norm()).item()

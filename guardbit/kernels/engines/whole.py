@@ -1,0 +1,111 @@
+"""Calls that are run, and run again for their backward, as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.random import drawing_again, generator_of, is_capturing
+from guardbit.kernels.spec import AttentionSpec
+
+#: The implementation as it was before anything was intercepted.
+scaled_dot_product_attention = F.scaled_dot_product_attention
+
+
+class Whole(Engine):
+    """PyTorch's function under autograd: its math kernel, and kernels whose inputs it pads.
+
+    The backward of the math kernel takes delta from P and dP, rounded or not as they are. That of
+    a padded flash call runs out of reach. Either way no O' can be handed in.
+
+    Args:
+        backend: The kernel.
+    """
+
+    reads_out = False
+
+    def __init__(self, backend: SDPBackend) -> None:
+        self.backend = backend
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        training: bool,
+        drawn: Drawn | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Engine.forward`."""
+        if drawn is not None:
+            if q.is_cuda and is_capturing():
+                raise RuntimeError(
+                    f"dropout of PyTorch's {self.name} kernel, head size {q.size(-1)}, cannot be"
+                    " captured in a CUDA graph inside an instrumented model"
+                )
+            drawn.generator_state.copy_(generator_of(q.device).get_state())
+        return self._call(q, k, v, spec), None
+
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool = False,
+    ) -> Gradients:
+        """See `Engine.backward`."""
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        return self._again(d_out, q, k, v, spec, drawn, wants_mask, create_graph=False)
+
+    def differentiable_backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool,
+    ) -> Gradients:
+        """Gradients with their own history; of PyTorch's kernels only the math kernel's have it."""
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
+        return self._again(d_out, q, k, v, spec, drawn, wants_mask, create_graph=True)
+
+    def _again(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool,
+        create_graph: bool,
+    ) -> Gradients:
+        inputs = [q, k, v]
+        if wants_mask:
+            assert spec.mask is not None
+            mask = spec.mask
+            mask = mask if create_graph and mask.requires_grad else mask.detach().requires_grad_()
+            spec = replace(spec, mask=mask)
+            inputs.append(mask)
+        with torch.enable_grad(), drawing_again(q.device, drawn):
+            out = self._call(q, k, v, spec)
+        return Gradients(*torch.autograd.grad(out, inputs, d_out, create_graph=create_graph))
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        with sdpa_kernel(self.backend), torch.autocast(q.device.type, enabled=False):
+            return scaled_dot_product_attention(
+                q, k, v, spec.mask, spec.dropout_p, spec.causal is not False,
+                scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
+            )  # fmt: skip

@@ -1,0 +1,526 @@
+"""One attention call whose heads run what each of them is asked to run.
+
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out, d_out `(B, H, N, D)`;
+lse `(B, H, N)` FP32.
+
+In an instrumented model a head's forward is the engine's, PyTorch's own kernel, or ours, and the
+engine's backward serves all heads in one launch where it is proved to read O for delta alone
+(`guardbit.kernels.engines.proof`): a stabilized head then hands it an O' that carries the delta it
+is to use. Where that is not so, ours computes the heads that it ran, and the engine the others.
+`guardbit.flash_attention` runs ours in all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels import dispatch, engines
+from guardbit.kernels.constants import device_constant
+from guardbit.kernels.engines import Drawn, Engine, Gradients
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.reference import Dropout, Forward
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
+
+#: The stabilizers that need our forward; the others leave it to the engine.
+OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})
+
+
+class Plan(NamedTuple):
+    """What the heads of a call run.
+
+    Attributes:
+        names: One stabilizer a head.
+        own: The heads whose forward is ours.
+        exact: The heads whose backward gets an exact delta.
+        compensated: The heads whose forward keeps what rounding took from O.
+        centered: The heads whose keys are centred.
+    """
+
+    names: tuple[str, ...]
+    own: tuple[int, ...]
+    exact: tuple[int, ...]
+    compensated: tuple[int, ...]
+    centered: tuple[int, ...]
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What our kernels are to do in `own`, by their names for it."""
+        names = (self.names[head] for head in self.own)
+        return tuple(name if name in OWN_FORWARD else "none" for name in names)
+
+
+@lru_cache(maxsize=1024)
+def plan_of(names: tuple[str, ...], native: bool) -> Plan:
+    """Sorts the heads of a call by what they run.
+
+    Args:
+        names: One stabilizer a head.
+        native: Whether an engine serves heads that do not need our forward.
+    """
+
+    def heads(*kinds: str) -> tuple[int, ...]:
+        return tuple(head for head, name in enumerate(names) if name in kinds)
+
+    own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
+    return Plan(
+        names, own, heads("exact_delta"), heads("compensated"), heads("centered_keys")
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, as the op was asked for it.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for besides.
+        state: Of the site.
+        native: Whether PyTorch's function was called, and not ours.
+        wants_mask: Whether the gradient of an additive mask is asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    state: SiteState
+    native: bool
+    wants_mask: bool
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.size(1)
+
+
+class Options(NamedTuple):
+    """What only our forward asks for, see `guardbit.flash_attention`."""
+
+    beta: float
+    eps: float
+    seed: int
+    backend: str
+
+
+class Ran(NamedTuple):
+    """What a forward left for its backward.
+
+    Attributes:
+        out: The output.
+        lse: Of all heads; zeros where the engine gives none.
+        residual: What rounding took from O in the compensated heads, or None.
+        engine: The engine that is to run backward; None where ours does in all heads.
+        shared: Whether the engine's backward serves all heads.
+        on_triton: Whether ours ran in Triton.
+        names: What each head ran.
+    """
+
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None
+    engine: Engine | None
+    shared: bool
+    on_triton: bool
+    names: tuple[str, ...]
+
+
+# --- what a call's heads can run -----------------------------------------------------------------
+
+
+def resolve(
+    call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
+) -> tuple[tuple[str, ...], bool, str]:
+    """Settles what each head runs, where what it is asked for does not work in this call.
+
+    Args:
+        call: The call.
+        asked: One stabilizer a head.
+        engine: PyTorch's choice for it; None if ours serves all heads.
+        keeps_residual: Whether there is room for what `compensated` keeps.
+
+    Returns:
+        One stabilizer a head, whether the engine's backward may serve all heads, and why a head
+        runs other than it is asked to, or "".
+    """
+    stabilized = set(asked) - {"none", "centered_keys"}
+    if engine is None or not stabilized:
+        return asked, False, ""
+    if call.spec.dropout_p > 0:
+        shared = False
+        obstacle = (
+            f"PyTorch's {engine.name} kernel drops entries of P (dropout {call.spec.dropout_p}) and"
+            " does not tell which, so delta cannot be computed again"
+        )
+    else:
+        proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
+        shared = not proof.failure
+        obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
+    names, why = dict.fromkeys(stabilized | {"none", "centered_keys"}), ""
+    for name in names:
+        names[name], reason = _settled(name, call, shared, obstacle, keeps_residual)
+        why = why or reason
+    return tuple(names[name] for name in asked), shared, why
+
+
+def _settled(
+    name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
+) -> tuple[str, str]:
+    """What one stabilizer becomes in a call, and why it is not what was asked for, or ""."""
+    if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
+        return name, ""
+    masked = call.spec.mask is not None
+    if name == "exact_delta":
+        if masked:
+            return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
+        if not keeps_residual:
+            return "none", f"exact_delta is not possible: {obstacle}"
+        return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
+    if masked:
+        if name == "compensated" and shared:
+            return "exact_delta", "exact_delta runs instead of compensated, which takes no mask"
+        return "none", f"{name} takes no mask: exact_delta would work"
+    if name == "compensated" and not keeps_residual:
+        if shared:
+            return "exact_delta", (
+                "exact_delta runs instead of compensated, for which the compiled graph has no room"
+            )
+        return "none", f"the compiled graph has no room for compensated, and {obstacle}"
+    return name, ""
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def forward(
+    call: Call,
+    asked: tuple[str, ...],
+    options: Options,
+    training: bool,
+    keeps_residual: bool,
+    random: Tensor,
+    generator_state: Tensor,
+) -> Ran:
+    """Runs a call forward.
+
+    Args:
+        call: The call.
+        asked: One stabilizer a head.
+        options: Of our forward.
+        training: Whether a gradient will be asked for.
+        keeps_residual: Whether there is room for what `compensated` keeps.
+        random: With dropout INT64 `(3,)`, filled: seed and offset of PyTorch's kernel and the word
+            of ours.
+        generator_state: With dropout UINT8, filled, see `engines.Drawn`.
+    """
+    q, v, spec, state = call.q, call.v, call.spec, call.state
+    engine = None
+    if call.native:
+        engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
+    names, shared, why = resolve(call, asked, engine, keeps_residual)
+    plan = plan_of(names, call.native)
+    keys = center_keys(call.k, plan.centered, call.heads)
+    k = keys.k
+    drawn = Drawn(random[:2], generator_state) if spec.dropout_p > 0 else None
+    out, lse, residual, on_triton = None, None, None, False
+    own: Forward | None = None
+
+    def run_engine() -> tuple[Tensor, Tensor]:
+        assert engine is not None
+        out, lse = engine.forward(q, k, v, spec, training, drawn)
+        state.launches["forward", engine.name] += 1
+        if lse is None or lse.numel() == 0:
+            return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
+        return out, lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
+
+    if engine is not None and len(plan.own) < call.heads:
+        # First, so that it draws the random numbers that it would draw by itself.
+        out, lse = run_engine()
+    if plan.own:
+        try:
+            on_triton = dispatch.on_triton(options.backend, q)
+            if spec.dropout_p > 0:
+                random[2].random_()
+            own = dispatch.launcher("forward", on_triton, q.device.type)(
+                q,
+                k,
+                v,
+                causal=spec.causal,
+                scale=spec.scale,
+                stabilizers=plan.own_names,
+                beta=options.beta,
+                eps=options.eps,
+                seed=options.seed,
+                offset=random_offset(),
+                heads=plan.own if out is not None else None,
+                dropout=dropout_of(call, plan, random),
+            )
+            if own.residual is not None and out is not None:
+                residual = torch.zeros_like(q, dtype=torch.int8)
+        except Exception as error:
+            if engine is None:
+                raise
+            state.fall_back(error)
+            if plan.compensated and is_recomputing():
+                # What is recomputed must be of the first forward's shape.
+                residual = torch.zeros_like(q, dtype=torch.int8)
+            own, on_triton = None, False
+            names, why = _without_ours(names), ""
+        else:
+            state.succeed()
+            _count(state, "forward", plan, on_triton)
+        if own is None and out is None:  # past the except clause, which holds memory
+            out, lse = run_engine()
+    if own is not None:
+        if out is None or lse is None:
+            out, lse, residual = laid_out_as(own.out, q), own.lse, own.residual
+        else:
+            index = device_constant(plan.own, torch.int64, q.device)
+            out.index_copy_(1, index, own.out)
+            lse.index_copy_(1, index, own.lse)
+            if residual is not None:
+                residual.index_copy_(1, index, own.residual)
+    assert out is not None and lse is not None
+    if plan.centered and not call.native:  # whose caller may look at it
+        lse = lse + _shift_of_lse(q, keys, spec.scale)
+    state.note(names, why)
+    return Ran(out, lse, residual, engine, shared, on_triton, names)
+
+
+def _without_ours(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple("none" if name in OWN_FORWARD else name for name in names)
+
+
+class CenteredKeys(NamedTuple):
+    """Keys without what those of some heads have in common.
+
+    Attributes:
+        k: `(B, H_kv, M, D)`, as the kernel gets it.
+        mean: FP32 `(B, G, 1, D)`, what was taken off the keys of G key heads; None for none.
+        heads: These key heads.
+    """
+
+    k: Tensor
+    mean: Tensor | None
+    heads: tuple[int, ...]
+
+
+def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKeys:
+    """Takes off the keys of some query heads what they have in common, their mean over the keys.
+
+    The softmax does not see a vector that is the same for all keys of a head, nor, in exact
+    arithmetic, do the gradients. Rounding does: what a wrong delta adds to dQ is a multiple of
+    sum_j P_ij K_j, which is large where the keys have much in common.
+
+    The mean is that of this call and of each sequence. It depends on later tokens, so under a
+    causal mask the output depends on them by its last bits. Key heads are shared: what one query
+    head asks for is done to its whole group.
+
+    Args:
+        k: Keys `(B, H_kv, M, D)`.
+        heads: The query heads that ask for it.
+        num_heads: Number of query heads.
+
+    Returns:
+        See `CenteredKeys`; k itself if no head asks, else a new tensor in memory as k.
+    """
+    if not heads or k.size(2) == 0:
+        return CenteredKeys(k, None, ())
+    group = num_heads // k.size(1)
+    key_heads = tuple(sorted({head // group for head in heads}))
+    index = device_constant(key_heads, torch.int64, k.device)
+    chosen = k.index_select(1, index).float()
+    mean = chosen.mean(2, keepdim=True)
+    # One key that is not finite, in padding say, is to spoil no more than it does by itself.
+    mean = mean.where(mean.isfinite(), 0.0)
+    centered = torch.empty_like(k).copy_(k)
+    centered.index_copy_(1, index, (chosen - mean).to(k.dtype))
+    return CenteredKeys(centered, mean, key_heads)
+
+
+def _shift_of_lse(q: Tensor, keys: CenteredKeys, scale: float) -> Tensor:
+    """By how much centring has lowered L, FP32 `(B, H, N)`."""
+    shift = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    if keys.mean is not None:
+        group = q.size(1) // keys.k.size(1)
+        heads = tuple(group * h + member for h in keys.heads for member in range(group))
+        index = device_constant(heads, torch.int64, q.device)
+        queries = q.index_select(1, index).float()
+        mean = keys.mean.repeat_interleave(group, 1)
+        shift.index_copy_(1, index, (queries * mean).sum(-1) * scale)
+    return shift
+
+
+def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
+    """What our kernels drop in their heads, or None."""
+    if call.spec.dropout_p == 0:
+        return None
+    return Dropout(call.spec.dropout_p, random[2], plan.own, call.heads)
+
+
+def _count(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
+    for name in dict.fromkeys(plan.names[head] for head in plan.own):
+        state.launches[way, name] += 1
+    if on_triton:
+        state.launches[way, "triton"] += 1
+
+
+def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
+    """Gives x the memory layout of `like`, which the op's fake kernels promise."""
+    if x.stride() == like.stride():
+        return x
+    promised = torch.empty_like(like, dtype=x.dtype)
+    return x if x.stride() == promised.stride() else promised.copy_(x)
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+def backward(
+    call: Call, d_out: Tensor, ran: Ran, random: Tensor, generator_state: Tensor
+) -> tuple[Gradients, Tensor, tuple[str, ...]]:
+    """Runs a call backward.
+
+    Args:
+        call: The call.
+        d_out: Gradient of its output.
+        ran: What its forward left.
+        random: See `forward`.
+        generator_state: See `forward`.
+
+    Returns:
+        The gradients; O, or the O' that carries the deltas that were used; and what each head ran.
+    """
+    state, engine = call.state, ran.engine
+    plan = plan_of(ran.names, call.native)
+    keys = center_keys(call.k, plan.centered, call.heads)
+    call.k = keys.k
+    if plan.centered and not call.native:
+        ran = ran._replace(lse=ran.lse - _shift_of_lse(call.q, keys, call.spec.scale))
+    drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
+    try:
+        carried = _carried(call, d_out, ran, plan)
+    except Exception as error:
+        if not call.native:
+            raise
+        # The gradients are then PyTorch's own.
+        state.fall_back(error)
+        carried, plan = ran.out, plan_of(_without_carriers(plan.names, ran.shared), True)
+    if engine is not None and (ran.shared or not plan.own):
+        return _by_engine(call, engine, d_out, carried, ran.lse, drawn), carried, plan.names
+    own = None
+    try:
+        own = _by_ours(call, d_out, carried, ran, plan, random)
+    except Exception as error:
+        if engine is None or drawn is not None:  # what ours dropped, PyTorch's cannot know
+            raise
+        # Its backward works with our out and lse too: only the rounding is different.
+        state.fall_back(error)
+        plan = plan_of(_without_ours(plan.names), True)
+    if own is None:
+        assert engine is not None
+        return _by_engine(call, engine, d_out, carried, ran.lse, drawn), carried, plan.names
+    if engine is None or len(plan.own) == call.heads:
+        return own, carried, plan.names
+    # A zero gradient contributes exact zeros: the other heads' gradients keep their bits, and key
+    # heads shared with one of ours receive only the others' share.
+    rest = d_out.index_fill(1, device_constant(plan.own, torch.int64, d_out.device), 0)
+    others = _by_engine(call, engine, rest, carried, ran.lse, drawn)
+    return _merge(others, own, plan.own), carried, plan.names
+
+
+def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
+    carried = {"exact_delta", "compensated"} if shared else {"exact_delta"}
+    return tuple("none" if name in carried else name for name in names)
+
+
+def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
+    """O, or an O' in which the rows of some heads carry the delta that these heads want."""
+    carried, state = ran.out, call.state
+    if plan.exact:
+        carried = dispatch.carry_exact_delta(
+            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, heads=plan.exact
+        )
+        state.launches["backward", "exact_delta"] += 1
+    if plan.compensated and ran.shared:
+        assert ran.residual is not None
+        into = None if carried is ran.out else carried
+        carried = dispatch.carry_compensated_delta(
+            d_out, ran.out, ran.residual, heads=plan.compensated, into=into
+        )
+        state.launches["backward", "compensated"] += 1
+    return carried
+
+
+def _by_engine(
+    call: Call, engine: Engine, d_out: Tensor, out: Tensor, lse: Tensor, drawn: Drawn | None
+) -> Gradients:
+    out = engine.laid_out(out, call.q)
+    found = engine.backward(
+        d_out, call.q, call.k, call.v, out, lse, call.spec, drawn, call.wants_mask
+    )
+    call.state.launches["backward", engine.name] += 1
+    return found
+
+
+def _by_ours(
+    call: Call, d_out: Tensor, out: Tensor, ran: Ran, plan: Plan, random: Tensor
+) -> Gradients:
+    tensors = (d_out, call.q, call.k, call.v, out, ran.lse, ran.residual)
+    if not plan.compensated:
+        tensors = (*tensors[:-1], None)
+    if len(plan.own) < call.heads:
+        tensors = _chosen(plan.own, *tensors)
+    found = dispatch.launcher("backward", ran.on_triton, d_out.device.type)(
+        *tensors,
+        causal=call.spec.causal,
+        scale=call.spec.scale,
+        stabilizers=plan.own_names,
+        dropout=dropout_of(call, plan, random),
+    )
+    _count(call.state, "backward", plan, ran.on_triton)
+    return Gradients(found.dq, found.dk, found.dv)
+
+
+def _chosen(
+    heads: tuple[int, ...],
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """Takes some query heads, each with a key head of its own."""
+    group = q.size(1) // k.size(1)
+    index = device_constant(heads, torch.int64, q.device)
+    key_index = device_constant(tuple(h // group for h in heads), torch.int64, q.device)
+    k, v = k.index_select(1, key_index), v.index_select(1, key_index)
+    d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
+    return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
+
+
+def _merge(rest: Gradients, own: Gradients, heads: tuple[int, ...]) -> Gradients:
+    """Puts the chosen heads' gradients among the others', in place."""
+    dq, dk, dv, _ = rest
+    dq.index_copy_(1, device_constant(heads, torch.int64, dq.device), own.dq)
+    group = dq.size(1) // dk.size(1)
+    for member in range(group):
+        # One query head of a group at a time: adding two in one go would be atomic, in any order.
+        places = tuple(place for place, head in enumerate(heads) if head % group == member)
+        if not places:
+            continue
+        chosen = device_constant(places, torch.int64, dk.device)
+        key_heads = tuple(heads[place] // group for place in places)
+        index = device_constant(key_heads, torch.int64, dk.device)
+        for whole, part in ((dk, own.dk), (dv, own.dv)):
+            whole.index_add_(1, index, part.index_select(1, chosen))
+    return rest
