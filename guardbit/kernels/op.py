@@ -174,7 +174,7 @@ def _attention(
             on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
             if dropout_p > 0:
                 random[2].random_()
-            own = dispatch.launcher("forward", on_triton, q.device.type)(
+            result = dispatch.launcher("forward", on_triton, q.device.type)(
                 q,
                 k,
                 v,
@@ -188,8 +188,9 @@ def _attention(
                 heads=plan.own if out is not None else None,
                 dropout=_dropout(dropout_p, random, plan, q),
             )
-            if own.residual is not None and out is not None:
+            if result.residual is not None and out is not None:
                 residual = torch.zeros_like(q, dtype=torch.int8)
+            own = result
         except Exception as error:
             if not use_stock:
                 raise
@@ -197,7 +198,7 @@ def _attention(
             if "compensated" in names and is_recomputing():
                 # What is recomputed must be of the first forward's shape.
                 residual = torch.zeros_like(q, dtype=torch.int8)
-            own, names, on_triton = None, ("none",) * q.size(1), False
+            names, on_triton = ("none",) * q.size(1), False
         else:
             state.succeed()
             _count(state.launches, "forward", plan, on_triton)
@@ -210,7 +211,7 @@ def _attention(
             index = _index(plan.own, q.device)
             out.index_copy_(1, index, own.out)
             lse.index_copy_(1, index, own.lse)
-            if residual is not None:
+            if own.residual is not None and residual is not None:
                 residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
     if traced:

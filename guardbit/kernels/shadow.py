@@ -239,7 +239,7 @@ def shadow_kernel(
     )  # fmt: skip
     row_max = tl.max(highest, 1)
     # Stored at once, to free its registers.
-    largest = tl.max(largest, 1).to(tl.float32, bitcast=True) * scale
+    largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
     largest_base = largest_pointer + place.to(tl.int64) * count + first
     tl.store(largest_base + tl.arange(0, ROWS), largest, mask=tl.arange(0, ROWS) < count - first)
     # 0 instead of the -inf of a row that sees no key.
