@@ -267,6 +267,38 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
     assert reason in inst.sites["Caller"].refusal
 
 
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys"), [(0, 4, 8, 8), (2, 0, 8, 8), (2, 4, 0, 8), (2, 4, 8, 0)]
+)
+def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instrument):
+    """PyTorch serves them, whatever kernel is forced, before it chooses one."""
+
+    class Bare(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model = Bare()
+    q = torch.randn(batch, heads, rows, 16, requires_grad=True)
+    k = torch.randn(batch, heads, keys, 16, requires_grad=True)
+
+    def run():
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            out = model(q, k)
+        return out, *torch.autograd.grad(out.sum(), (q, k))
+
+    expected = run()
+    inst = instrument(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    full = torch.randn(2, 4, 8, 16)
+    model(full, full)
+    assert inst.sites["Bare"].refusal is None
+    inst.switch("*", "compensated")
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    assert inst.sites["Bare"].refusal is None
+    assert inst.stabilizers() == {"Bare": ["compensated"] * 4}
+
+
 def test_errors_of_pytorch_stay_its_own(instrument):
     class Caller(nn.Module):
         def forward(self, q, k):

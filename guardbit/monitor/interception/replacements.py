@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`; see there."""
-    if is_inside_site():
+    if is_inside_site() and not _is_empty(query, key):
         site = site_stack[-1]
         heads = _heads_of(query, key)
         refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -63,6 +63,13 @@ def scaled_dot_product_attention(
     return engines.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _is_empty(query: Tensor, key: Tensor) -> bool:
+    """Whether nothing is to be seen or switched; PyTorch serves that before it chooses a kernel."""
+    if torch.compiler.is_compiling():  # which may not know sizes yet
+        return False
+    return query.numel() == 0 or key.numel() == 0
 
 
 def _refusal(
