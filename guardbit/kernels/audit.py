@@ -20,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.tiles import allowed, seeing_rows, visible_keys
 from guardbit.kernels.primitives import (
-    allowed,
     head_of,
     load_tile,
     product,
     product_exact,
     store_tile,
-    visible_keys,
 )
 from guardbit.kernels.reference import Causal
 
@@ -186,10 +186,7 @@ def key_kernel(
     columns = first + tl.arange(0, KEYS)
     k = load_tile(k_base, first, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
     v = load_tile(v_base, first, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-    start = 0
-    if CAUSAL:
-        # The first row that sees the first key.
-        start = tl.minimum(tl.maximum(first - shift, 0), rows) // ROWS * ROWS
+    start, _ = seeing_rows(first, rows, shift, ROWS, KEYS, CAUSAL)
 
     statistics = place.to(tl.int64) * rows
     zeros = tl.zeros((KEYS, ROWS), tl.float32)
@@ -257,7 +254,7 @@ def exact_backward(
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
     batch, all_heads, rows, head_dim = q.shape
     keys = k.shape[2]
-    shift = launch.causal_shift(causal, rows, keys)
+    shift = causal_shift(causal, rows, keys)
     numbers = launch.device_numbers(tuple(heads), q.device)
     count = len(numbers)
     dq = torch.empty((batch, count, rows, head_dim), dtype=torch.float32, device=q.device)

@@ -19,9 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.tiles import allowed, behind, seeing_rows, visible_keys
 from guardbit.kernels.primitives import (
     LOG2_E,
-    allowed,
     decode_residual,
     head_of,
     kept_entries,
@@ -29,7 +30,6 @@ from guardbit.kernels.primitives import (
     product,
     round_nearest,
     store_tile,
-    visible_keys,
     widen,
 )
 from guardbit.kernels.reference import Causal, Dropout, Gradients
@@ -249,7 +249,7 @@ def _key_gradients(
         scores = product(k, tl.trans(q), zeros)
         exponents = tl.fma(scores, scale, negative_lse[None, :]) * LOG2_E
         if CAUSAL:
-            visible = columns[:, None] <= positions[None, :] + shift
+            visible = behind(positions[None, :], columns[:, None], shift)
             exponents = tl.where(visible, exponents, float("-inf"))
         probabilities = tl.exp2(exponents)
         weights = round_nearest(probabilities, dtype)
@@ -357,11 +357,7 @@ def key_gradients_kernel(
     v = load_tile(v_base, first, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
     columns = first + tl.arange(0, KEYS)
 
-    if CAUSAL:
-        # The first row that sees the first key, and the first that sees all keys of the tile.
-        start = tl.minimum(tl.maximum(first - shift, 0), rows) // ROWS * ROWS
-        whole = tl.maximum(first + KEYS - 1 - shift, 0)
-        whole = tl.minimum(tl.cdiv(whole, ROWS) * ROWS, tl.cdiv(rows, ROWS) * ROWS)
+    start, whole = seeing_rows(first, rows, shift, ROWS, KEYS, CAUSAL)
     word = tl.full((), 0, tl.int64)
     random_place = word
     if DROPOUT:
@@ -458,7 +454,7 @@ def backward(
     batch, heads, rows, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
     launch.check_count(stabilizers, heads)
-    shift = launch.causal_shift(causal, rows, keys)
+    shift = causal_shift(causal, rows, keys)
     codes = launch.device_codes(tuple(stabilizers), q.device)
     if "compensated" in stabilizers and residual is None:
         raise ValueError("Compensated heads need the forward's residual, but it is None.")

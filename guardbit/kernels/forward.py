@@ -20,10 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.tiles import allowed, visible_keys
 from guardbit.kernels.primitives import (
     LN_2,
     UNIT_LOG2,
-    allowed,
     count_above,
     encode_residual,
     head_of,
@@ -35,7 +36,6 @@ from guardbit.kernels.primitives import (
     round_nearest,
     round_stochastic,
     store_tile,
-    visible_keys,
 )
 from guardbit.kernels.reference import Causal, Dropout, Forward, Telemetry
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
@@ -400,7 +400,7 @@ def forward(
     kv_heads, keys = k.shape[1:3]
     numbers = tuple(range(all_heads)) if heads is None else tuple(heads)
     launch.check_count(stabilizers, len(numbers))
-    shift = launch.causal_shift(causal, rows, keys)
+    shift = causal_shift(causal, rows, keys)
     codes = launch.device_codes(tuple(stabilizers), q.device)
     out = launch.empty_like_rows(q if heads is None else q[:, : len(numbers)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.primitives import INTERPRET
-from guardbit.kernels.reference import Causal
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -47,17 +46,6 @@ def check_count(stabilizers: Sequence[str], heads: int) -> None:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
         )
-
-
-def causal_shift(causal: Causal, rows: int, keys: int) -> int:
-    """By how much the last key a query sees lies past the query's own number.
-
-    Raises:
-        ValueError: If `causal` is none of the three.
-    """
-    if causal not in (False, True, "top-left"):
-        raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')
-    return keys - rows if causal is True else 0
 
 
 @lru_cache(maxsize=1024)
@@ -112,6 +100,13 @@ def empty_like_rows(x: Tensor) -> Tensor:
     """An empty tensor of x's shape and memory order, neighbouring elements of a row adjacent."""
     empty = torch.empty_like(x)
     return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
+
+
+def empty_as(x: Tensor) -> Tensor:
+    """An empty tensor laid out as x to the last stride, or contiguous if rows of x are not."""
+    if x.stride(-1) != 1:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def device_of(x: Tensor) -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: tiles, products, roundings, and which keys a tile of rows sees.
+"""What the Triton kernels share: tiles, products and roundings.
 
 Under Triton's interpreter (TRITON_INTERPRET=1 when this module is imported) the same kernels run on
 the CPU. The interpreter truncates FP32 to BF16 and multiplies the raw bits of BF16 operands, so
@@ -305,35 +305,6 @@ def kept_entries(word, rows, place, first_key, threshold, KEYS: tl.constexpr):
     groups = first_key // 8 + tl.arange(0, KEYS // 8)[None, :]
     last = tl.full((), 0, tl.uint32)
     return random_halves(word, groups, rows[:, None], place, last) >= threshold.to(tl.uint32)
-
-
-@triton.jit
-def visible_keys(
-    first_row, keys, shift, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Where the keys that a tile of rows sees end.
-
-    Returns:
-        The end of the whole tiles that every row sees, a multiple of KEYS, and the end of the keys
-        that any row sees.
-    """
-    if CAUSAL:
-        whole = tl.minimum(tl.maximum(first_row + shift + 1, 0), keys)
-        end = tl.minimum(tl.maximum(first_row + shift + ROWS, 0), keys)
-    else:
-        whole = keys
-        end = keys
-    return whole // KEYS * KEYS, end
-
-
-@triton.jit
-def allowed(rows, columns, keys, shift, CAUSAL: tl.constexpr):
-    """Which of `columns` (any shape that broadcasts against `rows`) a query may see."""
-    last = keys - 1
-    if CAUSAL:
-        # One comparison an element: the smaller bound is the same for a whole row.
-        last = tl.minimum(rows + shift, last)
-    return columns <= last
 
 
 @triton.jit

@@ -19,10 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.tiles import allowed, visible_keys
 from guardbit.kernels.primitives import (
     LN_2,
     UNIT_LOG2,
-    allowed,
     decode_residual,
     head_of,
     load_rows,
@@ -33,7 +34,6 @@ from guardbit.kernels.primitives import (
     product,
     round_nearest,
     store_tile,
-    visible_keys,
     widen,
 )
 from guardbit.kernels.reference import Causal, Shadow
@@ -337,7 +337,7 @@ def shadow(
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
     batch, heads, all_rows, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
-    shift = launch.causal_shift(causal, all_rows, keys)
+    shift = causal_shift(causal, all_rows, keys)
     count = all_rows if rows is None else len(rows)
     shape = (batch, heads, count)
     out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)

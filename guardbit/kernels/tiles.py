@@ -18,6 +18,7 @@ Pass = Literal[
     "shadow",
     "audit_query",
     "audit_key",
+    "delta",
 ]
 PASSES: tuple[Pass, ...] = get_args(Pass)
 
@@ -99,6 +100,13 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(32, 32, 8, 1),
             256: Tile(16, 32, 8, 1),
         },
+        "delta": {
+            16: Tile(64, 64, 4, 3),
+            32: Tile(64, 64, 4, 3),
+            64: Tile(64, 64, 4, 3),
+            128: Tile(64, 64, 4, 2),
+            256: Tile(64, 32, 4, 1),
+        },
     },
     (9, 0): {
         "forward": {
@@ -142,6 +150,13 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             64: Tile(32, 32, 4, 1),
             128: Tile(32, 32, 8, 1),
             256: Tile(16, 32, 8, 1),
+        },
+        "delta": {
+            16: Tile(128, 64, 8, 3),
+            32: Tile(128, 64, 8, 3),
+            64: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 3),
+            256: Tile(64, 64, 8, 2),
         },
     },
 }
@@ -188,6 +203,13 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         64: Tile(32, 32, 4, 1),
         128: Tile(32, 32, 8, 1),
         256: Tile(16, 32, 8, 1),
+    },
+    "delta": {
+        16: Tile(64, 64, 4, 2),
+        32: Tile(64, 64, 4, 2),
+        64: Tile(64, 64, 4, 2),
+        128: Tile(64, 32, 4, 2),
+        256: Tile(32, 32, 4, 1),
     },
 }
 

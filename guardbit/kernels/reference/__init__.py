@@ -6,8 +6,10 @@ modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 
 from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_backward, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
-from guardbit.kernels.reference.common import Causal, Dropout
+from guardbit.kernels.reference.common import Dropout
+from guardbit.kernels.reference.delta import exact_delta, lse_gradient, write_carrier
 from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, Telemetry, forward
+from guardbit.kernels.spec import Causal
 
 __all__ = [
     "STABILIZERS",
@@ -20,6 +22,9 @@ __all__ = [
     "backward",
     "delta_bias",
     "exact_backward",
+    "exact_delta",
     "forward",
+    "lse_gradient",
     "shadow",
+    "write_carrier",
 ]

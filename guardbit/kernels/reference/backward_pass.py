@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guardbit.kernels.mask.geometry import additive_mask
 from guardbit.kernels.reference.common import (
-    Causal,
     Dropout,
-    additive_mask,
     float32_products,
     fold_groups,
     masked_scores,
 )
+from guardbit.kernels.spec import Causal
 from guardbit.numerics import decode_residual, round_nearest
 
 

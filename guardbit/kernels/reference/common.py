@@ -1,20 +1,15 @@
-"""What the passes of the reference share: masks, grouped heads, true FP32 products."""
+"""What the passes of the reference share: dropout, grouped heads, true FP32 products."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.numerics import random_halves
-
-#: False: every query sees every key. True: bottom-right aligned, query n sees keys up to
-#: n + M - N, as FlashAttention has it. "top-left": query n sees keys up to n, as
-#: `F.scaled_dot_product_attention(is_causal=True)` has it.
-Causal = bool | Literal["top-left"]
 
 
 class Dropout(NamedTuple):
@@ -106,38 +101,6 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def additive_mask(rows: Tensor, columns: Tensor, shape: tuple[int, int], causal: Causal) -> Tensor:
-    """0 where a query may see a key, -inf where not.
-
-    Drawn for N = 2, M = 4, x for allowed::
-
-        True: x x x .    "top-left": x . . .
-              x x x x                x x . .
-
-    It is added, not filled in, so that NaN and +inf scores of forbidden keys come out as in
-    PyTorch's math backend.
-
-    Args:
-        rows: INT64 (R,), positions of the queries.
-        columns: INT64 (C,), positions of the keys.
-        shape: (N, M), the whole lengths.
-        causal: See `Causal`.
-
-    Returns:
-        FP32 (R, C).
-
-    Raises:
-        ValueError: If `causal` is none of the three.
-    """
-    if causal not in (False, True, "top-left"):
-        raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')
-    mask = torch.zeros(len(rows), len(columns), device=rows.device)
-    if causal is False:
-        return mask
-    shift = shape[1] - shape[0] if causal is True else 0
-    return mask.masked_fill_(columns > rows[:, None] + shift, -torch.inf)
-
-
 def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor) -> Tensor:
     """Scores of folded queries against one tile of keys, in FP32.
 
@@ -149,7 +112,7 @@ def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask
         k_tile: FP32 (B, H_kv, C, D).
         heads: H.
         scale: Factor of Q K^T.
-        mask: FP32 (R, C), see `additive_mask`.
+        mask: FP32 (R, C), see `guardbit.kernels.mask.geometry.additive_mask`.
 
     Returns:
         FP32 (B, H, R, C).

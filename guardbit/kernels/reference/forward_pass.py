@@ -9,15 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guardbit.kernels.mask.geometry import additive_mask
 from guardbit.kernels.reference.common import (
-    Causal,
     Dropout,
-    additive_mask,
     finite_reference,
     float32_products,
     fold_groups,
     masked_scores,
 )
+from guardbit.kernels.spec import Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
 #: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show

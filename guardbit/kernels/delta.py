@@ -1,0 +1,458 @@
+"""Exact delta in Triton, and the O' that carries it to another kernel's backward, in one launch.
+
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
+`(B, H, N, E)`; C heads are wanted. Scores are kept as plain products q k, as in the forward.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels import launch, tiles
+from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.tiles import (
+    ADDITIVE,
+    BOOLEAN,
+    NO_MASK,
+    allowed,
+    load_mask,
+    mask_arguments,
+    visible_keys,
+)
+from guardbit.kernels.primitives import (
+    INTERPRET,
+    LOG2_E,
+    head_of,
+    load_tile,
+    partial_sums,
+    product,
+    round_nearest,
+    store_tile,
+)
+from guardbit.kernels.reference.delta import MISS, SMALLEST_MISS, check_heads
+from guardbit.kernels.spec import AttentionSpec
+
+_MISS, _SMALLEST_MISS = tl.constexpr(MISS), tl.constexpr(SMALLEST_MISS)
+
+
+class Carried(NamedTuple):
+    """What `carry_exact_delta` made.
+
+    Attributes:
+        out: (B, H, N, E), O' for the kernel's backward.
+        delta: FP32 (B, C, N), what the wanted heads' rows carry.
+    """
+
+    out: Tensor
+    delta: Tensor
+
+
+@triton.jit
+def _add_keys(
+    row_sum,
+    weighted,
+    q,
+    d_out,
+    k_base,
+    v_base,
+    mask_base,
+    k_stride,
+    v_stride,
+    mask_row,
+    mask_column,
+    positions,
+    log_sum,
+    start,
+    end,
+    rows,
+    keys,
+    shift,
+    scale,
+    BOUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
+
+    With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
+    a format, as masks have it, has room; else in log2 units, which spares a multiplication.
+    """
+    zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
+    for first in tl.range(start, end, KEYS):
+        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
+        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
+        scores = product(q, tl.trans(k), zeros)
+        d_probabilities = product(d_out, tl.trans(v), zeros)
+        columns = first + tl.arange(0, KEYS)
+        if MASK == ADDITIVE:
+            mask = load_mask(
+                mask_base, mask_row, mask_column, positions[:, None], columns[None, :], rows, keys
+            ).to(tl.float32)
+            exponents = (tl.fma(scores, scale, mask) - log_sum[:, None]) * LOG2_E
+        else:
+            exponents = tl.fma(scores, scale, -log_sum[:, None])
+        if MASK == BOOLEAN:
+            mask = load_mask(
+                mask_base, mask_row, mask_column, positions[:, None], columns[None, :], rows, keys
+            )
+            exponents = tl.where(mask != 0, exponents, float("-inf"))
+        if BOUNDED:
+            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
+        row_sum += partial_sums(probabilities)
+        weighted += partial_sums(probabilities * d_probabilities)
+    return row_sum, weighted
+
+
+@triton.jit
+def _bits(x):
+    """The bits of BF16 or FP16, INT32, not negative."""
+    return x.to(tl.uint16, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _number(bits, dtype: tl.constexpr):
+    """What `_bits` came from, FP32."""
+    # The interpreter's own conversion gets BF16's subnormals wrong.
+    if dtype == tl.bfloat16:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _round_few(x, dtype: tl.constexpr):
+    """FP32 to BF16 or FP16, to nearest even, of a block of one number a row."""
+    # `round_nearest` needs two numbers a thread.
+    return round_nearest(x, dtype) if INTERPRET else x.to(dtype)
+
+
+@triton.jit
+def _term(ranks, rest, dtype: tl.constexpr):
+    """One number of each row of a carrier, at the place of the greatest rank.
+
+    Args:
+        ranks: INT32 (R, E): 15 bits of |dO|, 8 that put the first place first, one for dO's sign.
+        rest: FP32 (R,), what is left to carry.
+        dtype: Format of dO and of the carrier.
+
+    Returns:
+        The ranks without the greatest, the greatest as they were (R,), the number (R,) in dtype,
+        and what is left.
+    """
+    LARGEST: tl.constexpr = 3.3895313892515355e38 if dtype == tl.bfloat16 else 65504.0
+    greatest = tl.max(ranks, 1)
+    gradient = _number((greatest >> 9) | ((greatest & 1) << 15), dtype)
+    # Where nothing is multiplied with anything, 0.
+    quotient = tl.div_rn(rest, tl.where(gradient == 0.0, float("inf"), gradient))
+    term = _round_few(tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST), dtype)
+    rest = tl.fma(-gradient, term.to(tl.float32), rest)
+    return tl.where(ranks == greatest[:, None], -1, ranks), greatest, term, rest
+
+
+@triton.jit
+def _carrier(d_out, delta, WIDTH: tl.constexpr):
+    """Rows of O' that carry delta, as `guardbit.kernels.reference.delta.write_carrier` makes them.
+
+    Args:
+        d_out: (R, WIDTH), BF16 or FP16.
+        delta: FP32 (R,).
+        WIDTH: At most 256.
+
+    Returns:
+        (R, WIDTH) in the dtype of `d_out`, and which rows carry their delta.
+    """
+    dtype: tl.constexpr = d_out.dtype
+    columns = tl.arange(0, WIDTH)[None, :]
+    bits = _bits(d_out)
+    ranks = ((bits & 0x7FFF) << 9) | ((255 - columns) << 1) | (bits >> 15)
+    left, first, x, rest = _term(ranks, delta, dtype)
+    left, second, y, rest = _term(left, rest, dtype)
+    left, third, z, rest = _term(left, rest, dtype)
+    nothing = tl.zeros((1, 1), dtype)
+    carrier = tl.where(ranks == third[:, None], z[:, None], nothing)
+    carrier = tl.where(ranks == second[:, None], y[:, None], carrier)
+    carrier = tl.where(ranks == first[:, None], x[:, None], carrier)
+    bound = tl.maximum(tl.abs(delta) * _MISS, _number(first >> 9, dtype) * _SMALLEST_MISS)
+    # Not so where anything is NaN.
+    reached = (tl.abs(rest) <= bound) & (tl.abs(delta) < float("inf"))
+    return carrier, reached
+
+
+@triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift"])
+def delta_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    d_out_pointer,
+    lse_pointer,
+    mask_pointer,
+    numbers_pointer,
+    out_pointer,
+    delta_pointer,
+    carrier_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
+    lse_strides,
+    mask_strides,
+    out_strides,
+    carrier_strides,
+    heads,
+    group,
+    rows,
+    keys,
+    shift,
+    scale,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    CARRY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
+
+    Heavy causal tiles come first.
+    """
+    row_tiles = tl.cdiv(rows, ROWS)
+    program = tl.program_id(0)
+    place = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    batch = place // heads
+    number = tl.load(numbers_pointer + place % heads)
+    key_head = number // group
+
+    q_base = head_of(q_pointer, q_strides, batch, number)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
+    lse_base = head_of(lse_pointer, lse_strides, batch, number)
+    mask_base = mask_pointer
+    if MASK != NO_MASK:
+        mask_base = head_of(mask_pointer, mask_strides, batch, number)
+    positions = first + tl.arange(0, ROWS)
+    inside = positions < rows
+    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True)
+    log_sum = tl.load(lse_base + positions * lse_strides[2], mask=inside, other=0.0)
+    # Whatever an engine leaves for a row that sees no key.
+    log_sum = tl.where(tl.abs(log_sum) == float("inf"), 0.0, log_sum)
+    if MASK != ADDITIVE:
+        scale *= LOG2_E
+        log_sum *= LOG2_E
+    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+
+    row_sum = tl.zeros((ROWS, 8), tl.float32)
+    weighted = tl.zeros((ROWS, 8), tl.float32)
+    # Loops never run zero times, for the reason given in the forward.
+    if whole_end > 0:
+        row_sum, weighted = _add_keys(
+            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
+            mask_strides[2], mask_strides[3], positions, log_sum, 0, whole_end, rows - 1, keys,
+            shift, scale,
+            False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        )  # fmt: skip
+    if end > whole_end:
+        row_sum, weighted = _add_keys(
+            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
+            mask_strides[2], mask_strides[3], positions, log_sum, whole_end, end, rows - 1, keys,
+            shift, scale,
+            True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        )  # fmt: skip
+    row_sum = tl.sum(row_sum, 1)
+    # Divided by 1, a row that sees no key keeps its 0.
+    delta = tl.sum(weighted, 1) / tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(delta_pointer + place.to(tl.int64) * rows + positions, delta, mask=inside)
+
+    if CARRY:
+        d_out = load_tile(
+            d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True
+        )
+        carrier, reached = _carrier(d_out, delta, VALUE_WIDTH)
+        columns = tl.arange(0, VALUE_WIDTH)[None, :]
+        out_base = head_of(out_pointer, out_strides, batch, number)
+        out_base += first.to(tl.int64) * out_strides[2]
+        kept = (inside & (reached == 0))[:, None] & (columns < VALUE_DIM)
+        offsets = tl.arange(0, ROWS)[:, None] * out_strides[2] + columns
+        out = tl.load(out_base + offsets, mask=kept, other=0.0)
+        carrier = tl.where(reached[:, None], carrier, out)
+        carrier_base = head_of(carrier_pointer, carrier_strides, batch, number)
+        store_tile(
+            carrier_base, first, carrier_strides[2], rows, carrier, ROWS, VALUE_DIM, VALUE_WIDTH
+        )
+
+
+def exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+) -> Tensor:
+    """Delta of a few heads as a backward needs it, from unrounded probabilities.
+
+    See `guardbit.kernels.reference.delta.exact_delta`. Products of BF16 and FP16 numbers are exact
+    to FP32 on tensor cores; P is FP32 and multiplies dP in FP32. One launch, memory proportional to
+    the rows, no atomics: the same bits every run.
+
+    Args:
+        d_out: (B, H, N, E), gradient of the output, BF16 or FP16; any strides.
+        q: (B, H, N, D).
+        k: (B, H_kv, M, D).
+        v: (B, H_kv, M, E).
+        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward; any strides.
+        spec: What the call asks for.
+        heads: The query heads wanted, C of them.
+
+    Returns:
+        FP32 (B, C, N); 0 for a row that sees no key.
+
+    Raises:
+        IndexError: If a head does not exist.
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If the mask does not broadcast to (B, H, N, M), or a tensor is not on a CUDA
+            device.
+    """
+    return _launch(d_out, q, k, v, None, lse, spec, heads, None)
+
+
+def carry_exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+    into: Tensor | None = None,
+) -> Carried:
+    """The O' with which a kernel's backward uses the exact delta of some heads, in one launch.
+
+    See `exact_delta`, and `guardbit.kernels.reference.delta.write_carrier` for the rows of O'.
+
+    Args:
+        d_out: See `exact_delta`.
+        q: See `exact_delta`.
+        k: See `exact_delta`.
+        v: See `exact_delta`.
+        out: (B, H, N, E), as the kernel's forward returned it.
+        lse: See `exact_delta`.
+        spec: What the call asks for.
+        heads: The C query heads whose rows are to carry their delta.
+        into: Where O' is written, in these heads' rows only; may be `out` itself. None for a new
+            tensor, in memory as `out` is, whose other heads are copied from `out`.
+
+    Returns:
+        See `Carried`.
+
+    Raises:
+        IndexError: If a head does not exist.
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If the mask does not broadcast to (B, H, N, M), a tensor is not on a CUDA
+            device, or neighbouring elements of a row of `into` are not adjacent in memory.
+    """
+    check_heads(heads, q.shape[1])
+    if into is None:
+        into = launch.empty_as(out)
+        if len(set(heads)) < q.shape[1]:
+            into.copy_(out)
+    if into.stride(-1) != 1:
+        raise ValueError("`into` needs rows whose neighbouring elements are adjacent in memory.")
+    return Carried(into, _launch(d_out, q, k, v, out, lse, spec, heads, into))
+
+
+def _launch(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+    carrier: Tensor | None,
+) -> Tensor:
+    """Launches the kernel, which writes delta, and with `carrier` the heads' rows of O'."""
+    launch.check_tensors(d_out=d_out, q=q, k=k, v=v, **({} if out is None else {"out": out}))
+    check_heads(heads, q.shape[1])
+    d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
+    batch, all_heads, rows, head_dim = q.shape
+    kv_heads, keys, value_dim = v.shape[1:]
+    numbers = launch.device_numbers(tuple(heads), q.device)
+    count = len(numbers)
+    delta = torch.empty((batch, count, rows), dtype=torch.float32, device=q.device)
+    shape = (batch, all_heads, rows, keys)
+    mask, mask_strides, kind = mask_arguments(spec, shape, delta)
+    if not delta.numel():
+        return delta
+    out = d_out if out is None else launch.rows_adjacent(out)
+    carried = out if carrier is None else carrier
+    width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
+    size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
+    with launch.device_of(q):
+        delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
+            q,
+            k,
+            v,
+            d_out,
+            lse,
+            mask,
+            numbers,
+            out,
+            delta,
+            carried,
+            q.stride()[:3],
+            k.stride()[:3],
+            v.stride()[:3],
+            d_out.stride()[:3],
+            lse.stride(),
+            mask_strides,
+            out.stride()[:3],
+            carried.stride()[:3],
+            count,
+            all_heads // kv_heads,
+            rows,
+            keys,
+            causal_shift(spec.causal, rows, keys),
+            spec.scale,
+            CAUSAL=spec.causal is not False,
+            MASK=kind,
+            CARRY=carrier is not None,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=value_width,
+            ROWS=size.rows,
+            KEYS=size.keys,
+            **size.options,
+            **launch.COMPILER_OPTIONS,
+        )
+    return delta

@@ -1,0 +1,13 @@
+"""Which keys a query sees: the one place where the geometry of masks stands.
+
+`geometry` has it for whole tensors, in plain torch, and `tiles` for the tiles of Triton's kernels.
+The two are apart because plain torch serves where Triton cannot be imported.
+
+Causal, drawn for N = 2, M = 4, x for seen::
+
+    True: x x x .    "top-left": x . . .
+          x x x x                x x . .
+
+Query n sees keys up to n + shift, `geometry.causal_shift`. Dense masks, boolean or additive, hold
+one entry for each query and key, and broadcast over any axis.
+"""

@@ -1,0 +1,114 @@
+"""The geometry of masks for the tiles of Triton's kernels."""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels.mask.geometry import dense_mask
+from guardbit.kernels.spec import AttentionSpec
+
+#: What a kernel's MASK says of its dense mask.
+NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def visible_keys(
+    first_row, keys, shift, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the keys that a tile of rows sees end.
+
+    Returns:
+        The end of the whole tiles that every row sees, a multiple of KEYS, and the end of the keys
+        that any row sees.
+    """
+    if CAUSAL:
+        whole = tl.minimum(tl.maximum(first_row + shift + 1, 0), keys)
+        end = tl.minimum(tl.maximum(first_row + shift + ROWS, 0), keys)
+    else:
+        whole = keys
+        end = keys
+    return whole // KEYS * KEYS, end
+
+
+@triton.jit
+def seeing_rows(
+    first_key, rows, shift, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the rows that see a tile of keys begin; they go on to the last.
+
+    Returns:
+        The start of the rows that see the first key, and of those that see all keys of the tile,
+        multiples of ROWS.
+    """
+    start = 0
+    whole = 0
+    if CAUSAL:
+        start = tl.minimum(tl.maximum(first_key - shift, 0), rows) // ROWS * ROWS
+        whole = tl.maximum(first_key + KEYS - 1 - shift, 0)
+        whole = tl.minimum(tl.cdiv(whole, ROWS) * ROWS, tl.cdiv(rows, ROWS) * ROWS)
+    return start, whole
+
+
+@triton.jit
+def allowed(rows, columns, keys, shift, CAUSAL: tl.constexpr):
+    """Which of `columns` (any shape that broadcasts against `rows`) a query may see."""
+    last = keys - 1
+    if CAUSAL:
+        # One comparison an element: the smaller bound is the same for a whole row.
+        last = tl.minimum(rows + shift, last)
+    return columns <= last
+
+
+@triton.jit
+def behind(rows, columns, shift):
+    """Which of `columns` lie not past the causal diagonal of `rows`, wherever the keys end."""
+    return columns <= rows + shift
+
+
+@triton.jit
+def load_mask(base, row_stride, column_stride, rows, columns, last_row, keys):
+    """Loads a tile of a dense mask; rows past the last are as the last, keys past the end 0.
+
+    Args:
+        base: Where the head's mask begins.
+        row_stride: Stride of a query, 0 where the mask broadcasts.
+        column_stride: Stride of a key.
+        rows: (R, 1), positions of the queries.
+        columns: (1, K), positions of the keys.
+        last_row: Number of the last query.
+        keys: Number of keys.
+    """
+    places = tl.minimum(rows, last_row).to(tl.int64) * row_stride
+    places += columns.to(tl.int64) * column_stride
+    return tl.load(base + places, mask=(columns < keys) & (rows >= 0), other=0)
+
+
+def mask_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, tuple[int, ...], int]:
+    """What a kernel needs to load the dense mask of a call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor, given where there is no mask.
+
+    Returns:
+        The mask, booleans as bytes, its four strides, and the kernel's MASK.
+
+    Raises:
+        ValueError: If the mask does not broadcast to `shape`.
+    """
+    if spec.mask is None:
+        return unused, (0, 0, 0, 0), NO_MASK.value
+    mask = dense_mask(spec.mask, shape)
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
+    return mask, mask.stride(), ADDITIVE.value

@@ -1,0 +1,160 @@
+"""Exact delta from what a kernel's forward left, and the O' that carries it to its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.mask.geometry import mask_tile, visible_end
+from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.numerics import round_nearest
+
+#: How many numbers a row of O' has. Each adds the bits of the format, 8 in BF16, 11 in FP16.
+TERMS = 3
+
+#: A row keeps the O it has where its terms would miss delta by more than the larger of delta times
+#: the first, which no row misses that FP16 and BF16 have room for, and the largest |dO| times the
+#: second, a whole step of FP16's smallest numbers.
+MISS, SMALLEST_MISS = 2.0**-8, 2.0**-24
+
+
+@float32_products()
+def exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+    chunk: int = 128,
+) -> Tensor:
+    """Delta of a few heads as a backward needs it, from unrounded probabilities.
+
+    delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
+    kernel's own forward; that the P of a row, as the kernel's backward will compute them, need not
+    sum to 1 (an L of 1,000 is rounded to 6e-5) is divided out: else the rows of dS, whose sum is
+    what goes wrong in training, would sum to something. Autocast must be off.
+
+    Args:
+        d_out: (B, H, N, E), gradient of the output; any strides.
+        q: (B, H, N, D), BF16, FP16, FP32, or FP64, which stays FP64.
+        k: (B, H_kv, M, D), H a multiple of H_kv.
+        v: (B, H_kv, M, E).
+        lse: FP32 (B, H, N), log of the sum of exponentials of each row's scaled scores. Whatever it
+            is for a row that sees no key, if not NaN.
+        spec: What the call asks for.
+        heads: The query heads wanted, C of them.
+        chunk: Rows looked at together; memory grows as chunk x M.
+
+    Returns:
+        FP32 (B, C, N), FP64 for such inputs; 0 for a row that sees no key.
+
+    Raises:
+        IndexError: If a head does not exist.
+        ValueError: If the mask does not broadcast to (B, H, N, M).
+    """
+    check_heads(heads, q.shape[1])
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batch, all_heads, rows = q.shape[:3]
+    shape = (batch, all_heads, rows, k.shape[2])
+    group = all_heads // k.shape[1]
+    key_positions = torch.arange(shape[3], device=q.device)
+    delta = torch.zeros(batch, len(heads), rows, dtype=wide, device=q.device)
+    for key_head in sorted({head // group for head in heads}):
+        places = [place for place, head in enumerate(heads) if head // group == key_head]
+        members = torch.tensor([heads[place] for place in places], device=q.device)
+        k_wide, v_wide = (x[:, key_head, None].to(wide) for x in (k, v))
+        for start in range(0, rows, chunk):
+            present = torch.arange(start, min(start + chunk, rows), device=q.device)
+            end = visible_end(spec.causal, start + len(present) - 1, shape[2:])
+            q_rows, d_out_rows, lse_rows = (
+                x[:, :, start : start + chunk][:, members].to(wide) for x in (q, d_out, lse)
+            )
+            mask = mask_tile(spec, shape, members, present, key_positions[:end])
+            scores = (q_rows @ k_wide[:, :, :end].mT).mul_(spec.scale).add_(mask)
+            # A row that sees no key has scores of -inf alone.
+            reference = lse_rows.masked_fill(lse_rows.isinf(), 0.0)
+            probabilities = scores.sub_(reference[..., None]).exp_()
+            row_sum = probabilities.sum(-1)
+            weighted = (d_out_rows @ v_wide[:, :, :end].mT).mul_(probabilities).sum(-1)
+            seen = row_sum.masked_fill(row_sum == 0, 1.0)
+            delta[:, places, start : start + chunk] = weighted / seen
+    return delta
+
+
+def check_heads(heads: Sequence[int], all_heads: int) -> None:
+    """Refuses heads that do not exist.
+
+    Raises:
+        IndexError: Naming them.
+    """
+    missing = [head for head in heads if not 0 <= head < all_heads]
+    if missing:
+        raise IndexError(f"`heads` takes 0 to {all_heads - 1}, but holds {missing}.")
+
+
+def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, heads: Sequence[int]) -> None:
+    """Makes some heads' rows of O' carry a delta: rowsum(dO * O') = delta.
+
+    A row of O' is 0 but at its three largest |dO|, the first where several are alike:
+    x1 = delta / g1, x2 = (delta - g1 x1) / g2 and x3 likewise, each rounded to the format of O' and
+    kept within its range; g is dO there. That misses delta by 2^-27 of it at most in BF16, before
+    the backward's own FP32 sum, which rounds to 2^-24. With two dO that are not 0 it is 2^-18, with
+    one 2^-9, as nothing else is multiplied with anything; with none delta is 0 and so is the row.
+    FP16 has steps of 2^-24 below 2^-14, so that the miss may be half of that times the smallest of
+    the three |dO|, and ends at 65,504, beyond which the next terms take over.
+
+    A row keeps what `out_prime` has where this does not work: where dO or delta is not finite, so
+    that NaN and infinities arise as they would have, and where all three terms cannot reach delta.
+
+    Args:
+        out_prime: (B, H, N, E), the kernel's own O, or a copy of it; is written to.
+        d_out: (B, H, N, E), gradient of the output, as the kernel's backward sees it.
+        delta: FP32 (B, C, N), wanted.
+        heads: The C query heads.
+
+    Raises:
+        IndexError: If a head does not exist.
+    """
+    check_heads(heads, out_prime.shape[1])
+    index = torch.tensor(list(heads), dtype=torch.int64, device=out_prime.device)
+    gradients = d_out[:, index].to(delta.dtype)
+    carrier = torch.zeros_like(gradients, dtype=out_prime.dtype)
+    if not carrier.numel():
+        return
+    largest = torch.finfo(out_prime.dtype).max
+    sizes = gradients.abs()
+    greatest = sizes.amax(-1)
+    rest = delta
+    for _ in range(min(TERMS, sizes.shape[-1])):
+        place = sizes.argmax(-1, keepdim=True)
+        gradient = gradients.gather(-1, place)[..., 0]
+        quotient = torch.where(gradient == 0, 0, rest / gradient).clamp(-largest, largest)
+        term = round_nearest(quotient, out_prime.dtype)
+        rest = rest - gradient * term.to(rest.dtype)
+        carrier.scatter_(-1, place, term[..., None])
+        sizes.scatter_(-1, place, -1.0)
+    bound = (delta.abs() * MISS).maximum(greatest * SMALLEST_MISS)
+    reached = (rest.abs() <= bound) & delta.isfinite()
+    out_prime[:, index] = torch.where(reached[..., None], carrier, out_prime[:, index])
+
+
+def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:
+    """The gradient of L that makes a backward use another delta than its own.
+
+    dS = P (dP - (delta_used - dL)) has the wanted delta for dL = delta_used - delta.
+
+    Args:
+        delta_used: FP32, any shape: rowsum(dO * O), what the backward subtracts by itself.
+        delta: FP32 of the same shape, wanted.
+
+    Returns:
+        FP32; 0 where the wanted delta is not finite, so that NaN and infinities arise as they would
+        have.
+    """
+    return torch.where(delta.isfinite(), delta_used - delta, 0.0)

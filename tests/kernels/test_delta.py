@@ -1,0 +1,511 @@
+"""Exact delta and its carrier against FP64: plain torch, and Triton interpreted or compiled."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.kernels import delta as kernels
+from guardbit.kernels import reference
+from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.reference import delta as plain
+from guardbit.kernels.spec import AttentionSpec
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
+pytestmark = [
+    # inf - inf and inf / inf in rows that are not finite.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+
+# FP32 products' sums, exponents and sums of up to 150 terms: some units of 2^-24 of sum |P dP|.
+DELTA_ERROR = 2e-6
+
+
+def inputs(shape, dtype=BF16, seed=0):
+    """d_out, q, k, v of B, H, H_kv, N, M, D, E."""
+    batch, heads, kv_heads, rows, keys, width, value_width = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(DEVICE, dtype)
+
+    return (
+        normal(batch, heads, rows, value_width),
+        normal(batch, heads, rows, width),
+        normal(batch, kv_heads, keys, width),
+        normal(batch, kv_heads, keys, value_width),
+    )
+
+
+def hidden_keys(spec, shape):
+    """Which keys no query may see, by brute force; and what is added to the scores, FP64."""
+    rows, keys = shape[2:]
+    hidden = torch.zeros(shape, dtype=torch.bool, device=DEVICE)
+    added = torch.zeros(shape, dtype=torch.float64, device=DEVICE)
+    if spec.causal is not False:
+        last = torch.arange(rows, device=DEVICE) + (keys - rows if spec.causal is True else 0)
+        hidden |= torch.arange(keys, device=DEVICE) > last[:, None]
+    if spec.mask is not None and spec.mask.dtype == torch.bool:
+        hidden |= ~spec.mask
+    elif spec.mask is not None:
+        added += spec.mask
+    return hidden, added
+
+
+def exact(d_out, q, k, v, spec):
+    """FP64: L, O, delta and sum |P dP| of all heads; L is -inf where no key is seen."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    hidden, added = hidden_keys(spec, (*q.shape[:3], k.shape[2]))
+    scores = (q.double() @ k.mT * spec.scale + added).masked_fill(hidden, -math.inf)
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    terms = weights * (d_out.double() @ v.mT)
+    return scores.logsumexp(-1), weights @ v, terms.sum(-1), terms.abs().sum(-1)
+
+
+def check_delta(module, tensors, spec, heads):
+    lse, _, truth, size = exact(*tensors, spec)
+    computed = module.exact_delta(*tensors, lse.float(), spec=spec, heads=heads)
+    assert computed.dtype == torch.float32
+    assert computed.shape == truth[:, heads].shape
+    error = (computed - truth[:, heads]).abs()
+    assert (error <= DELTA_ERROR * size[:, heads]).all(), (error / size[:, heads]).max()
+
+
+# B, H, H_kv, N, M, D, E: one key; about a tile; grouped; rows without a key; more keys; E != D.
+SHAPES = [
+    (1, 2, 2, 1, 1, 16, 16),
+    (2, 2, 1, 17, 17, 16, 16),
+    (1, 4, 2, 65, 65, 80, 80),
+    (1, 2, 1, 70, 33, 16, 48),
+    (1, 3, 3, 20, 150, 64, 32),
+    (1, 2, 1, 5, 9, 192, 128),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(shape, BF16) for shape in SHAPES] + [(SHAPES[3], FP16)]
+)
+def test_delta_agrees_with_fp64(module, shape, dtype, causal):
+    check_delta(module, inputs(shape, dtype), AttentionSpec(0.25, causal), [shape[1] - 1, 0])
+
+
+def masks(generator):
+    """Masks over N = 20, M = 37, by what they broadcast over."""
+    additive = torch.randn(2, 1, 20, 37, generator=generator)
+    additive[:, :, 3] = -math.inf
+    additive[:, :, 5, ::2] = -math.inf
+    lowest = additive.to(BF16).masked_fill(additive < 0, torch.finfo(BF16).min)
+    boolean = torch.rand(1, 4, 20, 37, generator=generator) < 0.7
+    boolean[:, :, 7] = False
+    padding = torch.arange(37) < torch.tensor([[30], [37]])[:, :, None, None]
+    return {
+        "boolean by head": boolean,
+        "padding": padding.reshape(2, 1, 1, 37),
+        "one matrix": boolean[0, 0],
+        "one column": boolean[:, :1, :, :1],
+        "additive by batch": additive,
+        "lowest bf16": lowest,
+        "additive, last axis apart": additive.mT.contiguous().mT,
+    }
+
+
+MASKS = sorted(masks(torch.Generator()))
+
+
+@BOTH
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_delta_with_a_dense_mask(module, name, causal):
+    tensors = inputs((2, 4, 2, 20, 37, 16, 16))
+    mask = masks(torch.Generator().manual_seed(3))[name].to(DEVICE)
+    check_delta(module, tensors, AttentionSpec(0.25, causal, mask), [1, 3])
+
+
+@BOTH
+@pytest.mark.parametrize("left", [-math.inf, math.inf, 0.0])
+@pytest.mark.parametrize("kind", ["causal", "boolean", "additive"])
+def test_rows_that_see_no_key_have_delta_0_whatever_l_is(module, left, kind):
+    tensors = inputs((1, 2, 2, 20, 12, 16, 16))
+    seen = torch.ones(20, 12, dtype=torch.bool, device=DEVICE).tril(-8)
+    mask = {
+        "causal": None,
+        "boolean": seen,
+        "additive": torch.zeros(20, 12, device=DEVICE).masked_fill(~seen, -math.inf),
+    }[kind]
+    spec = AttentionSpec(0.25, kind == "causal", mask)
+    lse, out, truth, _ = exact(*tensors, spec)
+    dead = lse == -math.inf
+    assert dead[..., :8].all() and not dead[..., 8:].any()
+    lse = lse.float().masked_fill(dead, left)
+    computed = module.exact_delta(*tensors, lse, spec=spec, heads=[0, 1])
+    assert (computed[dead] == 0).all()
+    assert (computed - truth).abs().max() <= 1e-5
+
+
+@BOTH
+def test_rows_whose_every_entry_is_the_lowest_number_weigh_all_keys_alike(module):
+    # As Hugging Face pads on the left. L, the lowest number, has no room for log M.
+    tensors = inputs((1, 1, 1, 20, 40, 16, 16))
+    mask = torch.zeros(20, 40, device=DEVICE)
+    mask[:5] = torch.finfo(torch.float32).min
+    lse = torch.full((1, 1, 20), torch.finfo(torch.float32).min, device=DEVICE)
+    spec = AttentionSpec(0.25, False, mask)
+    lse[..., 5:] = exact(*tensors, spec)[0].float()[..., 5:]
+    computed = module.exact_delta(*tensors, lse, spec=spec, heads=[0])
+    d_out, _, _, v = (x.double() for x in tensors)
+    truth = (d_out @ v.mT).mean(-1)[..., :5]
+    assert (computed[..., :5] - truth).abs().max() <= 1e-5
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [-3.0, 1e-3, 4.0])
+def test_an_error_of_l_leaves_delta_as_it_is(module, wrong):
+    # An L of 1,000 is rounded to 6e-5, one of 1e5 to 8e-3; each row's P is off by one factor.
+    tensors = inputs((1, 2, 1, 70, 70, 16, 16))
+    spec = AttentionSpec(0.25, True)
+    lse, _, truth, size = exact(*tensors, spec)
+    computed = module.exact_delta(*tensors, (lse + wrong).float(), spec=spec, heads=[0, 1])
+    assert ((computed - truth).abs() <= DELTA_ERROR * size).all()
+
+
+@BOTH
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_delta_of_large_scores(module, size):
+    # Whole numbers, so that scores are exact; differences of a few between the largest.
+    generator = torch.Generator().manual_seed(1)
+    d_out, q, k, v = inputs((1, 1, 1, 40, 70, 16, 16))
+    q, k = q.zero_(), k.zero_()
+    q[..., 0], q[..., 1] = 256, 1
+    k[..., 0], k[..., 1] = size // 256, torch.randint(-3, 4, (70,), generator=generator)
+    tensors = d_out, q, k, v
+    check_delta(module, tensors, AttentionSpec(1.0), [0])
+
+
+@BOTH
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
+def test_any_scale(module, scale):
+    check_delta(module, inputs((1, 2, 2, 20, 70, 16, 16)), AttentionSpec(scale, True), [0, 1])
+
+
+@BOTH
+def test_heads_layouts_and_strides(module):
+    tensors = inputs((2, 4, 2, 33, 33, 16, 16))
+    lse = exact(*tensors, AttentionSpec(0.25, True))[0].float()
+    options = {"spec": AttentionSpec(0.25, True), "heads": [3, 0, 3]}
+    expected = module.exact_delta(*tensors, lse, **options)
+    assert torch.equal(expected[:, 0], expected[:, 2])
+    one = module.exact_delta(*tensors, lse, spec=options["spec"], heads=[3])
+    padded = torch.full((2, 4, 64), 9.0, device=DEVICE)
+    padded[..., :33] = lse
+    for layout in (
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors],
+        [x.mT.contiguous().mT for x in tensors],
+        [x.repeat_interleave(2, -1)[..., ::2] for x in tensors],
+    ):
+        again = module.exact_delta(*layout, padded[..., :33], **options)
+        # Plain torch leaves the order of its sums to the layout.
+        torch.testing.assert_close(again, expected, rtol=0, atol=0 if module is kernels else 1e-5)
+    torch.testing.assert_close(one, expected[:, :1], rtol=0, atol=0 if module is kernels else 1e-5)
+
+
+@BOTH
+def test_no_keys_no_rows_no_batch_no_heads(module):
+    for shape in [(1, 2, 2, 5, 0, 16, 16), (1, 2, 2, 0, 5, 16, 16), (0, 2, 2, 5, 5, 16, 16)]:
+        tensors = inputs(shape)
+        lse = torch.zeros(tensors[1].shape[:3], device=DEVICE)
+        computed = module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[1])
+        assert computed.shape == (shape[0], 1, shape[3])
+        assert not computed.any()
+    tensors = inputs((1, 2, 2, 5, 5, 16, 16))
+    lse = torch.zeros(1, 2, 5, device=DEVICE)
+    assert module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[]).shape == (1, 0, 5)
+
+
+@BOTH
+def test_refusals(module):
+    tensors, lse = inputs((1, 2, 2, 5, 5, 16, 16)), torch.zeros(1, 2, 5, device=DEVICE)
+    with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
+        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[0, 2, -1])
+    with pytest.raises(ValueError, match=r"broadcasts to .* = \(1, 2, 5, 5\), but has \(4, 5\)"):
+        mask = torch.zeros(4, 5, device=DEVICE)
+        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0, mask=mask), heads=[0])
+    with pytest.raises(ValueError, match="'bottom'"):
+        AttentionSpec(1.0, "bottom")
+    with pytest.raises(TypeError, match=r"torch\.int64"):
+        AttentionSpec(1.0, mask=torch.zeros(5, 5, dtype=torch.int64))
+
+
+def test_memory_of_fp64_inputs_is_fp64():
+    tensors = [x.double() for x in inputs((1, 2, 1, 33, 40, 16, 16))]
+    spec = AttentionSpec(0.25, True)
+    lse, _, truth, _ = exact(*tensors, spec)
+    computed = plain.exact_delta(*tensors, lse, spec=spec, heads=[0, 1], chunk=7)
+    assert computed.dtype == torch.float64
+    torch.testing.assert_close(computed, truth, rtol=0, atol=1e-13)
+
+
+# --- the carrier ------------------------------------------------------------------------------
+
+
+def carried(out_prime, d_out):
+    """rowsum(dO * O') in FP64."""
+    return (d_out.double() * out_prime.double()).sum(-1)
+
+
+def steps(dtype):
+    """Half a step of the smallest numbers of a format."""
+    return torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+
+
+finite = st.floats(-1e4, 1e4, width=32)
+# Within 10^7 of one another, so that what one term leaves is within the next one's range.
+sizes = st.floats(0.0009765625, 1e4, width=32)
+some_gradients = st.one_of(st.just(0.0), sizes, sizes.map(lambda size: -size))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    gradients=st.lists(some_gradients, min_size=16, max_size=16),
+    wanted=finite,
+    size=st.sampled_from([1.0, 1e-3, 1e-6]),
+    dtype=st.sampled_from([BF16, FP16]),
+)
+def test_carrier_carries(gradients, wanted, size, dtype):
+    d_out = (torch.tensor(gradients) * size).to(dtype)[None, None, None]
+    own = torch.full_like(d_out, 7.0)
+    out_prime = own.clone()
+    delta = torch.tensor([[[wanted * size]]])
+    plain.write_carrier(out_prime, d_out, delta, [0])
+    used = d_out.double().abs().flatten().sort(descending=True).values[:3]
+    used = used[used > 0]
+    miss = abs(carried(out_prime, d_out).item() - delta.item())
+    reach = used.sum().item() * torch.finfo(dtype).max
+    if abs(delta.item()) > reach or not len(used):
+        if delta.item():
+            assert torch.equal(out_prime, own)
+        return
+    assert (out_prime != 0).sum() <= 3
+    # Each term leaves half a unit in the last place of what it carries, FP32 its own rounding.
+    relative = 2.0 ** (-(8 if dtype == BF16 else 11) * len(used)) + 2.0**-23
+    bar = relative * abs(delta.item()) + steps(dtype) * used[-1].item()
+    if abs(delta.item()) > used[0].item() * torch.finfo(dtype).max / 2:
+        bar = 2.0**-8 * abs(delta.item())  # terms that reach the end of the range
+    assert miss <= bar or torch.equal(out_prime, own)
+    if abs(delta.item()) <= used[0].item() * torch.finfo(dtype).max / 2:
+        assert miss <= bar
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("size", [1.0, 2.0**-20])
+def test_carrier_of_ordinary_rows_is_off_by_1e_6_of_delta_at_most(dtype, size):
+    generator = torch.Generator().manual_seed(0)
+    d_out = (torch.randn(1, 2, 500, 64, generator=generator) * size).to(dtype)
+    if dtype == FP16 and size < 1:
+        d_out = (d_out.float() / size).to(dtype)  # as loss scaling has it
+    delta = torch.randn(1, 2, 500, generator=generator) * d_out.float().abs().amax()
+    out_prime = torch.full_like(d_out, math.nan)
+    plain.write_carrier(out_prime, d_out, delta, [0, 1])
+    miss = (carried(out_prime, d_out) - delta).abs()
+    floor = 0.0 if dtype == BF16 else 2.0**-25 * d_out.double().abs().amax(-1)
+    assert (miss <= 1e-6 * delta.abs() + floor).all()
+
+
+CASES = {
+    "zero gradients": ([0.0] * 16, 0.0),
+    "one gradient": ([0.0] * 9 + [-3.0] + [0.0] * 6, 1.7),
+    "two gradients": ([0.0, 2.0] + [0.0] * 13 + [-0.5], -1.7),
+    "delta 0": ([1.0] * 16, 0.0),
+    "alike": ([1.5, -1.5] * 8, 0.3),
+    "nan gradient": ([1.0] * 15 + [math.nan], 1.0),
+    "infinite gradient": ([1.0] * 15 + [math.inf], 1.0),
+    "nan delta": ([1.0] * 16, math.nan),
+    "infinite delta": ([1.0] * 16, -math.inf),
+    "beyond one term in FP16": ([1.0] * 16, 150_000.0),
+    "beyond three terms in FP16": ([1.0] * 16, 250_000.0),
+    "a gradient too small for the rest": ([1.0, 1e-7] + [0.0] * 14, 1.7),
+    "delta below FP16's steps": ([1.0] * 16, 1e-9),
+    "subnormal gradients": ([1e-40, -3e-40] + [0.0] * 14, 1e-40),
+}
+KEEPS_ITS_OWN = {
+    BF16: {"nan gradient", "infinite gradient", "nan delta", "infinite delta"},
+    FP16: {
+        "nan gradient", "infinite gradient", "nan delta", "infinite delta",
+        "beyond three terms in FP16", "subnormal gradients",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_rows_that_cannot_carry_keep_their_own_and_others_do_not(dtype):
+    d_out = torch.tensor([row for row, _ in CASES.values()]).to(dtype)[None, None]
+    delta = torch.tensor([[[wanted for _, wanted in CASES.values()]]])
+    own = torch.full_like(d_out, 7.0)
+    out_prime = own.clone()
+    plain.write_carrier(out_prime, d_out, delta, [0])
+    kept = (out_prime == own).all(-1)[0, 0].tolist()
+    assert {name for name, same in zip(CASES, kept, strict=True) if same} == KEEPS_ITS_OWN[dtype]
+    rows = dict(zip(CASES, out_prime[0, 0], strict=True))
+    assert not rows["zero gradients"].any()
+    assert not rows["delta 0"].any()
+    assert rows["one gradient"].nonzero().flatten().tolist() == [9]
+    assert set(rows["two gradients"].nonzero().flatten().tolist()) <= {1, 15}
+    # Of gradients alike the first take the terms.
+    assert set(rows["alike"].nonzero().flatten().tolist()) <= {0, 1, 2}
+    sums = dict(zip(CASES, carried(out_prime, d_out)[0, 0].tolist(), strict=True))
+    bits = 8 if dtype == BF16 else 11
+    assert sums["one gradient"] == pytest.approx(1.7, rel=2.0**-bits)
+    assert sums["two gradients"] == pytest.approx(-1.7, rel=2.0 ** -(2 * bits))
+    assert sums["alike"] == pytest.approx(0.3, rel=1e-6)
+    assert sums["beyond one term in FP16"] == pytest.approx(150_000, rel=2.0**-8)
+    if dtype == FP16:
+        assert sums["delta below FP16's steps"] == pytest.approx(1e-9, abs=2.0**-25)
+
+
+def test_other_heads_are_not_touched():
+    d_out = torch.randn(2, 3, 5, 16, generator=torch.Generator().manual_seed(0)).to(BF16)
+    own = torch.full_like(d_out, 7.0)
+    out_prime = own.clone()
+    plain.write_carrier(out_prime, d_out, torch.ones(2, 1, 5), [1])
+    assert torch.equal(out_prime[:, [0, 2]], own[:, [0, 2]])
+    assert (out_prime[:, 1] != 7).any(-1).all()
+
+
+def test_gradient_of_l_makes_up_for_a_wrong_delta():
+    used, wanted = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([0.5, math.nan, math.inf, 4.0])
+    assert plain.lse_gradient(used, wanted).tolist() == [0.5, 0.0, 0.0, 0.0]
+
+
+# --- Triton's own -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("all_heads", [False, True])
+def test_fused_carrier_is_the_plain_one_bit_for_bit(dtype, all_heads):
+    tensors = inputs((2, 3, 1, 70, 70, 16, 80), dtype)
+    spec = AttentionSpec(0.25, True)
+    d_out = tensors[0]
+    d_out[:, :, 3] = 0
+    d_out[:, :, 4, 1:] = 0
+    d_out[:, :, 5, 2:] = 0
+    d_out[:, :, 6, 7] = math.nan
+    d_out[:, :, 7, 7] = math.inf
+    d_out[:, :, 8] = d_out[:, :, 8, :1]
+    d_out[:, :, 9] *= 2.0**-12
+    tensors[3][:, :, :10] *= 2.0**-20
+    lse, out, _, _ = exact(*tensors, spec)
+    out = out.to(dtype)
+    heads = [2, 0, 1] if all_heads else [2, 0]
+    result = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=heads)
+    assert torch.equal(
+        result.delta.nan_to_num(3e38),
+        kernels.exact_delta(*tensors, lse.float(), spec=spec, heads=heads).nan_to_num(3e38),
+    )
+    expected = out.clone()
+    plain.write_carrier(expected, d_out, result.delta, heads)
+    assert torch.equal(result.out, expected)
+    assert result.out.stride() == out.stride()
+    assert torch.equal(result.out[:, :, 6:8], out[:, :, 6:8])
+
+
+def test_cases_of_the_carrier_fused():
+    # One key a row and E = 16: delta = dO V^T is any number. Its products are exact to FP32.
+    for dtype in (BF16, FP16):
+        rows = [row for name, (row, _) in CASES.items() if "delta" not in name]
+        d_out = torch.tensor(rows).to(DEVICE, dtype)[None, None]
+        q = torch.zeros(1, 1, len(rows), 16, dtype=dtype, device=DEVICE)
+        for size in (1.0, 3e4, -1e-7):
+            v = torch.full((1, 1, 1, 16), size, device=DEVICE).to(dtype)
+            lse = torch.zeros(1, 1, len(rows), device=DEVICE)
+            own = torch.full_like(d_out, 7.0)
+            result = kernels.carry_exact_delta(
+                d_out, q, q[:, :, :1], v, own, lse, spec=AttentionSpec(1.0), heads=[0]
+            )
+            expected = own.clone()
+            plain.write_carrier(expected, d_out, result.delta, [0])
+            assert torch.equal(result.out, expected)
+
+
+def test_carrier_written_into_what_is_given_and_in_place():
+    tensors = inputs((2, 4, 2, 40, 40, 16, 16))
+    spec = AttentionSpec(0.25, True)
+    lse, out, _, _ = exact(*tensors, spec)
+    # As models have it, heads adjacent in memory.
+    out = out.to(BF16).transpose(1, 2).contiguous().transpose(1, 2)
+    tensors[0][:, :, 5, 3] = math.nan
+    before = out.clone()
+    expected = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=[1])
+    assert expected.out.stride() == out.stride()
+    assert torch.equal(out, before)
+    result = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=[1], into=out)
+    assert result.out is out
+    assert torch.equal(out, expected.out)
+    assert torch.equal(out[:, [0, 2, 3]], before[:, [0, 2, 3]])
+    with pytest.raises(ValueError, match="adjacent"):
+        kernels.carry_exact_delta(
+            *tensors, out, lse.float(), spec=spec, heads=[1], into=out.mT.contiguous().mT
+        )
+
+
+def test_same_bits_every_time_and_whatever_other_heads_are_asked_for():
+    tensors = inputs((2, 4, 2, 70, 70, 16, 16))
+    spec = AttentionSpec(0.25, True)
+    lse, out, _, _ = exact(*tensors, spec)
+    arguments = (*tensors, out.to(BF16), lse.float())
+    first = kernels.carry_exact_delta(*arguments, spec=spec, heads=[0, 1, 2, 3])
+    for heads in ([0, 1, 2, 3], [2], [3, 2]):
+        again = kernels.carry_exact_delta(*arguments, spec=spec, heads=heads)
+        assert torch.equal(again.out[:, heads], first.out[:, heads])
+        assert torch.equal(again.delta, first.delta[:, heads])
+
+
+def test_what_the_kernels_cannot_take():
+    tensors = inputs((1, 2, 2, 5, 5, 16, 16))
+    lse = torch.zeros(1, 2, 5, device=DEVICE)
+    with pytest.raises(TypeError, match=r"d_out torch.float32, q torch.bfloat16"):
+        kernels.exact_delta(
+            tensors[0].float(), *tensors[1:], lse, spec=AttentionSpec(1.0), heads=[0]
+        )
+
+
+def test_backward_with_a_carrier_is_the_backward_with_exact_delta():
+    # The oracle of FlashAttention-2's backward reads O for delta only.
+    d_out, q, k, v = inputs((1, 2, 1, 60, 60, 16, 16))
+    # What all keys have in common an exact dQ cancels, as the rows of dS sum to 0.
+    k = (k + 4).to(BF16)
+    v = (v.abs() + 1).to(BF16)
+    spec = AttentionSpec(0.25, True)
+    common = {"causal": True, "scale": 0.25, "stabilizers": ["none"] * 2}
+    forward = reference.forward(q, k, v, **common)
+    result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, heads=[0, 1])
+    mine = reference.backward(d_out, q, k, v, result.out, forward.lse, None, **common)
+    stock = reference.backward(d_out, q, k, v, *forward, **common)
+    truth, _, _ = reference.exact_backward(d_out, q, k, v, causal=True, scale=0.25, heads=[0, 1])
+    assert torch.equal(mine.dv, stock.dv)
+    assert (mine.dq - truth).norm() < 0.3 * (stock.dq - truth).norm()
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_mask_tile_says_what_brute_force_does(causal):
+    shape = (2, 3, 9, 14)
+    generator = torch.Generator().manual_seed(0)
+    rows, columns = torch.tensor([8, 0, 3]), torch.tensor([0, 13, 6, 2])
+    for mask in (
+        None,
+        torch.rand(2, 1, 9, 14, generator=generator) < 0.5,
+        torch.randn(3, 1, 14, generator=generator),
+    ):
+        spec = AttentionSpec(1.0, causal, mask)
+        tile = mask_tile(spec, shape, torch.tensor([2, 0]), rows, columns)
+        moved = None if mask is None else mask.to(DEVICE)
+        hidden, added = hidden_keys(AttentionSpec(1.0, causal, moved), shape)
+        expected = added.masked_fill(hidden, -math.inf)[:, [2, 0]][:, :, rows][..., columns]
+        assert torch.equal(tile.expand(expected.shape).double(), expected.cpu())
