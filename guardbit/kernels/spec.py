@@ -27,6 +27,7 @@ class AttentionSpec:
         causal: See `Causal`.
         mask: Boolean, True where a query sees a key, or floating, added to the scaled scores. Any
             shape that broadcasts to (B, H, N, M). None for no such mask.
+        dropout_p: Probability with which an entry of P is dropped.
 
     Raises:
         ValueError: If `causal` is none of the three.
@@ -36,6 +37,7 @@ class AttentionSpec:
     scale: float
     causal: Causal = False
     mask: Tensor | None = None
+    dropout_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_causal(self.causal)
