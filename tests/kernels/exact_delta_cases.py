@@ -73,7 +73,7 @@ def make(
     shape: tuple[int, int, int, int, int],
     device: str,
     by_rows: bool = True,
-    sharpness: float = 0.4,
+    sharpness: float = 0.8,
     seed: int = 0,
 ) -> Case:
     """A call in which each token attends mostly to itself, q += sharpness k.
