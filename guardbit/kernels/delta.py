@@ -169,7 +169,7 @@ def _term(ranks, rest, dtype: tl.constexpr):
 
 
 @triton.jit
-def _carrier(d_out, delta, WIDTH: tl.constexpr):
+def carrier_of(d_out, delta, WIDTH: tl.constexpr):
     """Rows of O' that carry delta, as `guardbit.kernels.reference.delta.write_carrier` makes them.
 
     Args:
@@ -291,7 +291,7 @@ def delta_kernel(
         d_out = load_tile(
             d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True
         )
-        carrier, reached = _carrier(d_out, delta, VALUE_WIDTH)
+        carrier, reached = carrier_of(d_out, delta, VALUE_WIDTH)
         columns = tl.arange(0, VALUE_WIDTH)[None, :]
         out_base = head_of(out_pointer, out_strides, batch, number)
         out_base += first.to(tl.int64) * out_strides[2]

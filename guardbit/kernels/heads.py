@@ -12,93 +12,18 @@ is to use. Where that is not so, ours computes the heads that it ran, and the en
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
+from guardbit.kernels.centering import center_keys, shift_of_lse
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients
-from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
-from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
-
-#: The stabilizers that need our forward; the others leave it to the engine.
-OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})
-
-
-class Plan(NamedTuple):
-    """What the heads of a call run.
-
-    Attributes:
-        names: One stabilizer a head.
-        own: The heads whose forward is ours.
-        exact: The heads whose backward gets an exact delta.
-        compensated: The heads whose forward keeps what rounding took from O.
-        centered: The heads whose keys are centred.
-    """
-
-    names: tuple[str, ...]
-    own: tuple[int, ...]
-    exact: tuple[int, ...]
-    compensated: tuple[int, ...]
-    centered: tuple[int, ...]
-
-    @property
-    def own_names(self) -> tuple[str, ...]:
-        """What our kernels are to do in `own`, by their names for it."""
-        names = (self.names[head] for head in self.own)
-        return tuple(name if name in OWN_FORWARD else "none" for name in names)
-
-
-@lru_cache(maxsize=1024)
-def plan_of(names: tuple[str, ...], native: bool) -> Plan:
-    """Sorts the heads of a call by what they run.
-
-    Args:
-        names: One stabilizer a head.
-        native: Whether an engine serves heads that do not need our forward.
-    """
-
-    def heads(*kinds: str) -> tuple[int, ...]:
-        return tuple(head for head, name in enumerate(names) if name in kinds)
-
-    own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
-    return Plan(
-        names, own, heads("exact_delta"), heads("compensated"), heads("centered_keys")
-    )  # fmt: skip
-
-
-@dataclass(slots=True)
-class Call:
-    """One call, as the op was asked for it.
-
-    Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for besides.
-        state: Of the site.
-        native: Whether PyTorch's function was called, and not ours.
-        wants_mask: Whether the gradient of an additive mask is asked for.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: AttentionSpec
-    state: SiteState
-    native: bool
-    wants_mask: bool
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.q.size(1)
 
 
 class Options(NamedTuple):
@@ -130,70 +55,6 @@ class Ran(NamedTuple):
     shared: bool
     on_triton: bool
     names: tuple[str, ...]
-
-
-# --- what a call's heads can run -----------------------------------------------------------------
-
-
-def resolve(
-    call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
-) -> tuple[tuple[str, ...], bool, str]:
-    """Settles what each head runs, where what it is asked for does not work in this call.
-
-    Args:
-        call: The call.
-        asked: One stabilizer a head.
-        engine: PyTorch's choice for it; None if ours serves all heads.
-        keeps_residual: Whether there is room for what `compensated` keeps.
-
-    Returns:
-        One stabilizer a head, whether the engine's backward may serve all heads, and why a head
-        runs other than it is asked to, or "".
-    """
-    stabilized = set(asked) - {"none", "centered_keys"}
-    if engine is None or not stabilized:
-        return asked, False, ""
-    if call.spec.dropout_p > 0:
-        shared = False
-        obstacle = (
-            f"PyTorch's {engine.name} kernel drops entries of P (dropout {call.spec.dropout_p}) and"
-            " does not tell which, so delta cannot be computed again"
-        )
-    else:
-        proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
-        shared = not proof.failure
-        obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
-    names, why = dict.fromkeys(stabilized | {"none", "centered_keys"}), ""
-    for name in names:
-        names[name], reason = _settled(name, call, shared, obstacle, keeps_residual)
-        why = why or reason
-    return tuple(names[name] for name in asked), shared, why
-
-
-def _settled(
-    name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
-) -> tuple[str, str]:
-    """What one stabilizer becomes in a call, and why it is not what was asked for, or ""."""
-    if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
-        return name, ""
-    masked = call.spec.mask is not None
-    if name == "exact_delta":
-        if masked:
-            return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
-        if not keeps_residual:
-            return "none", f"exact_delta is not possible: {obstacle}"
-        return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
-    if masked:
-        if name == "compensated" and shared:
-            return "exact_delta", "exact_delta runs instead of compensated, which takes no mask"
-        return "none", f"{name} takes no mask: exact_delta would work"
-    if name == "compensated" and not keeps_residual:
-        if shared:
-            return "exact_delta", (
-                "exact_delta runs instead of compensated, for which the compiled graph has no room"
-            )
-        return "none", f"the compiled graph has no room for compensated, and {obstacle}"
-    return name, ""
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -289,73 +150,13 @@ def forward(
                 residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
     if plan.centered and not call.native:  # whose caller may look at it
-        lse = lse + _shift_of_lse(q, keys, spec.scale)
+        lse = lse + shift_of_lse(q, keys, spec.scale)
     state.note(names, why)
     return Ran(out, lse, residual, engine, shared, on_triton, names)
 
 
 def _without_ours(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple("none" if name in OWN_FORWARD else name for name in names)
-
-
-class CenteredKeys(NamedTuple):
-    """Keys without what those of some heads have in common.
-
-    Attributes:
-        k: `(B, H_kv, M, D)`, as the kernel gets it.
-        mean: FP32 `(B, G, 1, D)`, what was taken off the keys of G key heads; None for none.
-        heads: These key heads.
-    """
-
-    k: Tensor
-    mean: Tensor | None
-    heads: tuple[int, ...]
-
-
-def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKeys:
-    """Takes off the keys of some query heads what they have in common, their mean over the keys.
-
-    The softmax does not see a vector that is the same for all keys of a head, nor, in exact
-    arithmetic, do the gradients. Rounding does: what a wrong delta adds to dQ is a multiple of
-    sum_j P_ij K_j, which is large where the keys have much in common.
-
-    The mean is that of this call and of each sequence. It depends on later tokens, so under a
-    causal mask the output depends on them by its last bits. Key heads are shared: what one query
-    head asks for is done to its whole group.
-
-    Args:
-        k: Keys `(B, H_kv, M, D)`.
-        heads: The query heads that ask for it.
-        num_heads: Number of query heads.
-
-    Returns:
-        See `CenteredKeys`; k itself if no head asks, else a new tensor in memory as k.
-    """
-    if not heads or k.size(2) == 0:
-        return CenteredKeys(k, None, ())
-    group = num_heads // k.size(1)
-    key_heads = tuple(sorted({head // group for head in heads}))
-    index = device_constant(key_heads, torch.int64, k.device)
-    chosen = k.index_select(1, index).float()
-    mean = chosen.mean(2, keepdim=True)
-    # One key that is not finite, in padding say, is to spoil no more than it does by itself.
-    mean = mean.where(mean.isfinite(), 0.0)
-    centered = torch.empty_like(k).copy_(k)
-    centered.index_copy_(1, index, (chosen - mean).to(k.dtype))
-    return CenteredKeys(centered, mean, key_heads)
-
-
-def _shift_of_lse(q: Tensor, keys: CenteredKeys, scale: float) -> Tensor:
-    """By how much centring has lowered L, FP32 `(B, H, N)`."""
-    shift = q.new_zeros(q.shape[:-1], dtype=torch.float32)
-    if keys.mean is not None:
-        group = q.size(1) // keys.k.size(1)
-        heads = tuple(group * h + member for h in keys.heads for member in range(group))
-        index = device_constant(heads, torch.int64, q.device)
-        queries = q.index_select(1, index).float()
-        mean = keys.mean.repeat_interleave(group, 1)
-        shift.index_copy_(1, index, (queries * mean).sum(-1) * scale)
-    return shift
 
 
 def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
@@ -403,7 +204,7 @@ def backward(
     keys = center_keys(call.k, plan.centered, call.heads)
     call.k = keys.k
     if plan.centered and not call.native:
-        ran = ran._replace(lse=ran.lse - _shift_of_lse(call.q, keys, call.spec.scale))
+        ran = ran._replace(lse=ran.lse - shift_of_lse(call.q, keys, call.spec.scale))
     drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
     try:
         carried = _carried(call, d_out, ran, plan)

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.engines import Drawn, Engine
+from guardbit.kernels.plan import Call, plan_of
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.records import STABILIZERS
@@ -179,7 +180,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
         random, generator_state = _random_outputs(q, spec.dropout_p)
     else:
         random, generator_state = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
-    call = heads.Call(
+    call = Call(
         q, request.k, request.v, spec, state, request.native, request.wants_mask
     )  # fmt: skip
     options = heads.Options(
@@ -279,7 +280,7 @@ def _attention_backward(
     state = site_state(number)
     spec = _spec(q, mask, causal, scale, dropout_p)
     engine, shared, on_triton, names = _read_kernels(kernels, q)
-    call = heads.Call(q, k, v, spec, state, native, wants_mask)
+    call = Call(q, k, v, spec, state, native, wants_mask)
     kept = residual if "compensated" in names else None
     ran = heads.Ran(out, lse, kept, engine, shared, on_triton, names)
     gradients, carried, names = heads.backward(call, d_out, ran, random, generator_state)
@@ -291,7 +292,7 @@ def _attention_backward(
     elif mask is not None:
         d_mask = heads.laid_out_as(d_mask.to(mask.dtype), mask)
     if state.observer is not None:
-        plan = heads.plan_of(names, native)
+        plan = plan_of(names, native)
         state.observer(
             AttentionCall(
                 site=number,

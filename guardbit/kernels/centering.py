@@ -1,0 +1,73 @@
+"""Keys without what those of a head have in common: the one stabilizer that changes no kernel.
+
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.constants import device_constant
+
+
+class CenteredKeys(NamedTuple):
+    """Keys without what those of some heads have in common.
+
+    Attributes:
+        k: `(B, H_kv, M, D)`, as the kernel gets it.
+        mean: FP32 `(B, G, 1, D)`, what was taken off the keys of G key heads; None for none.
+        heads: These key heads.
+    """
+
+    k: Tensor
+    mean: Tensor | None
+    heads: tuple[int, ...]
+
+
+def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKeys:
+    """Takes off the keys of some query heads what they have in common, their mean over the keys.
+
+    The softmax does not see a vector that is the same for all keys of a head, nor, in exact
+    arithmetic, do the gradients. Rounding does: what a wrong delta adds to dQ is a multiple of
+    sum_j P_ij K_j, which is large where the keys have much in common.
+
+    The mean is that of this call and of each sequence. It depends on later tokens, so under a
+    causal mask the output depends on them by its last bits. Key heads are shared: what one query
+    head asks for is done to its whole group.
+
+    Args:
+        k: Keys `(B, H_kv, M, D)`.
+        heads: The query heads that ask for it.
+        num_heads: Number of query heads.
+
+    Returns:
+        See `CenteredKeys`; k itself if no head asks, else a new tensor in memory as k.
+    """
+    if not heads or k.size(2) == 0:
+        return CenteredKeys(k, None, ())
+    group = num_heads // k.size(1)
+    key_heads = tuple(sorted({head // group for head in heads}))
+    index = device_constant(key_heads, torch.int64, k.device)
+    chosen = k.index_select(1, index).float()
+    mean = chosen.mean(2, keepdim=True)
+    # One key that is not finite, in padding say, is to spoil no more than it does by itself.
+    mean = mean.where(mean.isfinite(), 0.0)
+    centered = torch.empty_like(k).copy_(k)
+    centered.index_copy_(1, index, (chosen - mean).to(k.dtype))
+    return CenteredKeys(centered, mean, key_heads)
+
+
+def shift_of_lse(q: Tensor, keys: CenteredKeys, scale: float) -> Tensor:
+    """By how much centring has lowered L, FP32 `(B, H, N)`."""
+    shift = q.new_zeros(q.shape[:-1], dtype=torch.float32)
+    if keys.mean is not None:
+        group = q.size(1) // keys.k.size(1)
+        heads = tuple(group * h + member for h in keys.heads for member in range(group))
+        index = device_constant(heads, torch.int64, q.device)
+        queries = q.index_select(1, index).float()
+        mean = keys.mean.repeat_interleave(group, 1)
+        shift.index_copy_(1, index, (queries * mean).sum(-1) * scale)
+    return shift

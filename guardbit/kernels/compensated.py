@@ -1,0 +1,106 @@
+"""The O' that carries the delta of O and its rounding residual, in one launch of Triton.
+
+Shapes: out, residual, d_out `(B, H, N, D)`; C heads are wanted.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from guardbit.kernels import launch
+from guardbit.kernels.delta import carrier_of
+from guardbit.kernels.primitives import decode_residual, head_of, load_tile, store_tile, widen
+
+# Rows of a program.
+_ROWS = 32
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def carry_kernel(
+    out_pointer,
+    residual_pointer,
+    d_out_pointer,
+    carrier_pointer,
+    numbers_pointer,
+    out_strides,
+    residual_strides,
+    d_out_strides,
+    carrier_strides,
+    heads,
+    rows,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One program: ROWS rows of one head."""
+    row_tiles = tl.cdiv(rows, ROWS)
+    place = tl.program_id(0) // row_tiles
+    first = tl.program_id(0) % row_tiles * ROWS
+    batch = place // heads
+    head = tl.load(numbers_pointer + place % heads)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    residual_base = head_of(residual_pointer, residual_strides, batch, head)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    out = load_tile(out_base, first, out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    counts = load_tile(residual_base, first, residual_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
+    wide = widen(out)
+    lost = decode_residual(out, counts)
+    exact = wide + tl.where(tl.abs(wide) < float("inf"), lost, 0.0)
+    delta = tl.sum(widen(d_out) * exact, 1)
+    carrier, reached = carrier_of(d_out, delta, WIDTH)
+    carrier = tl.where(reached[:, None], carrier, out)
+    carrier_base = head_of(carrier_pointer, carrier_strides, batch, head)
+    store_tile(carrier_base, first, carrier_strides[2], rows, carrier, ROWS, HEAD_DIM, WIDTH)
+
+
+def carry_compensated_delta(
+    d_out: Tensor, out: Tensor, residual: Tensor, into: Tensor, *, heads: Sequence[int]
+) -> None:
+    """Writes O' of some heads, see `guardbit.kernels.reference.write_carrier`.
+
+    Args:
+        d_out: Gradient of the output, BF16 or FP16; any strides.
+        out: The output.
+        residual: INT8, what rounding took from it.
+        into: Where O' goes, rows adjacent in memory; may be `out`.
+        heads: The C heads.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If a tensor is not on a CUDA device.
+    """
+    launch.check_tensors(d_out=d_out, out=out)
+    d_out, out, residual = (launch.rows_adjacent(x) for x in (d_out, out, residual))
+    batch, _, rows, head_dim = out.shape
+    numbers = launch.device_numbers(tuple(heads), out.device)
+    if not out.numel():
+        return
+    with launch.device_of(out):
+        carry_kernel[(triton.cdiv(rows, _ROWS) * batch * len(numbers),)](
+            out,
+            residual,
+            d_out,
+            into,
+            numbers,
+            out.stride()[:3],
+            residual.stride()[:3],
+            d_out.stride()[:3],
+            into.stride()[:3],
+            len(numbers),
+            rows,
+            HEAD_DIM=head_dim,
+            WIDTH=launch.padded_width(head_dim),
+            ROWS=_ROWS,
+            num_warps=4,
+            **launch.COMPILER_OPTIONS,
+        )

@@ -1,0 +1,153 @@
+"""What each head of a call runs: as it is asked to, or what takes its place in this call.
+
+An engine's backward serves all heads in one launch where it is proved to read O for delta alone
+(`guardbit.kernels.engines.proof`): a stabilized head then hands it an O' that carries the delta it
+is to use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from torch import Tensor
+
+from guardbit.kernels.engines import Engine
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import SiteState
+
+#: The stabilizers that need our forward; the others leave it to the engine.
+OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})
+
+
+class Plan(NamedTuple):
+    """What the heads of a call run.
+
+    Attributes:
+        names: One stabilizer a head.
+        own: The heads whose forward is ours.
+        exact: The heads whose backward gets an exact delta.
+        compensated: The heads whose forward keeps what rounding took from O.
+        centered: The heads whose keys are centred.
+    """
+
+    names: tuple[str, ...]
+    own: tuple[int, ...]
+    exact: tuple[int, ...]
+    compensated: tuple[int, ...]
+    centered: tuple[int, ...]
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What our kernels are to do in `own`, by their names for it."""
+        names = (self.names[head] for head in self.own)
+        return tuple(name if name in OWN_FORWARD else "none" for name in names)
+
+
+@lru_cache(maxsize=1024)
+def plan_of(names: tuple[str, ...], native: bool) -> Plan:
+    """Sorts the heads of a call by what they run.
+
+    Args:
+        names: One stabilizer a head.
+        native: Whether an engine serves heads that do not need our forward.
+    """
+
+    def heads(*kinds: str) -> tuple[int, ...]:
+        return tuple(head for head, name in enumerate(names) if name in kinds)
+
+    own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
+    return Plan(
+        names, own, heads("exact_delta"), heads("compensated"), heads("centered_keys")
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class Call:
+    """One call, as the op was asked for it.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for besides.
+        state: Of the site.
+        native: Whether PyTorch's function was called, and not ours.
+        wants_mask: Whether the gradient of an additive mask is asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    state: SiteState
+    native: bool
+    wants_mask: bool
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.size(1)
+
+
+def resolve(
+    call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
+) -> tuple[tuple[str, ...], bool, str]:
+    """Settles what each head runs, where what it is asked for does not work in this call.
+
+    Args:
+        call: The call.
+        asked: One stabilizer a head.
+        engine: PyTorch's choice for it; None if ours serves all heads.
+        keeps_residual: Whether there is room for what `compensated` keeps.
+
+    Returns:
+        One stabilizer a head, whether the engine's backward may serve all heads, and why a head
+        runs other than it is asked to, or "".
+    """
+    stabilized = set(asked) - {"none", "centered_keys"}
+    if engine is None or not stabilized:
+        return asked, False, ""
+    if call.spec.dropout_p > 0:
+        shared = False
+        obstacle = (
+            f"PyTorch's {engine.name} kernel drops entries of P (dropout {call.spec.dropout_p}) and"
+            " does not tell which, so delta cannot be computed again"
+        )
+    else:
+        proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
+        shared = not proof.failure
+        obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
+    names, why = dict.fromkeys(stabilized | {"none", "centered_keys"}), ""
+    for name in names:
+        names[name], reason = _settled(name, call, shared, obstacle, keeps_residual)
+        why = why or reason
+    return tuple(names[name] for name in asked), shared, why
+
+
+def _settled(
+    name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
+) -> tuple[str, str]:
+    """What one stabilizer becomes in a call, and why it is not what was asked for, or ""."""
+    if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
+        return name, ""
+    masked = call.spec.mask is not None
+    if name == "exact_delta":
+        if masked:
+            return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
+        if not keeps_residual:
+            return "none", f"exact_delta is not possible: {obstacle}"
+        return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
+    if masked:
+        if name == "compensated" and shared:
+            return "exact_delta", "exact_delta runs instead of compensated, which takes no mask"
+        return "none", f"{name} takes no mask: exact_delta would work"
+    if name == "compensated" and not keeps_residual:
+        if shared:
+            return "exact_delta", (
+                "exact_delta runs instead of compensated, for which the compiled graph has no room"
+            )
+        return "none", f"the compiled graph has no room for compensated, and {obstacle}"
+    return name, ""
