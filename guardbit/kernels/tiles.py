@@ -32,6 +32,8 @@ class Tile(NamedTuple):
         warps: Warps of 32 threads.
         stages: Tiles in flight: the depth of the software pipeline.
         registers: Most registers a thread may use; None for as many as the compiler likes.
+        overlap: Of delta alone: whether a tile's second product runs while its exponentials are
+            computed, which takes registers.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    overlap: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -104,8 +107,8 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(64, 64, 4, 2),
-            256: Tile(64, 32, 4, 1),
+            128: Tile(64, 64, 8, 2),
+            256: Tile(32, 32, 8, 1),
         },
     },
     (9, 0): {
@@ -155,7 +158,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             16: Tile(128, 64, 8, 3),
             32: Tile(128, 64, 8, 3),
             64: Tile(128, 64, 8, 3),
-            128: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 3, None, True),
             256: Tile(64, 64, 8, 2),
         },
     },

@@ -65,6 +65,7 @@ POINTERS = {
     "audit_key": {
         **dict.fromkeys(("dk", "dv", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
     },
+    "delta": {**dict.fromkeys(("lse", "delta", "mask"), "fp32"), "numbers": "i32"},
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
         elif kind == "pointer":
             signature[name] = "*" + pointers.get(stem, dtype)
         elif kind == "strides":
-            signature[name] = ("i32", "i32", "i32")
+            signature[name] = ("i32",) * (4 if stem == "mask" else 3)
         elif name == "seed":
             signature[name] = "i64"
         else:
@@ -133,7 +134,7 @@ def assembled(ptx):
 
 def compile_all(architecture):
     """Prints one line of JSON an entry: the largest variant, all stabilizers and bounds in it."""
-    from guardbit.kernels import audit, backward, forward, shadow, tiles
+    from guardbit.kernels import audit, backward, delta, forward, shadow, tiles
 
     some_heads = 1
     kernels = {
@@ -157,6 +158,7 @@ def compile_all(architecture):
         # FP16 takes more products than BF16.
         "audit_query": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True}),
         "audit_key": (audit.key_kernel, "fp16", {"NEGATIVE_SCALE": True}),
+        "delta": (delta.delta_kernel, "bf16", {"CARRY": True, "MASK": 0}),
     }  # fmt: skip
     for name, (kernel, dtype, flags) in kernels.items():
         for width in (16, 32, 64, 128, 256):
@@ -169,6 +171,12 @@ def compile_all(architecture):
                 "KEYS": tile.keys,
                 **flags,
             }
+            if name == "delta":
+                constants |= {
+                    "VALUE_DIM": width,
+                    "VALUE_WIDTH": width,
+                    "OVERLAP": tile.overlap,
+                }
             result = compile_kernel(kernel, constants, architecture, tile, dtype, POINTERS[name])
             print(json.dumps({"kernel": name, "width": width, **result}), flush=True)
             if "DROPOUT" in flags:
@@ -192,7 +200,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     )
     assert finished.returncode == 0, finished.stderr
     entries = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(entries) == 45
+    assert len(entries) == 50
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         if entry["kernel"].endswith("with dropout"):

@@ -73,21 +73,30 @@ def behind(rows, columns, shift):
 
 
 @triton.jit
-def load_mask(base, row_stride, column_stride, rows, columns, last_row, keys):
-    """Loads a tile of a dense mask; rows past the last are as the last, keys past the end 0.
+def load_mask(
+    base, strides, rows, first_key, last_row, keys, KEYS: tl.constexpr, BOUNDED: tl.constexpr
+):
+    """Loads a tile of a dense mask, (R, KEYS); rows past the last are as the last.
 
     Args:
         base: Where the head's mask begins.
-        row_stride: Stride of a query, 0 where the mask broadcasts.
-        column_stride: Stride of a key.
-        rows: (R, 1), positions of the queries.
-        columns: (1, K), positions of the keys.
+        strides: The mask's four, 0 where it broadcasts.
+        rows: (R,), positions of the queries.
+        first_key: First of the KEYS keys.
         last_row: Number of the last query.
-        keys: Number of keys.
+        keys: Number of keys; what lies past them is 0 if BOUNDED, else nothing does.
+        KEYS: Keys a tile.
+        BOUNDED: Whether the tile may pass the last key.
     """
-    places = tl.minimum(rows, last_row).to(tl.int64) * row_stride
-    places += columns.to(tl.int64) * column_stride
-    return tl.load(base + places, mask=(columns < keys) & (rows >= 0), other=0)
+    columns = tl.arange(0, KEYS)
+    base += tl.cast(first_key, tl.int64) * strides[3]
+    row_bases = base + tl.minimum(rows, last_row).to(tl.int64) * strides[2]
+    pointers = row_bases[:, None] + (columns * strides[3])[None, :]
+    if BOUNDED:
+        tile = tl.load(pointers, mask=(first_key + columns < keys)[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 def mask_arguments(
