@@ -19,7 +19,7 @@ HEAD_INDICATORS: tuple[str, ...] = (
     "qk_spectral_norm",  # largest singular value of W_Q^T W_K
     "multiple_maxima",  # share of rows with more than one FP32 score within eps of the maximum
     "multiple_maxima_bf16",  # the same with the scores rounded to BF16 first
-    "max_logit",  # largest score, after scaling
+    "max_logit",  # largest size |score|, after scaling
     "attention_entropy",  # mean over rows, nats
     "delta_bias",  # sum over rows of delta_lp - delta_hp
     "delta_bias_abs",  # sum over rows of |delta_lp - delta_hp|

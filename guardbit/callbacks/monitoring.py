@@ -46,7 +46,7 @@ class AttentionMonitor(pl.Callback):
     key                                 value
     ==================================  ===========================================================
     ``guardbit/w_q_spectral_norm``      largest spectral norm of a head's rows of W_Q
-    ``guardbit/max_logit``              largest attention score
+    ``guardbit/max_logit``              largest attention score in size
     ``guardbit/multiple_maxima``        largest share of rows with more than one maximum
     ``guardbit/delta_bias_cumulative``  largest running sum of delta_lp - delta_hp, by size
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads

@@ -104,6 +104,9 @@ def flash_attention(
 
     A row with no allowed key gives output 0, lse -inf and gradients 0.
 
+    Derivatives are those of `Tensor.backward` and `torch.autograd.grad`. `torch.func.vmap` works,
+    one call after the other.
+
     With ``torch.compile(mode="reduce-overhead")`` attention runs between the CUDA graphs and can be
     switched. In a graph captured by hand (``torch.cuda.graph``) the kernels are those of the
     capture: a later switch does not reach it.
@@ -140,6 +143,7 @@ def flash_attention(
         ValueError: If a shape, dtype, name or number is not one of the above, or the backend
             cannot take the inputs.
         TypeError: If q, k or v is no tensor.
+        NotImplementedError: If a forward-mode derivative, or one of `torch.func`, is asked for.
     """
     _check_tensors(q, k, v)
     q, k, v = _autocast(q, k, v)

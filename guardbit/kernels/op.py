@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, stock
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.reference import Causal, Dropout
-from guardbit.kernels.switchboard import AttentionCall, random_offset, site_state
+from guardbit.kernels.reference import Causal, Dropout, Forward
+from guardbit.kernels.switchboard import AttentionCall, is_recomputing, random_offset, site_state
 from guardbit.records import STABILIZERS
 
 CAUSAL_CODES: dict[bool | str, int] = {False: 0, True: 1, "top-left": 2}
@@ -148,47 +149,70 @@ def _attention(
     state = site_state(int(site))
     state.requested = _names(tuple(stabilizers))
     state.stock_dropout_p = dropout_p if use_stock else 0.0
-    names = state.in_force
+    state.begin_forward()
+    names = state.running
     plan = _plan(names, use_stock)
     if traced or dropout_p > 0:
         random, generator_state = _random_outputs(q, dropout_p)
     else:
         random, generator_state = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
     out, lse, residual, stock_backend, on_triton = None, None, None, SDPBackend.ERROR, False
-    if len(plan.own) < q.size(1):
+    own: Forward | None = None
+
+    def run_stock() -> tuple[Tensor, Tensor, SDPBackend]:
         settings = stock.Settings(causal != 0, scale, dropout_p)
         drawn = _drawn(dropout_p, random, generator_state)
-        out, lse, stock_backend = stock.forward(q, k, v, settings, training, drawn)
-        state.launches["forward", _kernel_name(stock_backend)] += 1
+        result = stock.forward(q, k, v, settings, training, drawn)
+        state.launches["forward", _kernel_name(result[2])] += 1
+        return result
+
+    if len(plan.own) < q.size(1):
+        # First, so that it draws the random numbers that it would draw by itself.
+        out, lse, stock_backend = run_stock()
     if plan.own:
-        on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
-        if dropout_p > 0:
-            random[2].random_()
-        run = dispatch.launcher("forward", on_triton, q.device.type)
-        result = run(
-            q,
-            k,
-            v,
-            causal=_CAUSAL_NAMES[causal],
-            scale=_scale(scale, q),
-            stabilizers=plan.names,
-            beta=beta,
-            eps=eps,
-            seed=seed,
-            offset=random_offset(),
-            heads=plan.own if out is not None else None,
-            dropout=_dropout(dropout_p, random, plan, q),
-        )
-        _count(state.launches, "forward", plan, on_triton)
+        try:
+            on_triton = dispatch.on_triton(dispatch.BACKENDS[backend], q)
+            if dropout_p > 0:
+                random[2].random_()
+            result = dispatch.launcher("forward", on_triton, q.device.type)(
+                q,
+                k,
+                v,
+                causal=_CAUSAL_NAMES[causal],
+                scale=_scale(scale, q),
+                stabilizers=plan.names,
+                beta=beta,
+                eps=eps,
+                seed=seed,
+                offset=random_offset(),
+                heads=plan.own if out is not None else None,
+                dropout=_dropout(dropout_p, random, plan, q),
+            )
+            if result.residual is not None and out is not None:
+                residual = torch.zeros_like(q, dtype=torch.int8)
+            own = result
+        except Exception as error:
+            if not use_stock:
+                raise
+            state.fall_back(error)
+            if "compensated" in names and is_recomputing():
+                # What is recomputed must be of the first forward's shape.
+                residual = torch.zeros_like(q, dtype=torch.int8)
+            names, on_triton = ("none",) * q.size(1), False
+        else:
+            state.succeed()
+            _count(state.launches, "forward", plan, on_triton)
+        if own is None and out is None:  # past the except clause, which holds memory
+            out, lse, stock_backend = run_stock()
+    if own is not None:
         if out is None or lse is None:
-            out, lse, residual = _laid_out_as(result.out, q), result.lse, result.residual
+            out, lse, residual = _laid_out_as(own.out, q), own.lse, own.residual
         else:
             index = _index(plan.own, q.device)
-            out.index_copy_(1, index, result.out)
-            lse.index_copy_(1, index, result.lse)
-            if result.residual is not None:
-                residual = torch.zeros_like(q, dtype=torch.int8)
-                residual.index_copy_(1, index, result.residual)
+            out.index_copy_(1, index, own.out)
+            lse.index_copy_(1, index, own.lse)
+            if own.residual is not None and residual is not None:
+                residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
     if traced:
         out = _laid_out_as(out, q)
@@ -312,31 +336,43 @@ def _attention_backward(
     plan = _plan(names, use_stock)
     kept = residual if "compensated" in names else None
     dropout = _dropout(dropout_p, random, plan, q)
+    own = None
+    if plan.own:
+        try:
+            tensors = (d_out, q, k, v, out, lse, kept)
+            if len(plan.own) < q.size(1):
+                tensors = _chosen(plan.own, *tensors)
+            own = dispatch.launcher("backward", bool(on_triton), q.device.type)(
+                *tensors,
+                causal=_CAUSAL_NAMES[causal],
+                scale=_scale(scale, q),
+                stabilizers=plan.names,
+                dropout=dropout,
+            )
+        except Exception as error:
+            if not use_stock or dropout_p > 0:  # what ours dropped, PyTorch's kernel cannot know
+                raise
+            # Its backward works with our out and lse too: only the rounding is different.
+            state.fall_back(error)
+            names, kept = ("none",) * q.size(1), None
+            plan = _plan(names, use_stock)
+        else:
+            _count(state.launches, "backward", plan, bool(on_triton))
     gradients = None
     if len(plan.own) < q.size(1):
         settings = stock.Settings(causal != 0, scale, dropout_p)
         stock_backend = SDPBackend(stock_backend)
+        if stock_backend == SDPBackend.ERROR:  # all heads ran ours
+            stock_backend = stock.choose(q, k, v, settings, training=True)
         # A zero gradient contributes exact zeros: the other heads' gradients keep their bits,
         # and key heads shared with a switched query head receive only the others' share.
         rest = d_out.index_fill(1, _index(plan.own, q.device), 0) if plan.own else d_out
         drawn = _drawn(dropout_p, random, generator_state)
         gradients = stock.backward(rest, q, k, v, out, lse, stock_backend, settings, drawn)
         state.launches["backward", _kernel_name(stock_backend)] += 1
-    if plan.own:
-        tensors = (d_out, q, k, v, out, lse, kept)
-        if gradients is not None:
-            tensors = _chosen(plan.own, *tensors)
-        run = dispatch.launcher("backward", bool(on_triton), q.device.type)
-        result = run(
-            *tensors,
-            causal=_CAUSAL_NAMES[causal],
-            scale=_scale(scale, q),
-            stabilizers=plan.names,
-            dropout=dropout,
-        )
-        _count(state.launches, "backward", plan, bool(on_triton))
-        own = (result.dq, result.dk, result.dv)
-        gradients = own if gradients is None else _merge(gradients, own, plan.own)
+    if own is not None:
+        parts = (own.dq, own.dk, own.dv)
+        gradients = parts if gradients is None else _merge(gradients, parts, plan.own)
     assert gradients is not None
     if traced or len(plan.own) == q.size(1):
         gradients = map(_laid_out_as, gradients, (q, k, v))
@@ -443,10 +479,27 @@ def _below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         return op(*arguments)
 
 
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether forward-mode differentiation is under way for one of some tensors."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd, which would cost a third of the call.
     q, k, v = arguments[:3]
+    if has_tangent(q, k, v):
+        raise NotImplementedError(
+            "guardbit.flash_attention has no forward-mode derivative; use reverse mode"
+            " (`Tensor.backward`, `torch.autograd.grad`) or F.scaled_dot_product_attention"
+        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                "guardbit.flash_attention cannot be differentiated by torch.func; use"
+                " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
+            )
         return _Attention.apply(*arguments)
     return _below_autograd(arguments)
 

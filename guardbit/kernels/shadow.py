@@ -41,6 +41,9 @@ from guardbit.kernels.reference import Causal, Shadow
 # Rows of a program that sums up the bias of delta.
 _BIAS_ROWS = 64
 
+# As bits: below those of every size.
+_MINUS_INFINITY = tl.constexpr(-0x800000)
+
 # FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
 _FP16_RANGE = tl.constexpr(2.0**15)
 
@@ -68,6 +71,7 @@ def _lowest_tied_in_bfloat16(row_max, eps):
 
 @triton.jit
 def _row_maxima(
+    highest,
     largest,
     q,
     k_base,
@@ -83,16 +87,22 @@ def _row_maxima(
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Takes the keys from `start` to `end` into the largest s, eight a row."""
+    """Takes the keys from `start` to `end` into the highest s and the largest |s|, eight a row.
+
+    |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last.
+    """
     for first in tl.range(start, end, KEYS):
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
-        largest = tl.maximum(largest, partial_maxima(scores))
-    return largest
+            sizes = tl.where(visible, sizes, _MINUS_INFINITY)
+        highest = tl.maximum(highest, partial_maxima(scores))
+        largest = tl.maximum(largest, partial_maxima(sizes))
+    return highest, largest
 
 
 @triton.jit
@@ -168,6 +178,7 @@ def shadow_kernel(
     maxima_pointer,
     maxima_bf16_pointer,
     units_pointer,
+    largest_pointer,
     q_strides,
     k_strides,
     v_strides,
@@ -216,16 +227,21 @@ def shadow_kernel(
     whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
     _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
 
-    largest = tl.full((ROWS, 8), float("-inf"), tl.float32)
-    largest = _row_maxima(
-        largest, q, k_base, k_strides[2], positions, 0, whole_end, keys, shift,
+    highest = tl.full((ROWS, 8), float("-inf"), tl.float32)
+    largest = tl.full((ROWS, 8), _MINUS_INFINITY, tl.int32)
+    highest, largest = _row_maxima(
+        highest, largest, q, k_base, k_strides[2], positions, 0, whole_end, keys, shift,
         False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
-    largest = _row_maxima(
-        largest, q, k_base, k_strides[2], positions, whole_end, end, keys, shift,
+    highest, largest = _row_maxima(
+        highest, largest, q, k_base, k_strides[2], positions, whole_end, end, keys, shift,
         True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
-    row_max = tl.max(largest, 1)
+    row_max = tl.max(highest, 1)
+    # Stored at once, to free its registers.
+    largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
+    largest_base = largest_pointer + place.to(tl.int64) * count + first
+    tl.store(largest_base + tl.arange(0, ROWS), largest, mask=tl.arange(0, ROWS) < count - first)
     # 0 instead of the -inf of a row that sees no key.
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
@@ -325,9 +341,9 @@ def shadow(
     count = all_rows if rows is None else len(rows)
     shape = (batch, heads, count)
     out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-    row_max, entropy = (torch.empty(shape, device=q.device) for _ in range(2))
+    row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(3)]
-    result = Shadow(out, row_max, *counts, entropy)
+    result = Shadow(out, row_max, *counts, entropy, largest)
     if not out.numel():
         return result
 
@@ -344,6 +360,7 @@ def shadow(
             row_max,
             entropy,
             *counts,
+            largest,
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],

@@ -7,14 +7,19 @@ Kernels know sites only as numbers; names, modules and meaning belong to the lay
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from guardbit.kernels.reference import Causal, Dropout
+
+log = logging.getLogger("guardbit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,21 @@ class AttentionCall:
         return None if self.dropout is None else self.dropout._replace(heads=tuple(heads))
 
 
+class _Setting(NamedTuple):
+    """What decided about an ordinary forward: `stabilizers` and `at_rest` of the site."""
+
+    stabilizers: tuple[str, ...] | None
+    at_rest: bool
+
+
 @dataclass(slots=True)
 class SiteState:
     """What the op looks up for one site, each time it runs.
 
     Attributes:
-        stabilizers: One name a head, or None for what the call itself asked for.
+        name: What messages call the site.
+        stabilizers: One name a head, or None for what the call itself asked for. Takes effect at
+            the next ordinary forward, see `begin_forward`.
         observer: Called once in every backward of the site, or None. It must not raise.
         launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
             Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
@@ -80,29 +94,100 @@ class SiteState:
         requested: One name a head, as the last call asked for; empty before the first.
         stock_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
             0 where nothing drops, or all heads are always ours.
-        at_rest: Whether calls need not be seen for now. Not to be changed between a forward and
-            its recomputation, which must be alike.
+        at_rest: Whether calls need not be seen for now.
+        failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
+            it says so, `in_force` has no switched head.
     """
 
+    name: str = ""
     stabilizers: tuple[str, ...] | None = None
     observer: Callable[[AttentionCall], None] | None = None
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
     stock_dropout_p: float = 0.0
     at_rest: bool = False
+    failure: str | None = None
+    _failed_for_good: bool = False
+    _failure_told: bool = False
+    _setting: _Setting | None = None
+
+    def switch(self, stabilizers: tuple[str, ...]) -> None:
+        """Sets `stabilizers`; kernels that failed before are tried again."""
+        self.stabilizers = stabilizers
+        self.failure = None
+        self._failed_for_good = self._failure_told = False
+
+    def begin_forward(self) -> None:
+        """Lets a switch take effect, unless this forward is one that a backward runs again.
+
+        Under activation checkpointing that must save the very tensors the last ordinary forward
+        saved, whatever is switched in between. Of several forwards that wait for their backwards it
+        is the last that counts: between those no switch must come.
+        """
+        if self._setting is None or not is_recomputing():
+            stabilizers = None if self._failed_for_good else self.stabilizers
+            self._setting = _Setting(stabilizers, self.at_rest)
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next call may be left to PyTorch's own function, as if nobody was here."""
-        return self.at_rest and not {*self.requested, *(self.stabilizers or ())} - {"none"}
+        """Whether the forward that began may be left to PyTorch's function, as if unwatched."""
+        setting = self._setting
+        return (
+            setting is not None
+            and setting.at_rest
+            and not {*self.requested, *(setting.stabilizers or ())} - {"none"}
+        )
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """One name a head, of the forward that began."""
+        return self._fitting(self._setting.stabilizers if self._setting else None)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """One name a head: the switch's if it fits the last call, else what that asked for."""
+        return self._fitting(self.stabilizers)
 
     @property
     def in_force(self) -> tuple[str, ...]:
-        """One name a head: the switch's if it fits the last call, else what that asked for."""
-        switched = self.stabilizers
+        """One name a head: what is asked for, or the last call's own where the kernels failed."""
+        return self.asked if self.failure is None else self.requested
+
+    def _fitting(self, switched: tuple[str, ...] | None) -> tuple[str, ...]:
         if switched is not None and len(switched) == len(self.requested):
             return switched
         return self.requested
+
+    def succeed(self) -> None:
+        """Notes that switched heads ran as they should."""
+        self.failure = None
+
+    def fall_back(self, error: Exception) -> None:
+        """Notes that PyTorch's kernel takes a call over, and tells it once a switch.
+
+        Memory may be there at the next call. Anything else would fail again, and to compile a
+        kernel in vain takes seconds: PyTorch's kernel stays until heads are switched anew.
+        """
+        passes = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        what = (str(error).strip() or "no message").splitlines()[0]
+        self.failure = f"{type(error).__name__}: {what}"
+        self._failed_for_good = not passes
+        if not is_recomputing():
+            self._setting = _Setting(None, self.at_rest)
+        if not self._failure_told:
+            self._failure_told = True
+            log.warning(
+                "site '%s': the kernels of its switched heads failed (%s); PyTorch's kernel runs"
+                " in their place, %s",
+                self.name,
+                self.failure,
+                "in this call" if passes else "until they are switched anew",
+            )
+
+
+def is_recomputing() -> bool:
+    """Whether the caller runs inside a backward, as forwards do under activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
 
 
 #: Number of calls outside any instrumented model.
@@ -115,12 +200,12 @@ _next_number = int.from_bytes(os.urandom(6))
 _random_offset = 0
 
 
-def add_site() -> int:
+def add_site(name: str = "") -> int:
     """Registers a new site and returns its number, unique in this process."""
     global _next_number
     number = _next_number
     _next_number += 1
-    _sites[number] = SiteState()
+    _sites[number] = SiteState(name)
     return number
 
 

@@ -56,6 +56,10 @@ class AttentionMetrics(Metric):
     device. So there are four ways in and out, `update`, `audit`, `finish` and `compute`; most else
     that torchmetrics offers does not know what is held back.
 
+    `max_logit` is the largest |score| over allowed keys: rounding is as coarse below 0 as above,
+    and softmax does not see a constant, so scores may grow where no row's maximum shows it. The
+    recorded runs of `tests/data/runs` are older and hold the largest score with its sign.
+
     Args:
         num_sites: Number of sites S.
         num_heads: Largest number of heads H of a site; smaller sites are padded.
@@ -110,7 +114,9 @@ class AttentionMetrics(Metric):
         unknown = [head for head in range(heads) if head not in call.known_heads]
         if unknown:
             bias[unknown] = bias_abs[unknown] = torch.nan
-        rows_seen = (shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy)
+        rows_seen = (
+            shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, shadow.largest
+        )  # fmt: skip
         self._hold_back(_Held(site, tuple(range(heads)), rows_seen, (bias, bias_abs)))
 
     def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
@@ -154,13 +160,13 @@ class AttentionMetrics(Metric):
             if not sums:
                 self._add(_SUMS[6:], entries, [indicators.per_head(x) for x in rows])
                 continue
-            maxima, maxima_bf16, row_max, entropy = rows
+            maxima, maxima_bf16, row_max, entropy, sizes = rows
             shared, counted = indicators.shared_maxima(maxima, row_max)
             shared_bf16, _ = indicators.shared_maxima(maxima_bf16, row_max)
             entropies = indicators.per_head(entropy)
             self._add(_SUMS[:6], entries, [counted, shared, shared_bf16, entropies, *sums])
             places = self._places(entries)
-            largest = row_max.amax((1, 3)).flatten().to(self.maxima.device)
+            largest = sizes.amax((1, 3)).flatten().to(self.maxima.device)
             flat = self.maxima.view(-1)
             flat.index_copy_(0, places, torch.maximum(flat.index_select(0, places), largest))
 

@@ -105,7 +105,7 @@ class Site:
 
     @property
     def stabilizers(self) -> list[str]:
-        """The stabilizer in use, one name a head."""
+        """The stabilizer in use, one name a head; "none" where its kernels failed."""
         state = switchboard.site_state(self.number)
         if state.requested:
             return list(state.in_force)
@@ -203,7 +203,7 @@ class Instrumentation:
         interception.install()
         for name, module in candidates.items():
             around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
-            site = Site(name, module, switchboard.add_site(), around)
+            site = Site(name, module, switchboard.add_site(name), around)
             self._sites[name] = site
             interception.attach(module, site.number)
 
@@ -216,6 +216,9 @@ class Instrumentation:
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> None:
         """Switches heads to a kernel, from the next call of the site on.
+
+        A forward that activation checkpointing runs again keeps the kernels of the last ordinary
+        one.
 
         Args:
             site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
@@ -250,13 +253,13 @@ class Instrumentation:
                         f"head {head} is out of range; site '{target.name}' has heads 0 to"
                         f" {target.num_heads - 1}"
                     )
-            names = target.stabilizers
+            names = list(switchboard.site_state(target.number).asked) or target.stabilizers
             given = check_stabilizers(stabilizer, len(chosen))
             for head, name in zip(chosen, given, strict=True):
                 names[head] = name
             switched[target.number] = tuple(names)
         for number, names in switched.items():
-            switchboard.site_state(number).stabilizers = names
+            switchboard.site_state(number).switch(names)
 
     def stabilizers(self) -> dict[str, list[str]]:
         """Returns the stabilizer in use: name of the site -> one name a head."""
@@ -276,7 +279,7 @@ class Instrumentation:
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
         for number, names in checked.items():
-            switchboard.site_state(number).stabilizers = names
+            switchboard.site_state(number).switch(names)
 
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None for no longer."""

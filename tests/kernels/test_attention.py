@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, op, switchboard
@@ -140,6 +141,52 @@ def test_autocast_and_no_grad():
         assert torch.equal(flash_attention(q, k.bfloat16(), v), expected)
     with torch.no_grad():
         assert not flash_attention(q.requires_grad_(), k, v).requires_grad
+
+
+def dual_output(attention, x):
+    with forward_ad.dual_level():
+        return attention(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+# PyTorch's own, when it first meets forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    "derive",
+    [
+        lambda attention, x: torch.func.jvp(attention, (x,), (torch.ones_like(x),)),
+        lambda attention, x: torch.func.jacfwd(attention)(x),
+        lambda attention, x: torch.func.linearize(attention, x),
+        dual_output,
+        lambda attention, x: dual_output(attention, x.clone().requires_grad_()),
+        lambda attention, x: torch.func.grad(lambda x: attention(x).sum())(x),
+        lambda attention, x: torch.func.vmap(torch.func.grad(lambda x: attention(x).sum()))(
+            x[None]
+        ),
+    ],
+    ids=["jvp", "jacfwd", "linearize", "dual", "dual leaf", "grad", "vjps one by one"],
+)
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+def test_derivatives_of_other_modes_are_refused_not_0(derive, argument):
+    tensors = dict(zip("qkv", inputs(1, 2, 2, 4, 4, 16)[:3], strict=True))
+
+    def attention(x):
+        return flash_attention(**{**tensors, argument: x})
+
+    with pytest.raises(NotImplementedError, match=r"guardbit\.flash_attention .*use"):
+        derive(attention, tensors[argument])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_computes_what_a_loop_computes():
+    q, k, v, d_out = (x[:, None] for x in inputs(3, 2, 1, 5, 5, 16))
+    expected = gradients(
+        lambda *x: torch.stack([flash_attention(*y) for y in zip(*x, strict=True)]),
+        (q, k, v),
+        d_out,
+    )
+    found = gradients(torch.func.vmap(flash_attention), (q, k, v), d_out)
+    for mine, truth in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, truth, **FP32_CLOSE)
 
 
 # ---- switching ----

@@ -30,9 +30,9 @@ SPILLS = {
     (90, "key_gradients", 64): 120,
     (90, "key_gradients", 128): 256,
     (90, "key_gradients", 256): 424,
-    (90, "shadow", 16): 208,
-    (90, "shadow", 32): 80,
-    (90, "shadow", 64): 80,
+    (90, "shadow", 16): 240,
+    (90, "shadow", 32): 144,
+    (90, "shadow", 64): 96,
     (90, "shadow", 256): 720,
 }
 
@@ -56,7 +56,7 @@ POINTERS = {
         "numbers": "i32", "word": "i64",
     },
     "shadow": {
-        **dict.fromkeys(("out", "row_max", "entropy"), "fp32"),
+        **dict.fromkeys(("out", "row_max", "entropy", "largest"), "fp32"),
         **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
     },
     "audit_query": {

@@ -72,7 +72,7 @@ def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, ch
                 seen = allowed_keys(row, rows, keys, causal)
                 if not seen:
                     assert (result.out[at] == 0).all()
-                    assert result.row_max[at] == -math.inf
+                    assert result.row_max[at] == result.largest[at] == -math.inf
                     assert result.entropy[at] == 0
                     counts = (result.maxima, result.maxima_bf16, result.unit_probabilities)
                     assert [count[at] for count in counts] == [0, 0, 0]
@@ -84,6 +84,8 @@ def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, ch
                 torch.testing.assert_close(result.out[at].double(), out, **close)
                 torch.testing.assert_close(result.row_max[at].double(), row_max, **close)
                 torch.testing.assert_close(result.entropy[at].double(), entropy, **close)
+                sizes = (k[batch, group, :seen].double() @ q[batch, head, row].double() * 0.5).abs()
+                torch.testing.assert_close(result.largest[at].double(), sizes.max(), **close)
 
 
 @pytest.mark.parametrize("chunk", [3, 128])
@@ -116,6 +118,24 @@ def test_counts_of_maxima(scores, maxima, maxima_bf16, units, chunk):
     assert result.maxima.item() == maxima
     assert result.maxima_bf16.item() == maxima_bf16
     assert result.unit_probabilities.item() == units
+
+
+@pytest.mark.parametrize("chunk", [1, 128])
+@pytest.mark.parametrize(
+    ("scores", "largest"),
+    [
+        ([-7.0, -300.0, -5.0, 1e5], 300.0),  # the last key is forbidden
+        ([-7.0, 8.0, -5.0, -1e5], 8.0),
+        ([1.0, -math.inf, 2.0, 3.0], math.inf),
+        ([1.0, math.nan, -9.0, 3.0], math.nan),
+        ([1.0, -9.0, 2.0, math.nan], math.nan),  # as row_max has it, and PyTorch's math kernel
+    ],
+)
+def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
+    q = torch.ones(1, 1, 3, 1)
+    k = torch.tensor(scores)[None, None, :, None]
+    result = reference.shadow(q, k, torch.ones_like(k), causal="top-left", scale=1.0, chunk=chunk)
+    torch.testing.assert_close(result.largest[0, 0, 2].item(), largest, equal_nan=True)
 
 
 def test_eps_is_the_width_of_a_tie():

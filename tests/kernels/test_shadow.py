@@ -59,7 +59,9 @@ def check(result, scores, v, dtype):
     weights = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
     v = v.double().repeat_interleave(scores.shape[1] // v.shape[1], 1)
     truth = (weights @ v) * alive[..., None]
-    assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 3 + [torch.float32]
+    assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 3 + [
+        torch.float32
+    ] * 2
     # The parts of P-bar, and exponents whose FP32 scores are rounded.
     largest = scores[alive].abs().masked_fill(scores[alive].isinf(), 0.0).max().item()
     bar = (PARTS[dtype] + 2.0**-22 * (1 + largest)) * v.abs().max().item()
@@ -67,6 +69,9 @@ def check(result, scores, v, dtype):
     assert torch.equal(result.row_max == -math.inf, ~alive)
     row_max = scores.amax(-1)
     assert torch.allclose(result.row_max[alive].double(), row_max[alive], rtol=1e-6, atol=1e-6)
+    sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
+    assert torch.equal(result.largest == -math.inf, ~alive)
+    assert torch.allclose(result.largest[alive].double(), sizes[alive], rtol=1e-6, atol=1e-6)
     entropy = torch.special.entr(weights).sum(-1)
     # FP32 sums and a hardware logarithm.
     assert (result.entropy[alive] - entropy[alive]).abs().max() <= 5e-6 * (1 + largest)
@@ -234,6 +239,16 @@ def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
     assert counts(result) == [300, 300, 300]
 
 
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_the_largest_size_is_seen_below_0_and_behind_a_mask(scale):
+    seen, hidden = [-7.0, -3e4, -5.0], [-1e5, 1e5]
+    q, k = rows_of_scores([scale * score for score in (*seen, *hidden)])
+    q = q.expand(-1, -1, 3, -1)
+    result = shadow.shadow(q, k, k, causal="top-left", scale=scale)
+    assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
+    assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
+
+
 def test_layouts_and_strides():
     q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
     expected = shadow.shadow(q, k, v, causal=True, scale=0.25)
@@ -260,6 +275,8 @@ def test_nan_and_infinity_show_and_are_not_counted():
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()
+    assert result.largest[0, 0, [0, 1, 2, 4, 5]].tolist() == [math.inf] * 5
+    assert result.largest[0, 0, 3].isnan()
     assert result.out[0, 0].isnan().all(-1).tolist() == [True, False, True, True, True, False]
     assert result.entropy[0, 0].isnan().all()
     for field in result[2:5]:
@@ -278,7 +295,8 @@ def test_no_keys_no_rows_no_batch():
         result = shadow.shadow(q, k, v, causal=False, scale=1.0)
         assert result.out.shape == q.shape
         assert (result.row_max == -math.inf).all()
-        assert not any(field.any() for field in (result.out, *result[2:]))
+        assert (result.largest == -math.inf).all()
+        assert not any(field.any() for field in (result.out, *result[2:6]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     assert shadow.shadow(q, k, v, causal=False, scale=1.0, rows=none).out.shape == (1, 2, 0, 16)

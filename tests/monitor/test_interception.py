@@ -267,6 +267,38 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
     assert reason in inst.sites["Caller"].refusal
 
 
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys"), [(0, 4, 8, 8), (2, 0, 8, 8), (2, 4, 0, 8), (2, 4, 8, 0)]
+)
+def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instrument):
+    """PyTorch serves them, whatever kernel is forced, before it chooses one."""
+
+    class Bare(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model = Bare()
+    q = torch.randn(batch, heads, rows, 16, requires_grad=True)
+    k = torch.randn(batch, heads, keys, 16, requires_grad=True)
+
+    def run():
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            out = model(q, k)
+        return out, *torch.autograd.grad(out.sum(), (q, k))
+
+    expected = run()
+    inst = instrument(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    full = torch.randn(2, 4, 8, 16)
+    model(full, full)
+    assert inst.sites["Bare"].refusal is None
+    inst.switch("*", "compensated")
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    assert inst.sites["Bare"].refusal is None
+    assert inst.stabilizers() == {"Bare": ["compensated"] * 4}
+
+
 def test_errors_of_pytorch_stay_its_own(instrument):
     class Caller(nn.Module):
         def forward(self, q, k):
@@ -296,6 +328,51 @@ def test_meta_and_torch_func(tiny, tokens, instrument):
     assert "torch.func" in inst.sites["h.0.attn"].refusal
     on_meta = copy.deepcopy(model).to("meta")
     assert on_meta(tokens.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("by", ["torch.func", "dual tensors"])
+def test_forward_mode_is_pytorch_s(by, tiny, tokens, instrument):
+    """Which has it for its math kernel, and refuses it for the others."""
+    model = tiny.GPT()
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    tangents = {name: torch.ones_like(x) for name, x in weights.items()}
+
+    def derivative():
+        def loss(weights):
+            return torch.func.functional_call(model, weights, (tokens,))
+
+        if by == "torch.func":
+            return torch.func.jvp(loss, (weights,), (tangents,))[1]
+        with torch.autograd.forward_ad.dual_level():
+            make_dual = torch.autograd.forward_ad.make_dual
+            result = loss({name: make_dual(x, tangents[name]) for name, x in weights.items()})
+            return torch.autograd.forward_ad.unpack_dual(result).tangent
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = derivative()
+        instrument(model)
+        assert torch.equal(derivative(), expected)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        derivative()
+
+
+def test_saved_tensors_may_go_through_a_file(tiny, tokens, instrument):
+    """Offload of activations to disk; what a file may hold by default is tensors, no functions."""
+
+    def pack(x):
+        stream = io.BytesIO()
+        torch.save(x, stream)
+        return stream
+
+    def unpack(stream):
+        stream.seek(0)
+        return torch.load(stream, weights_only=True)
+
+    model = tiny.GPT()
+    before = tiny.step(model, tokens)
+    instrument(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert tiny.equal(tiny.step(model, tokens), before)
 
 
 def test_gradient_penalties_work_where_pytorch_offers_them(tiny, tokens, instrument):

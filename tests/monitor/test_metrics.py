@@ -54,6 +54,11 @@ def exact_attention(call, requires_grad=False):
     return q, scores, probabilities, probabilities @ value
 
 
+def sizes(scores):
+    """|scores|, and -inf where a key is forbidden."""
+    return scores.abs().where(scores > -torch.inf, -torch.inf)
+
+
 def measured(metrics):
     return dict(zip(MEASURED, metrics.compute(), strict=True))
 
@@ -95,7 +100,7 @@ def test_indicators_of_several_micro_batches_are_those_of_all_their_rows():
         ties_bf16 += ((top_bf16 - scores.float().bfloat16().float() <= EPS).sum(-1) > 1).sum((0, 2))
         entropy = entropy + torch.special.entr(probabilities).sum((0, 2, 3))
         rows += call.q.size(0) * call.q.size(2)
-        largest.append(scores.amax((0, 2, 3)))
+        largest.append(sizes(scores).amax((0, 2, 3)))
     torch.testing.assert_close(got["multiple_maxima"][0], ties.double() / rows, rtol=1e-12, atol=0)
     torch.testing.assert_close(
         got["multiple_maxima_bf16"][0], ties_bf16.double() / rows, rtol=1e-12, atol=0
@@ -112,6 +117,23 @@ def test_indicators_of_several_micro_batches_are_those_of_all_their_rows():
     torch.testing.assert_close(got["delta_bias_abs"][0], bias_abs, rtol=1e-3, atol=0)
 
 
+def test_a_head_whose_scores_are_all_negative_does_not_hide():
+    q, k, v, d_out = sink_inputs()
+    q[:, 1] = -200.0
+    k[:, 0] = k[:, 0].abs() + 1.0
+    call = call_of(q, k, v, d_out)
+    _, scores, _, _ = exact_attention(call)
+    assert (scores[:, 1].amax((0, 2)) < -100).all()
+    got = updated([call])
+    expected = sizes(scores).amax((0, 2, 3))
+    assert expected[1] > 1000
+    torch.testing.assert_close(got["max_logit"][0], expected, rtol=1e-6, atol=0)
+    # Ties are still those of the row's maximum, which softmax takes.
+    top = scores.amax(-1, keepdim=True)
+    ties = ((top - scores <= EPS).sum(-1) > 1).double().mean((0, 2))
+    torch.testing.assert_close(got["multiple_maxima"][0], ties, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("num_rows", [1, 7, 48, 1000])
 def test_a_subset_of_rows_is_measured_as_if_there_were_no_others(num_rows):
     call = call_of(*sink_inputs(seed=3))
@@ -124,7 +146,7 @@ def test_a_subset_of_rows_is_measured_as_if_there_were_no_others(num_rows):
     _, scores, probabilities, _ = exact_attention(call)
     entropy = torch.special.entr(probabilities[:, :, rows]).sum(-1).mean((0, 2))
     torch.testing.assert_close(got["attention_entropy"][0], entropy, rtol=1e-5, atol=1e-6)
-    largest = scores[:, :, rows].amax((0, 2, 3))
+    largest = sizes(scores)[:, :, rows].amax((0, 2, 3))
     torch.testing.assert_close(got["max_logit"][0], largest, rtol=1e-6, atol=0)
 
 

@@ -24,7 +24,7 @@ class Shadow(NamedTuple):
     """A recomputed forward and what its rows look like; R is the number of rows.
 
     With dropout, `out` lacks what was dropped; all else is of the scores and probabilities before.
-    A row with no allowed key has out 0, row_max -inf, entropy 0 and counts 0.
+    A row with no allowed key has out 0, row_max and largest -inf, entropy 0 and counts 0.
 
     Attributes:
         out: FP32 (B, H, R, D).
@@ -35,6 +35,8 @@ class Shadow(NamedTuple):
         unit_probabilities: INT64 (B, H, R), how many entries of P-bar = exp(S - row_max) round to 1
             in BF16; above 1 is the condition of the paper's claim 3.
         entropy: FP32 (B, H, R), of the row's probabilities, nats.
+        largest: FP32 (B, H, R), the largest size |score|: row_max passes over a row whose scores
+            are all far below 0. NaN where row_max is.
     """
 
     out: Tensor
@@ -43,6 +45,7 @@ class Shadow(NamedTuple):
     maxima_bf16: Tensor
     unit_probabilities: Tensor
     entropy: Tensor
+    largest: Tensor
 
 
 @float32_products()
@@ -86,14 +89,20 @@ def shadow(
     q_chosen = q[:, :, rows].float()
     q_rows = fold_groups(q_chosen, kv_heads)
 
+    def mask_of(keys: slice) -> Tensor:
+        return additive_mask(rows, key_positions[keys], shape, causal)
+
     def scores_of(keys: slice) -> Tensor:
-        mask = additive_mask(rows, key_positions[keys], shape, causal)
-        return masked_scores(q_rows, k[:, :, keys].float(), heads, scale, mask)
+        return masked_scores(q_rows, k[:, :, keys].float(), heads, scale, mask_of(keys))
 
     chunks = [slice(start, start + chunk) for start in range(0, shape[1], chunk)]
     row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
+    largest = row_max
     for keys in chunks:
-        row_max = row_max.maximum(scores_of(keys).amax(-1))
+        scores = scores_of(keys)
+        row_max = row_max.maximum(scores.amax(-1))
+        sizes = scores.abs_().masked_fill_(mask_of(keys) < 0, -torch.inf)
+        largest = largest.maximum(sizes.amax(-1))
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
 
@@ -124,6 +133,7 @@ def shadow(
         maxima_bf16=maxima_bf16,
         unit_probabilities=units,
         entropy=row_sum.log() + weighted_logs / row_sum,
+        largest=largest.where(~row_max.isnan(), row_max),
     )
 
 

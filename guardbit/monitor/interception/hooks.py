@@ -62,11 +62,31 @@ for _function in (_enter, _leave, is_other_thread, own_site_stack):
 _hook_ids: list[int] = []
 
 
+#: Where an instrumented module keeps what makes its copies strangers.
+_COPIES_ATTRIBUTE = "_guardbit_copies"
+
+
+class _Copies:
+    """Gives a copy of a module no site: an average of the weights, say, is another model.
+
+    It speaks for the site's tensor, because that is saved for backward: hooks on saved tensors may
+    write it to disk, and there it must be a tensor and nothing else.
+    """
+
+    def __init__(self, site: Tensor) -> None:
+        self.site = site
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
+        site = torch.tensor(switchboard.NO_SITE)
+        memo[id(self.site)] = site
+        return _Copies(site)
+
+
 def attach(module: nn.Module, number: int) -> None:
     """Hooks a module that may call attention."""
     site = torch.tensor(number)
-    # A copy, for an average of the weights say, is another model: its calls are not of this site.
-    site.__deepcopy__ = _site_of_a_copy
+    # Before the site itself, which `copy.deepcopy` meets next.
+    setattr(module, _COPIES_ATTRIBUTE, _Copies(site))
     setattr(module, SITE_ATTRIBUTE, site)
     site_modules[number] = module
     redirect_references(module)
@@ -76,10 +96,6 @@ def attach(module: nn.Module, number: int) -> None:
         _hook_ids.extend((before.id, after.id))
     for hooks, own_id, shared_id in _hook_entries(module, before.id, after.id):
         hooks[shared_id] = hooks.pop(own_id)
-
-
-def _site_of_a_copy(memo: Any) -> Tensor:
-    return torch.tensor(switchboard.NO_SITE)
 
 
 def _hook_entries(
@@ -103,5 +119,6 @@ def detach(module: nn.Module, number: int) -> None:
     for hooks, _, shared_id in _hook_entries(module, 0, 0):
         hooks.pop(shared_id, None)
     delattr(module, SITE_ATTRIBUTE)
+    delattr(module, _COPIES_ATTRIBUTE)
     site_modules.pop(number, None)
     records.forget(number)

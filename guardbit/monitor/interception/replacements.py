@@ -23,6 +23,7 @@ from guardbit.kernels.attention import (
     site_stack,
     switchable_attention,
 )
+from guardbit.kernels.op import has_tangent
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.frames import frame_stack, inside
 from guardbit.monitor.interception.records import Heads, note_call
@@ -41,7 +42,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """Stands in for `F.scaled_dot_product_attention`; see there."""
-    if is_inside_site():
+    if is_inside_site() and not _is_empty(query, key):
         site = site_stack[-1]
         heads = _heads_of(query, key)
         refusal = _refusal(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -51,7 +52,9 @@ def scaled_dot_product_attention(
             refusal = "it is probed"  # a re-run must not look like a call of the model
         else:
             note_call(number, heads, refusal)
-            if site_state(number).is_idle:
+            state = site_state(number)
+            state.begin_forward()
+            if state.is_idle:
                 refusal = "nobody asks"  # and the op would cost the host 0.2 ms
         if refusal is None:
             return switchable_attention(
@@ -60,6 +63,13 @@ def scaled_dot_product_attention(
     return stock.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _is_empty(query: Tensor, key: Tensor) -> bool:
+    """Whether nothing is to be seen or switched; PyTorch serves that before it chooses a kernel."""
+    if torch.compiler.is_compiling():  # which may not know sizes yet
+        return False
+    return query.numel() == 0 or key.numel() == 0
 
 
 def _refusal(
@@ -94,6 +104,8 @@ def _refusal(
     if not torch.compiler.is_compiling():
         if torch._C._are_functorch_transforms_active():
             return "it runs under a torch.func transform"
+        if has_tangent(query, key, value):
+            return "it is differentiated in forward mode"
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
             return "it is captured in a CUDA graph, which replays the kernel of the capture"
     return None

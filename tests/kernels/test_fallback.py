@@ -1,0 +1,164 @@
+"""Where the kernels of switched heads fail, PyTorch's takes the call, and everybody is told."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from guardbit import flash_attention
+from guardbit.kernels import dispatch, switchboard
+from guardbit.kernels.attention import switchable_attention
+
+SOME = ("none", "compensated", "stochastic", "row_max")
+ALL = ("compensated",) * 4
+
+
+@pytest.fixture
+def site():
+    number = switchboard.add_site("h.2.attn")
+    yield torch.tensor(number)
+    switchboard.remove_site(number)
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """Errors by direction, which our kernels meet when they are launched."""
+    errors = {}
+    launcher = dispatch.launcher
+
+    def launched(direction, *arguments):
+        if direction in errors:
+            raise errors[direction]
+        return launcher(direction, *arguments)
+
+    monkeypatch.setattr(dispatch, "launcher", launched)
+    return errors
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, 9, 16, generator=generator) for heads in (4, 2, 2, 4)]
+
+
+def run(attention):
+    *tensors, d_out = inputs()
+    leaves = [x.requires_grad_() for x in tensors]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+
+
+def switched(site, **options):
+    return run(lambda *x: switchable_attention(*x, site, is_causal=True, scale=None, **options))
+
+
+def plain(**options):
+    return run(
+        lambda *x: F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True, **options)
+    )
+
+
+def same(first, second):
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
+def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, caplog):
+    state = switchboard.site_state(int(site))
+    calls = []
+    state.observer = calls.append
+    state.switch(names)
+    healthy = switched(site)
+    assert state.failure is None
+    broken["forward"] = RuntimeError("no such instruction\nand more")
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        for _ in range(3):
+            assert same(switched(site), plain())
+    (record,) = caplog.records
+    assert "'h.2.attn'" in record.getMessage()
+    assert "(RuntimeError: no such instruction)" in record.getMessage()
+    assert record.getMessage().endswith("until they are switched anew")
+    assert state.failure == "RuntimeError: no such instruction"
+    assert state.in_force == ("none",) * 4
+    assert state.asked == names
+    assert [call.stabilizers for call in calls] == [names, *[("none",) * 4] * 3]
+    assert all(call.residual is None for call in calls[1:])
+    broken.clear()
+    assert same(switched(site), plain()), "it would fail again, so it is not tried"
+    state.switch(names)
+    assert state.failure is None
+    assert same(switched(site), healthy)
+    assert state.in_force == names
+
+
+def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
+    state = switchboard.site_state(int(site))
+    state.switch(ALL)
+    healthy = switched(site)
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        for _ in range(2):
+            broken["forward"] = torch.OutOfMemoryError("out of memory")
+            assert same(switched(site), plain())
+            assert state.in_force == ("none",) * 4
+            broken.clear()
+            assert same(switched(site), healthy)
+            assert state.failure is None
+            assert state.in_force == ALL
+    (record,) = caplog.records
+    assert record.getMessage().endswith("in this call")
+
+
+@pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
+def test_a_backward_that_fails_takes_pytorch_s(names, site, broken):
+    state = switchboard.site_state(int(site))
+    calls = []
+    state.observer = calls.append
+    state.switch(names)
+    out = switched(site)[0]
+    broken["backward"] = RuntimeError("no such instruction")
+    found = switched(site)
+    assert torch.equal(found[0], out), "the forward was ours"
+    # In FP32 no stabilizer moves a number farther than the order of its sum does.
+    for mine, truth in zip(found[1:], plain()[1:], strict=True):
+        torch.testing.assert_close(mine, truth, rtol=1e-5, atol=2e-5)
+    assert calls[-1].stabilizers == ("none",) * 4
+    assert calls[-1].residual is None
+    assert state.failure == "RuntimeError: no such instruction"
+    assert same(switched(site), plain())
+
+
+def test_what_cannot_fall_back_raises(site, broken):
+    state = switchboard.site_state(int(site))
+    state.switch(ALL)
+    broken["backward"] = RuntimeError("no such instruction")
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        switched(site, dropout_p=0.5)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        run(flash_attention)
+    broken["forward"] = broken.pop("backward")
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        run(flash_attention)
+    assert state.failure is None
+
+
+@pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
+def test_with_dropout_the_forward_falls_back(names, site, broken):
+    state = switchboard.site_state(int(site))
+    state.switch(names)
+    broken["forward"] = RuntimeError("no such instruction")
+    torch.manual_seed(1)
+    found = switched(site, dropout_p=0.5)
+    torch.manual_seed(1)
+    if names == ALL:  # the number that ours drew before it failed
+        torch.empty((), dtype=torch.int64).random_()
+    assert same(found, plain(dropout_p=0.5))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_a_request_to_stop_is_no_failure(error, site, broken):
+    state = switchboard.site_state(int(site))
+    state.switch(ALL)
+    broken["forward"] = error()
+    with pytest.raises(error):
+        switched(site)
+    assert state.failure is None

@@ -1,0 +1,103 @@
+"""A forward that activation checkpointing runs again does what the first one did."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import guardbit
+from guardbit.kernels import dispatch
+
+NEW, OLD = {"use_reentrant": False}, {"use_reentrant": True}
+
+
+class Calls:
+    """Checkpoints each block, and does something between the forward and the backward."""
+
+    def __init__(self, options):
+        self.options = options
+        self.between = lambda: None
+
+    def __call__(self, block, x):
+        return torch.utils.checkpoint.checkpoint(block, x, **self.options)
+
+    def step(self, tiny, model, tokens):
+        def run():
+            loss = model(tokens, self)
+            self.between()
+            return loss
+
+        return tiny.step(model, run=run)
+
+
+@pytest.fixture
+def inst(model):
+    made = guardbit.instrument(model)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def model(tiny):
+    torch.manual_seed(0)
+    return tiny.GPT()
+
+
+@pytest.mark.parametrize("options", [NEW, OLD], ids=["new", "reentrant"])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("none", "compensated"), ("compensated", "none"), ("row_max", "compensated")],
+)
+@pytest.mark.parametrize("resting", [False, True])
+def test_a_switch_waits_for_the_next_ordinary_forward(
+    options, before, after, resting, model, inst, tiny, tokens
+):
+    model.bfloat16()  # where each kernel has bits of its own
+    calls = Calls(options)
+    calls.step(tiny, model, tokens)
+    inst.rest(resting)
+    inst.switch("*", before)
+    first = calls.step(tiny, model, tokens)
+    calls.between = lambda: inst.switch("*", after)
+    assert tiny.equal(calls.step(tiny, model, tokens), first)
+    calls.between = lambda: None
+    second = calls.step(tiny, model, tokens)
+    assert not tiny.equal(second, first)
+    assert tiny.equal(calls.step(tiny, model, tokens), second)
+
+
+@pytest.mark.parametrize("options", [NEW, OLD], ids=["new", "reentrant"])
+@pytest.mark.parametrize("resting", [False, True])
+def test_so_does_the_end_of_a_rest(options, resting, model, inst, tiny, tokens):
+    calls = Calls(options)
+    before = calls.step(tiny, model, tokens)
+    inst.rest(resting)
+    calls.between = lambda: inst.rest(not resting)
+    assert tiny.equal(calls.step(tiny, model, tokens), before)
+
+
+@pytest.mark.parametrize("fails", ["first", "again"])
+@pytest.mark.parametrize("options", [NEW, OLD], ids=["new", "reentrant"])
+def test_a_kernel_that_fails_in_one_of_the_two(
+    fails, options, model, inst, tiny, tokens, monkeypatch
+):
+    calls = Calls(options)
+    before = calls.step(tiny, model, tokens)
+    inst.switch("*", "compensated")
+    launcher, broken = dispatch.launcher, [fails == "first"]
+
+    def launched(direction, *arguments):
+        if direction == "forward" and broken[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        return launcher(direction, *arguments)
+
+    def between():
+        broken[0] = not broken[0]
+
+    monkeypatch.setattr(dispatch, "launcher", launched)
+    calls.between = between
+    found = calls.step(tiny, model, tokens)
+    if fails == "first":
+        assert tiny.equal(found, before)
+    else:  # FP32 sums in another order, of values of the size of 1
+        for name, value in found.items():
+            torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5)
