@@ -69,7 +69,7 @@ def table(width: int) -> dict[int, Tile]:
 
 
 def call(tensors: list[torch.Tensor], carry: bool):
-    """The launch, as a function without arguments that returns delta, with L and what is asked for."""
+    """The launch, as a function without arguments that returns delta; L; what is asked for."""
     d_out, q, k, v = tensors
     spec = AttentionSpec(1 / math.sqrt(q.shape[-1]), True)
     out, lse, _ = forward.forward(
