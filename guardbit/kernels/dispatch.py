@@ -118,7 +118,7 @@ def delta_bias(
     return reference.delta_bias(d_out, out, exact, residual=residual, rows=rows)
 
 
-def exact_backward(
+def exact_query_gradient(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -128,8 +128,8 @@ def exact_backward(
     scale: float,
     heads: Sequence[int],
     dropout: Dropout | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a few heads to FP32 accuracy, see `reference.exact_backward`.
+) -> Tensor:
+    """DQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
 
     With dropout always in plain torch, as `shadow`.
     """
@@ -137,5 +137,5 @@ def exact_backward(
     if dropout is None and on_triton("auto", q):
         from guardbit.kernels import audit
 
-        return audit.exact_backward(d_out, q, k, v, **settings)
-    return reference.exact_backward(d_out, q, k, v, **settings, dropout=dropout)
+        return audit.exact_query_gradient(d_out, q, k, v, **settings)
+    return reference.exact_query_gradient(d_out, q, k, v, **settings, dropout=dropout)

@@ -16,8 +16,7 @@ Pass = Literal[
     "query_gradients",
     "key_gradients",
     "shadow",
-    "audit_query",
-    "audit_key",
+    "audit",
     "delta",
 ]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -89,18 +88,11 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 32, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
-        "audit_query": {
+        "audit": {
             16: Tile(64, 32, 4, 2),
             32: Tile(64, 32, 8, 2),
             64: Tile(32, 32, 4, 2),
             128: Tile(32, 32, 4, 1),
-            256: Tile(16, 32, 8, 1),
-        },
-        "audit_key": {
-            16: Tile(32, 64, 4, 2),
-            32: Tile(32, 64, 4, 2),
-            64: Tile(32, 32, 4, 1),
-            128: Tile(32, 32, 8, 1),
             256: Tile(16, 32, 8, 1),
         },
         "delta": {
@@ -140,18 +132,11 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 64, 8, 3),
             256: Tile(128, 64, 8, 2),
         },
-        "audit_query": {
+        "audit": {
             16: Tile(64, 32, 4, 2),
             32: Tile(64, 32, 4, 2),
             64: Tile(64, 32, 4, 2),
             128: Tile(32, 32, 4, 1),
-            256: Tile(16, 32, 8, 1),
-        },
-        "audit_key": {
-            16: Tile(32, 64, 4, 2),
-            32: Tile(32, 64, 4, 2),
-            64: Tile(32, 32, 4, 1),
-            128: Tile(32, 32, 8, 1),
             256: Tile(16, 32, 8, 1),
         },
         "delta": {
@@ -193,18 +178,11 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         128: Tile(32, 64, 8, 2),
         256: Tile(32, 32, 8, 1),
     },
-    "audit_query": {
+    "audit": {
         16: Tile(64, 32, 4, 2),
         32: Tile(64, 32, 8, 2),
         64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 1),
-        256: Tile(16, 32, 8, 1),
-    },
-    "audit_key": {
-        16: Tile(32, 64, 4, 2),
-        32: Tile(32, 64, 4, 2),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 8, 1),
         256: Tile(16, 32, 8, 1),
     },
     "delta": {

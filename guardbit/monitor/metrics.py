@@ -128,7 +128,7 @@ class AttentionMetrics(Metric):
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(H, D)`, along which the coherent error is taken.
         """
-        exact, _, _ = dispatch.exact_backward(
+        exact = dispatch.exact_query_gradient(
             call.d_out,
             call.q,
             call.k,

@@ -38,7 +38,7 @@ SPILLS = {
 
 FLOATS = {
     "scale", "scale_log2", "eps", "eps_log2", "shift_turns", "shift_min_log2", "shift_range_log2",
-    "factor",
+    "factor", "inverse_scale",
 }  # fmt: skip
 
 #: What pointers point to, by kernel; all others to the inputs' dtype.
@@ -59,12 +59,7 @@ POINTERS = {
         **dict.fromkeys(("out", "row_max", "entropy", "largest"), "fp32"),
         **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
     },
-    "audit_query": {
-        **dict.fromkeys(("dq", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
-    },
-    "audit_key": {
-        **dict.fromkeys(("dk", "dv", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
-    },
+    "audit": {"dq": "fp32", "numbers": "i32"},
     "delta": {**dict.fromkeys(("lse", "delta", "mask"), "fp32"), "numbers": "i32"},
 }  # fmt: skip
 
@@ -154,10 +149,11 @@ def compile_all(architecture):
         "key_gradients": (
             backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
         ),
-        "shadow": (shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True}),
+        "shadow": (
+            shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True, "MASK": 0},
+        ),
         # FP16 takes more products than BF16.
-        "audit_query": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True}),
-        "audit_key": (audit.key_kernel, "fp16", {"NEGATIVE_SCALE": True}),
+        "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),
         "delta": (delta.delta_kernel, "bf16", {"CARRY": True, "MASK": 0}),
     }  # fmt: skip
     for name, (kernel, dtype, flags) in kernels.items():
@@ -200,7 +196,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     )
     assert finished.returncode == 0, finished.stderr
     entries = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(entries) == 50
+    assert len(entries) == 45
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         if entry["kernel"].endswith("with dropout"):

@@ -11,11 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import dense_mask
+from guardbit.kernels.mask.geometry import HIDES, dense_mask
 from guardbit.kernels.spec import AttentionSpec
 
 #: What a kernel's MASK says of its dense mask.
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_HIDES = tl.constexpr(HIDES)
+# Swallows any score, and leaves room for the scale.
+_LOWEST = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
@@ -97,6 +101,49 @@ def load_mask(
     else:
         tile = tl.load(pointers)
     return tile
+
+
+@triton.jit
+def add_mask(
+    scores,
+    base,
+    strides,
+    rows,
+    first_key,
+    last_row,
+    keys,
+    inverse_scale,
+    MASK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Takes a dense mask into a tile of scores that the scale still has to multiply.
+
+    Args:
+        scores: FP32 (R, K), products q k.
+        base: As `load_mask` has it, like strides, rows, first_key, last_row, keys and BOUNDED.
+        strides: See `base`.
+        rows: See `base`.
+        first_key: See `base`.
+        last_row: See `base`.
+        keys: See `base`.
+        inverse_scale: One over the size of the scale.
+        MASK: BOOLEAN or ADDITIVE.
+        BOUNDED: See `base`.
+
+    Returns:
+        The scores with what is added, which keys are seen, and which of these `HIDES` leaves.
+    """
+    tile = load_mask(base, strides, rows, first_key, last_row, keys, scores.shape[1], BOUNDED)
+    if MASK == BOOLEAN:
+        seen = tile != 0
+        counted = seen
+    else:
+        bias = tile.to(tl.float32)
+        seen = bias != float("-inf")
+        counted = bias >= _HIDES
+        # What every key of a row has makes no difference, and nothing overflows.
+        scores += tl.where(bias < _LOWEST, _LOWEST, bias) * inverse_scale
+    return scores, seen, counted
 
 
 def mask_arguments(
