@@ -43,6 +43,10 @@ from guardbit.kernels.primitives import (
 from guardbit.kernels.reference.delta import MISS, SMALLEST_MISS, check_heads
 from guardbit.kernels.spec import AttentionSpec
 
+# Bytes of keys and values that are read again and again: what half of the second-level cache of an
+# H100 holds.
+_CACHE = 2**25
+
 _MISS, _SMALLEST_MISS = tl.constexpr(MISS), tl.constexpr(SMALLEST_MISS)
 
 
@@ -205,7 +209,7 @@ def _carrier(d_out, delta, WIDTH: tl.constexpr):
     return carrier, reached
 
 
-@triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift"])
+@triton.jit(do_not_specialize=["places", "section", "heads", "group", "rows", "keys", "shift"])
 def delta_kernel(
     q_pointer,
     k_pointer,
@@ -225,6 +229,8 @@ def delta_kernel(
     mask_strides,
     out_strides,
     carrier_strides,
+    places,
+    section,
     heads,
     group,
     rows,
@@ -244,12 +250,16 @@ def delta_kernel(
 ):
     """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
 
-    Heavy causal tiles come first.
+    Of `section` heads at a time, whose keys and values the cache holds, heavy causal tiles come
+    first: with few heads a heavy one at the end would be waited for.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    first_place = program // (section * row_tiles) * section
+    turn = program - first_place * row_tiles
+    present = tl.minimum(section, places - first_place)
+    place = first_place + turn % present
+    first = (row_tiles - 1 - turn // present) * ROWS
     batch = place // heads
     number = tl.load(numbers_pointer + place % heads)
     key_head = number // group
@@ -444,6 +454,8 @@ def _launch(
             mask_strides,
             out.stride()[:3],
             carried.stride()[:3],
+            batch * count,
+            max(1, _CACHE // max(1, keys * (head_dim + value_dim) * q.element_size())),
             count,
             all_heads // kv_heads,
             rows,

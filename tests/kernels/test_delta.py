@@ -467,6 +467,13 @@ def test_same_bits_every_time_and_whatever_other_heads_are_asked_for():
         assert torch.equal(again.delta, first.delta[:, heads])
 
 
+@pytest.mark.parametrize("section", [1, 2, 3, 4, 7])
+def test_every_row_of_every_head_is_computed_whatever_the_cache_holds(monkeypatch, section):
+    tensors = inputs((2, 3, 3, 150, 40, 16, 16))
+    monkeypatch.setattr(kernels, "_CACHE", section * 40 * 32 * 2)
+    check_delta(kernels, tensors, AttentionSpec(0.25, "top-left"), [2, 0, 1])
+
+
 def test_what_the_kernels_cannot_take():
     tensors = inputs((1, 2, 2, 5, 5, 16, 16))
     lse = torch.zeros(1, 2, 5, device=DEVICE)
