@@ -215,6 +215,8 @@ def exact_query_gradient(
     size_of_scale = launch.size_of_scale(scale)
     width = launch.padded_width(head_dim)
     size = tiles.tile(launch.capability_of(q), width, "audit")
+    if kind != NO_MASK.value:
+        size = size.for_mask
     with launch.device_of(q):
         query_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
             q,

@@ -434,6 +434,8 @@ def _launch(
     carried = out if carrier is None else carrier
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
+    if kind != NO_MASK.value:
+        size = size.for_mask
     with launch.device_of(q):
         delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
             q,

@@ -398,6 +398,8 @@ def shadow(
 
     width = launch.padded_width(head_dim)
     size = tiles.tile(launch.capability_of(q), width, "shadow")
+    if kind != NO_MASK.value:
+        size = size.for_mask
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
         shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](

@@ -56,6 +56,11 @@ class Tile(NamedTuple):
         """With as many registers as it takes: drawing the mask needs more."""
         return self._replace(registers=None)
 
+    @property
+    def for_mask(self) -> Tile:
+        """With one tile fewer in flight, and as many registers as it takes, for a dense mask."""
+        return self._replace(registers=None, stages=max(1, self.stages - 1))
+
 
 #: By compute capability, then pass, then padded head dimension.
 TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {

@@ -179,7 +179,9 @@ def compile_all(architecture):
             if "MASK" in flags:
                 variants[f"{name} with a mask"] = {"MASK": 2}
             for variant, changes in variants.items():
-                chosen = tile.for_dropout if "DROPOUT" in changes else tile
+                chosen = tile
+                if changes:
+                    chosen = tile.for_mask if "MASK" in changes else tile.for_dropout
                 result = compile_kernel(
                     kernel, constants | changes, architecture, chosen, dtype, POINTERS[name]
                 )
@@ -202,7 +204,7 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
         if " with " in entry["kernel"]:
-            continue  # takes the tiles of the kernel without, and local memory as it needs
+            continue  # takes the rows and keys of the kernel without, and local memory as it needs
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
         assert entry["spilled"] <= limit, entry
 

@@ -218,7 +218,7 @@ def exact_query_gradient(
     kv_chosen = chosen // (q.shape[1] // k.shape[1])
     q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
     k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
-    shape = (*q.shape[:3], k.shape[2])
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     query_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
     dq = torch.zeros_like(q_chosen)
     if not shape[3]:
