@@ -58,8 +58,8 @@ class Tile(NamedTuple):
 
     @property
     def for_mask(self) -> Tile:
-        """With one tile fewer in flight, and as many registers as it takes, for a dense mask."""
-        return self._replace(registers=None, stages=max(1, self.stages - 1))
+        """With one tile fewer in flight and no overlap, for a dense mask."""
+        return self._replace(registers=None, stages=max(1, self.stages - 1), overlap=False)
 
 
 #: By compute capability, then pass, then padded head dimension.
@@ -105,7 +105,7 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
             128: Tile(64, 64, 8, 2),
-            256: Tile(32, 32, 8, 1),
+            256: Tile(32, 64, 8, 1),
         },
     },
     (9, 0): {
@@ -195,7 +195,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         32: Tile(64, 64, 4, 2),
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
-        256: Tile(32, 32, 4, 1),
+        256: Tile(32, 64, 8, 1),
     },
 }
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta as kernels
-from guardbit.kernels import reference
+from guardbit.kernels import reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
@@ -472,6 +472,22 @@ def test_every_row_of_every_head_is_computed_whatever_the_cache_holds(monkeypatc
     tensors = inputs((2, 3, 3, 150, 40, 16, 16))
     monkeypatch.setattr(kernels, "_CACHE", section * 40 * 32 * 2)
     check_delta(kernels, tensors, AttentionSpec(0.25, "top-left"), [2, 0, 1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 150, 150, 16, 16), (1, 2, 2, 20, 37, 32, 16)])
+def test_overlap_changes_no_number(monkeypatch, shape, causal):
+    tensors = inputs(shape)
+    spec = AttentionSpec(0.25, causal)
+    lse = exact(*tensors, spec)[0].float()
+    results, look_up = [], tiles.tile
+    for overlap in (False, True):
+        monkeypatch.setattr(
+            tiles, "tile", lambda *key, overlap=overlap: look_up(*key)._replace(overlap=overlap)
+        )
+        check_delta(kernels, tensors, spec, [0, 1])
+        results.append(kernels.exact_delta(*tensors, lse, spec=spec, heads=[1]))
+    assert torch.equal(*results)
 
 
 def test_what_the_kernels_cannot_take():
