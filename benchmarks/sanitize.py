@@ -17,7 +17,8 @@ import time
 
 import torch
 
-from guardbit.kernels import audit, backward, forward, shadow
+from guardbit.kernels import audit, backward, delta, forward, shadow
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
 TOOLS = {
@@ -46,8 +47,13 @@ def call_all(width: int) -> None:
             exact = shadow.shadow(q, k, v, rows=rows, **options).out
             bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
             assert all(x.isfinite().all() for x in (exact, *bias))
-        exact = audit.exact_backward(d_out, q, k, v, heads=[1, 2], **options)
-        assert all(x.isfinite().all() for x in exact)
+        exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], **options)
+        assert exact.isfinite().all()
+        spec = AttentionSpec(options["scale"], causal)
+        carried = delta.carry_exact_delta(
+            d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
+        )
+        assert all(x.isfinite().all() for x in carried)
 
 
 def run_all(prefix: list[str]) -> list[tuple[int, str]]:

@@ -43,6 +43,10 @@ from guardbit.kernels.primitives import (
 from guardbit.kernels.reference.delta import MISS, SMALLEST_MISS, check_heads
 from guardbit.kernels.spec import AttentionSpec
 
+# Bytes of keys and values that are read again and again: what half of the second-level cache of an
+# H100 holds.
+_CACHE = 2**25
+
 _MISS, _SMALLEST_MISS = tl.constexpr(MISS), tl.constexpr(SMALLEST_MISS)
 
 
@@ -69,8 +73,7 @@ def _add_keys(
     mask_base,
     k_stride,
     v_stride,
-    mask_row,
-    mask_column,
+    mask_strides,
     positions,
     log_sum,
     start,
@@ -87,6 +90,7 @@ def _add_keys(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
@@ -94,29 +98,37 @@ def _add_keys(
     a format, as masks have it, has room; else in log2 units, which spares a multiplication.
     """
     zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
+    probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, KEYS):
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
         scores = product(q, tl.trans(k), zeros)
+        if OVERLAP:
+            # Of the tile before, whose second product nothing has waited for yet.
+            weighted += partial_sums(probabilities * d_probabilities)
         d_probabilities = product(d_out, tl.trans(v), zeros)
-        columns = first + tl.arange(0, KEYS)
         if MASK == ADDITIVE:
             mask = load_mask(
-                mask_base, mask_row, mask_column, positions[:, None], columns[None, :], rows, keys
-            ).to(tl.float32)
-            exponents = (tl.fma(scores, scale, mask) - log_sum[:, None]) * LOG2_E
+                mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
+            )
+            exponents = tl.fma(scores, scale, mask.to(tl.float32)) - log_sum[:, None]
+            exponents *= LOG2_E
         else:
             exponents = tl.fma(scores, scale, -log_sum[:, None])
         if MASK == BOOLEAN:
             mask = load_mask(
-                mask_base, mask_row, mask_column, positions[:, None], columns[None, :], rows, keys
+                mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
             )
             exponents = tl.where(mask != 0, exponents, float("-inf"))
         if BOUNDED:
+            columns = first + tl.arange(0, KEYS)
             visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             exponents = tl.where(visible, exponents, float("-inf"))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
+        if not OVERLAP:
+            weighted += partial_sums(probabilities * d_probabilities)
+    if OVERLAP:
         weighted += partial_sums(probabilities * d_probabilities)
     return row_sum, weighted
 
@@ -197,7 +209,7 @@ def carrier_of(d_out, delta, WIDTH: tl.constexpr):
     return carrier, reached
 
 
-@triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift"])
+@triton.jit(do_not_specialize=["places", "section", "heads", "group", "rows", "keys", "shift"])
 def delta_kernel(
     q_pointer,
     k_pointer,
@@ -217,6 +229,8 @@ def delta_kernel(
     mask_strides,
     out_strides,
     carrier_strides,
+    places,
+    section,
     heads,
     group,
     rows,
@@ -232,15 +246,20 @@ def delta_kernel(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
 
-    Heavy causal tiles come first.
+    Of `section` heads at a time, whose keys and values the cache holds, heavy causal tiles come
+    first: with few heads a heavy one at the end would be waited for.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
+    first_place = program // (section * row_tiles) * section
+    turn = program - first_place * row_tiles
+    present = tl.minimum(section, places - first_place)
+    place = first_place + turn % present
+    first = (row_tiles - 1 - turn // present) * ROWS
     batch = place // heads
     number = tl.load(numbers_pointer + place % heads)
     key_head = number // group
@@ -271,16 +290,14 @@ def delta_kernel(
     if whole_end > 0:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides[2], mask_strides[3], positions, log_sum, 0, whole_end, rows - 1, keys,
-            shift, scale,
-            False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+            mask_strides, positions, log_sum, 0, whole_end, rows, keys, shift, scale,
+            False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
         )  # fmt: skip
     if end > whole_end:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides[2], mask_strides[3], positions, log_sum, whole_end, end, rows - 1, keys,
-            shift, scale,
-            True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+            mask_strides, positions, log_sum, whole_end, end, rows, keys, shift, scale,
+            True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
         )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
     # Divided by 1, a row that sees no key keeps its 0.
@@ -417,6 +434,8 @@ def _launch(
     carried = out if carrier is None else carrier
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
+    if kind != NO_MASK.value:
+        size = size.for_mask
     with launch.device_of(q):
         delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
             q,
@@ -437,6 +456,8 @@ def _launch(
             mask_strides,
             out.stride()[:3],
             carried.stride()[:3],
+            batch * count,
+            max(1, _CACHE // max(1, keys * (head_dim + value_dim) * q.element_size())),
             count,
             all_heads // kv_heads,
             rows,
@@ -452,6 +473,7 @@ def _launch(
             VALUE_WIDTH=value_width,
             ROWS=size.rows,
             KEYS=size.keys,
+            OVERLAP=size.overlap,
             **size.options,
             **launch.COMPILER_OPTIONS,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guardbit.kernels import reference
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.reference import Causal, Dropout, Shadow
+from guardbit.kernels.reference import Dropout, Shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 
@@ -87,8 +87,7 @@ def shadow(
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     eps: float,
     rows: Tensor | None,
     dropout: Dropout | None,
@@ -97,12 +96,16 @@ def shadow(
 
     With dropout always in plain torch: Triton's kernel drops nothing.
     """
-    settings: dict[str, Any] = {"causal": causal, "scale": scale, "eps": eps, "rows": rows}
+    settings: dict[str, Any] = {**_fields(spec), "eps": eps, "rows": rows}
     if dropout is None and on_triton("auto", q):
         from guardbit.kernels import shadow as kernels
 
         return kernels.shadow(q, k, v, **settings)
     return reference.shadow(q, k, v, **settings, dropout=dropout)
+
+
+def _fields(spec: AttentionSpec) -> dict[str, Any]:
+    return {"causal": spec.causal, "scale": spec.scale, "mask": spec.mask}
 
 
 def delta_bias(
@@ -121,27 +124,26 @@ def delta_bias(
     return reference.delta_bias(d_out, out, exact, residual=residual, rows=rows)
 
 
-def exact_backward(
+def exact_query_gradient(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     heads: Sequence[int],
     dropout: Dropout | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a few heads to FP32 accuracy, see `reference.exact_backward`.
+) -> Tensor:
+    """DQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
 
     With dropout always in plain torch, as `shadow`.
     """
-    settings: dict[str, Any] = {"causal": causal, "scale": scale, "heads": heads}
+    settings: dict[str, Any] = {**_fields(spec), "heads": heads}
     if dropout is None and on_triton("auto", q):
         from guardbit.kernels import audit
 
-        return audit.exact_backward(d_out, q, k, v, **settings)
-    return reference.exact_backward(d_out, q, k, v, **settings, dropout=dropout)
+        return audit.exact_query_gradient(d_out, q, k, v, **settings)
+    return reference.exact_query_gradient(d_out, q, k, v, **settings, dropout=dropout)
 
 
 def carry_exact_delta(

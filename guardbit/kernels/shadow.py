@@ -20,7 +20,13 @@ from torch import Tensor
 
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import allowed, visible_keys
+from guardbit.kernels.mask.tiles import (
+    NO_MASK,
+    add_mask,
+    allowed,
+    mask_arguments,
+    visible_keys,
+)
 from guardbit.kernels.primitives import (
     LN_2,
     UNIT_LOG2,
@@ -36,13 +42,17 @@ from guardbit.kernels.primitives import (
     store_tile,
     widen,
 )
-from guardbit.kernels.reference import Causal, Shadow
+from guardbit.kernels.reference import Shadow
+from guardbit.kernels.spec import AttentionSpec, Causal
 
 # Rows of a program that sums up the bias of delta.
 _BIAS_ROWS = 64
 
 # As bits: below those of every size.
 _MINUS_INFINITY = tl.constexpr(-0x800000)
+
+# exp2 of it is 0 as of -inf, and 0 times it is no NaN.
+_NOTHING = tl.constexpr(-1024.0)
 
 # FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
 _FP16_RANGE = tl.constexpr(2.0**15)
@@ -75,14 +85,19 @@ def _row_maxima(
     largest,
     q,
     k_base,
+    mask_base,
     k_stride,
+    mask_strides,
     positions,
     start,
     end,
+    rows,
     keys,
     shift,
+    inverse_scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
@@ -94,7 +109,15 @@ def _row_maxima(
     for first in tl.range(start, end, KEYS):
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if MASK != NO_MASK:
+            scores, seen, counted = add_mask(
+                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
+                MASK, MASKED,
+            )  # fmt: skip
         sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if MASK != NO_MASK:
+            scores = tl.where(seen, scores, float("-inf"))
+            sizes = tl.where(counted, sizes, _MINUS_INFINITY)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
@@ -116,8 +139,10 @@ def _attend(
     q,
     k_base,
     v_base,
+    mask_base,
     k_stride,
     v_stride,
+    mask_strides,
     positions,
     reference,
     tied,
@@ -125,11 +150,14 @@ def _attend(
     unit,
     start,
     end,
+    rows,
     keys,
     shift,
     scale_log2,
+    inverse_scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
@@ -144,12 +172,18 @@ def _attend(
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if MASK != NO_MASK:
+            scores, seen, _ = add_mask(
+                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
+                MASK, MASKED,
+            )  # fmt: skip
         exponents = tl.fma(scores, scale_log2, -reference[:, None])
+        if MASK != NO_MASK:
+            exponents = tl.where(seen, exponents, _NOTHING)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
             visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-            # exp2 of it is 0 as of -inf, and 0 times it is no NaN.
-            exponents = tl.where(visible, exponents, -1024.0)
+            exponents = tl.where(visible, exponents, _NOTHING)
         maxima += partial_sums(mark_above(exponents, tied[:, None]))
         maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
         units += partial_sums(mark_above(exponents, unit[:, None]))
@@ -171,6 +205,7 @@ def shadow_kernel(
     q_pointer,
     k_pointer,
     v_pointer,
+    mask_pointer,
     rows_pointer,
     out_pointer,
     row_max_pointer,
@@ -182,6 +217,7 @@ def shadow_kernel(
     q_strides,
     k_strides,
     v_strides,
+    mask_strides,
     heads,
     group,
     count,
@@ -190,10 +226,12 @@ def shadow_kernel(
     shift,
     scale,
     scale_log2,
+    inverse_scale,
     eps,
     eps_log2,
     CHOSEN: tl.constexpr,
     CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -216,6 +254,9 @@ def shadow_kernel(
     q_base = head_of(q_pointer, q_strides, batch, head)
     k_base = head_of(k_pointer, k_strides, batch, key_head)
     v_base = head_of(v_pointer, v_strides, batch, key_head)
+    mask_base = mask_pointer
+    if MASK != NO_MASK:
+        mask_base = head_of(mask_pointer, mask_strides, batch, head)
     places = first + tl.arange(0, ROWS)
     positions = places
     if CHOSEN:
@@ -230,12 +271,12 @@ def shadow_kernel(
     highest = tl.full((ROWS, 8), float("-inf"), tl.float32)
     largest = tl.full((ROWS, 8), _MINUS_INFINITY, tl.int32)
     highest, largest = _row_maxima(
-        highest, largest, q, k_base, k_strides[2], positions, 0, whole_end, keys, shift,
-        False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions, 0, whole_end,
+        rows, keys, shift, inverse_scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     highest, largest = _row_maxima(
-        highest, largest, q, k_base, k_strides[2], positions, whole_end, end, keys, shift,
-        True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
+        whole_end, end, rows, keys, shift, inverse_scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     row_max = tl.max(highest, 1)
     # Stored at once, to free its registers.
@@ -262,13 +303,15 @@ def shadow_kernel(
     units = tl.zeros((ROWS, 8), tl.float32)
     accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16, units,
-        q, k_base, v_base, k_strides[2], v_strides[2], positions, reference, tied, tied_bf16, unit,
-        0, whole_end, keys, shift, scale_log2, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
+        reference, tied, tied_bf16, unit, 0, whole_end, rows, keys, shift, scale_log2,
+        inverse_scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16, units,
-        q, k_base, v_base, k_strides[2], v_strides[2], positions, reference, tied, tied_bf16, unit,
-        whole_end, end, keys, shift, scale_log2, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
+        reference, tied, tied_bf16, unit, whole_end, end, rows, keys, shift, scale_log2,
+        inverse_scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
 
     # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
@@ -303,6 +346,7 @@ def shadow(
     scale: float,
     eps: float = 1e-3,
     rows: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
 
@@ -325,13 +369,15 @@ def shadow(
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
             all N.
+        mask: Boolean or additive, see `AttentionSpec`.
 
     Returns:
         See `Shadow`.
 
     Raises:
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If `causal` is unknown, or a tensor is not on a CUDA device.
+        ValueError: If `causal` is unknown, the mask does not broadcast to (B, H, N, M), or a tensor
+            is not on a CUDA device.
     """
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
@@ -344,17 +390,23 @@ def shadow(
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(3)]
     result = Shadow(out, row_max, *counts, entropy, largest)
+    spec = AttentionSpec(scale, causal, mask)
+    whole_shape = (batch, heads, all_rows, keys)
+    dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
     if not out.numel():
         return result
 
     width = launch.padded_width(head_dim)
     size = tiles.tile(launch.capability_of(q), width, "shadow")
+    if kind != NO_MASK.value:
+        size = size.for_mask
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
         shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
             q,
             k,
             v,
+            dense,
             entropy if rows is None else rows.contiguous(),
             out,
             row_max,
@@ -364,6 +416,7 @@ def shadow(
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],
+            dense_strides,
             heads,
             heads // kv_heads,
             count,
@@ -372,10 +425,12 @@ def shadow(
             shift,
             size_of_scale,
             size_of_scale * math.log2(math.e),
+            1 / size_of_scale,
             eps,
             eps * math.log2(math.e),
             CHOSEN=rows is not None,
             CAUSAL=causal is not False,
+            MASK=kind,
             NEGATIVE_SCALE=scale < 0,
             HEAD_DIM=head_dim,
             WIDTH=width,

@@ -16,8 +16,7 @@ Pass = Literal[
     "query_gradients",
     "key_gradients",
     "shadow",
-    "audit_query",
-    "audit_key",
+    "audit",
     "delta",
 ]
 PASSES: tuple[Pass, ...] = get_args(Pass)
@@ -32,6 +31,8 @@ class Tile(NamedTuple):
         warps: Warps of 32 threads.
         stages: Tiles in flight: the depth of the software pipeline.
         registers: Most registers a thread may use; None for as many as the compiler likes.
+        overlap: Of delta alone: whether a tile's second product runs while its exponentials are
+            computed, which takes registers.
     """
 
     rows: int
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
+    overlap: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -53,6 +55,11 @@ class Tile(NamedTuple):
     def for_dropout(self) -> Tile:
         """With as many registers as it takes: drawing the mask needs more."""
         return self._replace(registers=None)
+
+    @property
+    def for_mask(self) -> Tile:
+        """With one tile fewer in flight and no overlap, for a dense mask."""
+        return self._replace(registers=None, stages=max(1, self.stages - 1), overlap=False)
 
 
 #: By compute capability, then pass, then padded head dimension.
@@ -86,26 +93,19 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 32, 8, 2),
             256: Tile(32, 32, 8, 1),
         },
-        "audit_query": {
+        "audit": {
             16: Tile(64, 32, 4, 2),
             32: Tile(64, 32, 8, 2),
             64: Tile(32, 32, 4, 2),
             128: Tile(32, 32, 4, 1),
             256: Tile(16, 32, 8, 1),
         },
-        "audit_key": {
-            16: Tile(32, 64, 4, 2),
-            32: Tile(32, 64, 4, 2),
-            64: Tile(32, 32, 4, 1),
-            128: Tile(32, 32, 8, 1),
-            256: Tile(16, 32, 8, 1),
-        },
         "delta": {
             16: Tile(64, 64, 4, 3),
             32: Tile(64, 64, 4, 3),
             64: Tile(64, 64, 4, 3),
-            128: Tile(64, 64, 4, 2),
-            256: Tile(64, 32, 4, 1),
+            128: Tile(64, 64, 8, 2),
+            256: Tile(32, 64, 8, 1),
         },
     },
     (9, 0): {
@@ -137,25 +137,18 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
             128: Tile(128, 64, 8, 3),
             256: Tile(128, 64, 8, 2),
         },
-        "audit_query": {
+        "audit": {
             16: Tile(64, 32, 4, 2),
             32: Tile(64, 32, 4, 2),
             64: Tile(64, 32, 4, 2),
             128: Tile(32, 32, 4, 1),
             256: Tile(16, 32, 8, 1),
         },
-        "audit_key": {
-            16: Tile(32, 64, 4, 2),
-            32: Tile(32, 64, 4, 2),
-            64: Tile(32, 32, 4, 1),
-            128: Tile(32, 32, 8, 1),
-            256: Tile(16, 32, 8, 1),
-        },
         "delta": {
             16: Tile(128, 64, 8, 3),
             32: Tile(128, 64, 8, 3),
             64: Tile(128, 64, 8, 3),
-            128: Tile(128, 64, 8, 3),
+            128: Tile(128, 64, 8, 3, None, True),
             256: Tile(64, 64, 8, 2),
         },
     },
@@ -190,18 +183,11 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         128: Tile(32, 64, 8, 2),
         256: Tile(32, 32, 8, 1),
     },
-    "audit_query": {
+    "audit": {
         16: Tile(64, 32, 4, 2),
         32: Tile(64, 32, 8, 2),
         64: Tile(32, 32, 4, 2),
         128: Tile(32, 32, 4, 1),
-        256: Tile(16, 32, 8, 1),
-    },
-    "audit_key": {
-        16: Tile(32, 64, 4, 2),
-        32: Tile(32, 64, 4, 2),
-        64: Tile(32, 32, 4, 1),
-        128: Tile(32, 32, 8, 1),
         256: Tile(16, 32, 8, 1),
     },
     "delta": {
@@ -209,7 +195,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         32: Tile(64, 64, 4, 2),
         64: Tile(64, 64, 4, 2),
         128: Tile(64, 32, 4, 2),
-        256: Tile(32, 32, 4, 1),
+        256: Tile(32, 64, 8, 1),
     },
 }
 

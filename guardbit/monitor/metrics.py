@@ -102,8 +102,7 @@ class AttentionMetrics(Metric):
             call.q,
             call.k,
             call.v,
-            causal=call.spec.causal,
-            scale=call.spec.scale,
+            spec=call.spec,
             eps=self.eps,
             rows=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
@@ -128,13 +127,12 @@ class AttentionMetrics(Metric):
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(H, D)`, along which the coherent error is taken.
         """
-        exact, _, _ = dispatch.exact_backward(
+        exact = dispatch.exact_query_gradient(
             call.d_out,
             call.q,
             call.k,
             call.v,
-            causal=call.spec.causal,
-            scale=call.spec.scale,
+            spec=call.spec,
             heads=heads,
             dropout=call.dropout_of(heads),
         )

@@ -38,7 +38,7 @@ SPILLS = {
 
 FLOATS = {
     "scale", "scale_log2", "eps", "eps_log2", "shift_turns", "shift_min_log2", "shift_range_log2",
-    "factor",
+    "factor", "inverse_scale",
 }  # fmt: skip
 
 #: What pointers point to, by kernel; all others to the inputs' dtype.
@@ -56,15 +56,11 @@ POINTERS = {
         "numbers": "i32", "word": "i64",
     },
     "shadow": {
-        **dict.fromkeys(("out", "row_max", "entropy", "largest"), "fp32"),
+        **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask"), "fp32"),
         **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
     },
-    "audit_query": {
-        **dict.fromkeys(("dq", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
-    },
-    "audit_key": {
-        **dict.fromkeys(("dk", "dv", "reference", "inverse", "delta"), "fp32"), "numbers": "i32",
-    },
+    "audit": {**dict.fromkeys(("dq", "mask"), "fp32"), "numbers": "i32"},
+    "delta": {**dict.fromkeys(("lse", "delta", "mask"), "fp32"), "numbers": "i32"},
 }  # fmt: skip
 
 
@@ -84,7 +80,7 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
         elif kind == "pointer":
             signature[name] = "*" + pointers.get(stem, dtype)
         elif kind == "strides":
-            signature[name] = ("i32", "i32", "i32")
+            signature[name] = ("i32",) * (4 if stem == "mask" else 3)
         elif name == "seed":
             signature[name] = "i64"
         else:
@@ -133,7 +129,7 @@ def assembled(ptx):
 
 def compile_all(architecture):
     """Prints one line of JSON an entry: the largest variant, all stabilizers and bounds in it."""
-    from guardbit.kernels import audit, backward, forward, shadow, tiles
+    from guardbit.kernels import audit, backward, delta, forward, shadow, tiles
 
     some_heads = 1
     kernels = {
@@ -153,10 +149,12 @@ def compile_all(architecture):
         "key_gradients": (
             backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
         ),
-        "shadow": (shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True}),
+        "shadow": (
+            shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True, "MASK": 0},
+        ),
         # FP16 takes more products than BF16.
-        "audit_query": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True}),
-        "audit_key": (audit.key_kernel, "fp16", {"NEGATIVE_SCALE": True}),
+        "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),
+        "delta": (delta.delta_kernel, "bf16", {"CARRY": True, "MASK": 0}),
     }  # fmt: skip
     for name, (kernel, dtype, flags) in kernels.items():
         for width in (16, 32, 64, 128, 256):
@@ -169,15 +167,25 @@ def compile_all(architecture):
                 "KEYS": tile.keys,
                 **flags,
             }
-            result = compile_kernel(kernel, constants, architecture, tile, dtype, POINTERS[name])
-            print(json.dumps({"kernel": name, "width": width, **result}), flush=True)
+            if name == "delta":
+                constants |= {
+                    "VALUE_DIM": width,
+                    "VALUE_WIDTH": width,
+                    "OVERLAP": tile.overlap,
+                }
+            variants = {name: {}}
             if "DROPOUT" in flags:
-                constants["DROPOUT"], tile = True, tile.for_dropout
+                variants[f"{name} with dropout"] = {"DROPOUT": True}
+            if "MASK" in flags:
+                variants[f"{name} with a mask"] = {"MASK": 2}
+            for variant, changes in variants.items():
+                chosen = tile
+                if changes:
+                    chosen = tile.for_mask if "MASK" in changes else tile.for_dropout
                 result = compile_kernel(
-                    kernel, constants, architecture, tile, dtype, POINTERS[name]
+                    kernel, constants | changes, architecture, chosen, dtype, POINTERS[name]
                 )
-                name_with = f"{name} with dropout"
-                print(json.dumps({"kernel": name_with, "width": width, **result}), flush=True)
+                print(json.dumps({"kernel": variant, "width": width, **result}), flush=True)
 
 
 @pytest.mark.parametrize("architecture", SHARED_LIMIT)
@@ -192,11 +200,11 @@ def test_entries_fit_and_spill_no_more_than_listed(architecture):
     )
     assert finished.returncode == 0, finished.stderr
     entries = [json.loads(line) for line in finished.stdout.splitlines()]
-    assert len(entries) == 45
+    assert len(entries) == 60
     for entry in entries:
         assert 0 < entry["shared"] <= SHARED_LIMIT[architecture], entry
-        if entry["kernel"].endswith("with dropout"):
-            continue  # takes the tiles of the kernel without, and local memory as it needs
+        if " with " in entry["kernel"]:
+            continue  # takes the rows and keys of the kernel without, and local memory as it needs
         limit = SPILLS.get((architecture, entry["kernel"], entry["width"]), 0)
         assert entry["spilled"] <= limit, entry
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta as kernels
-from guardbit.kernels import reference
+from guardbit.kernels import reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
@@ -142,7 +142,7 @@ def test_rows_that_see_no_key_have_delta_0_whatever_l_is(module, left, kind):
         "additive": torch.zeros(20, 12, device=DEVICE).masked_fill(~seen, -math.inf),
     }[kind]
     spec = AttentionSpec(0.25, kind == "causal", mask)
-    lse, out, truth, _ = exact(*tensors, spec)
+    lse, _, truth, _ = exact(*tensors, spec)
     dead = lse == -math.inf
     assert dead[..., :8].all() and not dead[..., 8:].any()
     lse = lse.float().masked_fill(dead, left)
@@ -467,6 +467,29 @@ def test_same_bits_every_time_and_whatever_other_heads_are_asked_for():
         assert torch.equal(again.delta, first.delta[:, heads])
 
 
+@pytest.mark.parametrize("section", [1, 2, 3, 4, 7])
+def test_every_row_of_every_head_is_computed_whatever_the_cache_holds(monkeypatch, section):
+    tensors = inputs((2, 3, 3, 150, 40, 16, 16))
+    monkeypatch.setattr(kernels, "_CACHE", section * 40 * 32 * 2)
+    check_delta(kernels, tensors, AttentionSpec(0.25, "top-left"), [2, 0, 1])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(1, 2, 1, 150, 150, 16, 16), (1, 2, 2, 20, 37, 32, 16)])
+def test_overlap_changes_no_number(monkeypatch, shape, causal):
+    tensors = inputs(shape)
+    spec = AttentionSpec(0.25, causal)
+    lse = exact(*tensors, spec)[0].float()
+    results, look_up = [], tiles.tile
+    for overlap in (False, True):
+        monkeypatch.setattr(
+            tiles, "tile", lambda *key, overlap=overlap: look_up(*key)._replace(overlap=overlap)
+        )
+        check_delta(kernels, tensors, spec, [0, 1])
+        results.append(kernels.exact_delta(*tensors, lse, spec=spec, heads=[1]))
+    assert torch.equal(*results)
+
+
 def test_what_the_kernels_cannot_take():
     tensors = inputs((1, 2, 2, 5, 5, 16, 16))
     lse = torch.zeros(1, 2, 5, device=DEVICE)
@@ -488,7 +511,7 @@ def test_backward_with_a_carrier_is_the_backward_with_exact_delta():
     result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, heads=[0, 1])
     mine = reference.backward(d_out, q, k, v, result.out, forward.lse, None, **common)
     stock = reference.backward(d_out, q, k, v, *forward, **common)
-    truth, _, _ = reference.exact_backward(d_out, q, k, v, causal=True, scale=0.25, heads=[0, 1])
+    truth = reference.exact_query_gradient(d_out, q, k, v, causal=True, scale=0.25, heads=[0, 1])
     assert torch.equal(mine.dv, stock.dv)
     assert (mine.dq - truth).norm() < 0.3 * (stock.dq - truth).norm()
 

@@ -23,7 +23,7 @@ def triton_calls(monkeypatch):
 
     recording(shadow, "shadow")
     recording(shadow, "delta_bias")
-    recording(audit, "exact_backward")
+    recording(audit, "exact_query_gradient")
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
     return calls
 
@@ -41,14 +41,14 @@ def run_all(q, k, v, d_out, out, dropout=None):
     found = dispatch.shadow(q, k, v, **shape, eps=1e-3, rows=rows, dropout=dropout)
     bias = dispatch.delta_bias(d_out, out, found.out, residual=None, rows=rows)
     few = None if dropout is None else dropout._replace(heads=(3, 1))
-    exact = dispatch.exact_backward(d_out, q, k, v, **shape, heads=(3, 1), dropout=few)
-    return (*found, *bias, *exact)
+    exact = dispatch.exact_query_gradient(d_out, q, k, v, **shape, heads=(3, 1), dropout=few)
+    return (*found, *bias, exact)
 
 
 def test_triton_and_torch_agree(triton_calls, monkeypatch):
     tensors = inputs()
     from_triton = run_all(*tensors)
-    assert triton_calls == ["shadow", "delta_bias", "exact_backward"]
+    assert triton_calls == ["shadow", "delta_bias", "exact_query_gradient"]
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: False)
     from_torch = run_all(*tensors)
     assert len(triton_calls) == 3

@@ -571,7 +571,7 @@ def test_products_are_fp32_whatever_the_program_allows(precision, monkeypatch):
     try:
         run(q, k, v, d_out, "none")
         reference.shadow(q, k, v, causal=False, scale=1.0)
-        reference.exact_backward(d_out, q, k, v, causal=False, scale=1.0, heads=[0])
+        reference.exact_query_gradient(d_out, q, k, v, causal=False, scale=1.0, heads=[0])
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.kernels import shadow
+from guardbit.kernels import reference, shadow
 from guardbit.numerics import decode_residual, encode_residual, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -247,6 +247,62 @@ def test_the_largest_size_is_seen_below_0_and_behind_a_mask(scale):
     result = shadow.shadow(q, k, k, causal="top-left", scale=scale)
     assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
     assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
+
+
+def masks(rows, keys):
+    """Dense masks by name, for a batch of 2 and 4 heads; in some rows one sees no key."""
+    generator = torch.Generator().manual_seed(7)
+    # Quarters, so that FP32 scores are those of FP64 but for the order of their sums.
+    additive = torch.randint(-8, 9, (2, 1, rows, keys), generator=generator) / 4
+    additive[:, :, 3] = -math.inf
+    additive[:, :, :, 11] = -math.inf
+    boolean = torch.rand(1, 4, rows, keys, generator=generator) < 0.7
+    boolean[:, :, 5] = False
+    lowest = additive.masked_fill(boolean.logical_not(), torch.finfo(torch.bfloat16).min)
+    lowest[:, :, 5] = torch.finfo(torch.bfloat16).min
+    return {
+        "boolean": boolean,
+        "padding": (torch.arange(keys) < torch.tensor([[keys], [keys - 9]]))[:, None, None],
+        "additive": additive.bfloat16(),
+        "lowest": lowest[:1].bfloat16(),
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", sorted(masks(12, 12)))
+@pytest.mark.parametrize("module", [shadow, reference])
+def test_dense_masks(module, name, causal):
+    q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
+    mask = masks(40, 70)[name].to(DEVICE)
+    scale = 0.25
+    scores = scores_of(q, k, causal, scale)
+    boolean = mask.dtype == torch.bool
+    scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask.double()
+    rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
+    result = module.shadow(q, k, v, causal=causal, scale=scale, mask=mask, rows=rows)
+    scores = scores[:, :, rows]
+    # Where every key has the lowest number, all weigh alike.
+    alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
+    seen = scores > -3e4
+    kept = ~alike
+    parts = [x[kept][None, None] for x in (*result, scores)]
+    largest = scores.abs().masked_fill(~seen, -math.inf).amax(-1)
+    expected = largest[kept][None, None]
+    torch.testing.assert_close(parts[6].double(), expected, rtol=1e-6, atol=1e-6)
+    groups = v.double().repeat_interleave(2, 1)[:, :, None].expand(2, 4, len(rows), 70, 16)
+    weights = torch.softmax(parts[7], -1).nan_to_num(0.0)
+    truth = (weights[0, 0, :, None] @ groups[kept])[:, 0]
+    assert (parts[0][0, 0] - truth).abs().max() <= 1e-4
+    alive = parts[7].amax(-1) > -math.inf
+    assert torch.equal(parts[1] == -math.inf, ~alive)
+    assert torch.allclose(parts[1][alive].double(), parts[7].amax(-1)[alive], rtol=1e-6, atol=1e-6)
+    for field, counted in zip(parts[2:5], counts_of(parts[7].float()), strict=True):
+        assert torch.equal(field[alive], counted[alive])
+    if name == "lowest" and not causal:
+        every = alike & (scores > -math.inf).all(-1)
+        assert every.any()
+        assert (result.out[every] - groups.mean(3)[every]).abs().max() <= 1e-4
+        assert (result.largest[alike] == -math.inf).all()
 
 
 def test_layouts_and_strides():

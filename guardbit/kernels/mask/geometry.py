@@ -7,6 +7,10 @@ from torch import Tensor
 
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 
+#: An additive mask means to hide a key where it adds less: -inf, or the lowest number of a format,
+#: FP16's being -65,504. No position bias comes near it.
+HIDES = -3e4
+
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:
     """By how much the last key a query sees lies past the query's own number.

@@ -11,11 +11,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import dense_mask
+from guardbit.kernels.mask.geometry import HIDES, dense_mask
 from guardbit.kernels.spec import AttentionSpec
 
 #: What a kernel's MASK says of its dense mask.
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_HIDES = tl.constexpr(HIDES)
+# Swallows any score, and leaves room for the scale.
+_LOWEST = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
@@ -73,21 +77,73 @@ def behind(rows, columns, shift):
 
 
 @triton.jit
-def load_mask(base, row_stride, column_stride, rows, columns, last_row, keys):
-    """Loads a tile of a dense mask; rows past the last are as the last, keys past the end 0.
+def load_mask(
+    base, strides, rows, first_key, last_row, keys, KEYS: tl.constexpr, BOUNDED: tl.constexpr
+):
+    """Loads a tile of a dense mask, (R, KEYS); rows past the last are as the last.
 
     Args:
         base: Where the head's mask begins.
-        row_stride: Stride of a query, 0 where the mask broadcasts.
-        column_stride: Stride of a key.
-        rows: (R, 1), positions of the queries.
-        columns: (1, K), positions of the keys.
+        strides: The mask's four, 0 where it broadcasts.
+        rows: (R,), positions of the queries.
+        first_key: First of the KEYS keys.
         last_row: Number of the last query.
-        keys: Number of keys.
+        keys: Number of keys; what lies past them is 0 if BOUNDED, else nothing does.
+        KEYS: Keys a tile.
+        BOUNDED: Whether the tile may pass the last key.
     """
-    places = tl.minimum(rows, last_row).to(tl.int64) * row_stride
-    places += columns.to(tl.int64) * column_stride
-    return tl.load(base + places, mask=(columns < keys) & (rows >= 0), other=0)
+    columns = tl.arange(0, KEYS)
+    base += tl.cast(first_key, tl.int64) * strides[3]
+    row_bases = base + tl.minimum(rows, last_row).to(tl.int64) * strides[2]
+    pointers = row_bases[:, None] + (columns * strides[3])[None, :]
+    if BOUNDED:
+        tile = tl.load(pointers, mask=(first_key + columns < keys)[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def add_mask(
+    scores,
+    base,
+    strides,
+    rows,
+    first_key,
+    last_row,
+    keys,
+    inverse_scale,
+    MASK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Takes a dense mask into a tile of scores that the scale still has to multiply.
+
+    Args:
+        scores: FP32 (R, K), products q k.
+        base: As `load_mask` has it, like strides, rows, first_key, last_row, keys and BOUNDED.
+        strides: See `base`.
+        rows: See `base`.
+        first_key: See `base`.
+        last_row: See `base`.
+        keys: See `base`.
+        inverse_scale: One over the size of the scale.
+        MASK: BOOLEAN or ADDITIVE.
+        BOUNDED: See `base`.
+
+    Returns:
+        The scores with what is added, which keys are seen, and which of these `HIDES` leaves.
+    """
+    tile = load_mask(base, strides, rows, first_key, last_row, keys, scores.shape[1], BOUNDED)
+    if MASK == BOOLEAN:
+        seen = tile != 0
+        counted = seen
+    else:
+        bias = tile.to(tl.float32)
+        seen = bias != float("-inf")
+        counted = bias >= _HIDES
+        # What every key of a row has makes no difference, and nothing overflows.
+        scores += tl.where(bias < _LOWEST, _LOWEST, bias) * inverse_scale
+    return scores, seen, counted
 
 
 def mask_arguments(

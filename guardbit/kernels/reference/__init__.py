@@ -4,7 +4,7 @@ Tile by tile over the keys, with the roundings of FlashAttention-2 and no others
 modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 """
 
-from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_backward, shadow
+from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_query_gradient, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import exact_delta, lse_gradient, write_carrier
@@ -21,8 +21,8 @@ __all__ = [
     "Telemetry",
     "backward",
     "delta_bias",
-    "exact_backward",
     "exact_delta",
+    "exact_query_gradient",
     "forward",
     "lse_gradient",
     "shadow",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask
+from guardbit.kernels.mask.geometry import HIDES, mask_tile
 from guardbit.kernels.reference.common import (
     Dropout,
     finite_reference,
@@ -16,7 +16,8 @@ from guardbit.kernels.reference.common import (
     fold_groups,
     masked_scores,
 )
-from guardbit.kernels.spec import Causal
+from guardbit.kernels.reference.delta import check_heads
+from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import decode_residual, round_nearest
 
 
@@ -35,8 +36,9 @@ class Shadow(NamedTuple):
         unit_probabilities: INT64 (B, H, R), how many entries of P-bar = exp(S - row_max) round to 1
             in BF16; above 1 is the condition of the paper's claim 3.
         entropy: FP32 (B, H, R), of the row's probabilities, nats.
-        largest: FP32 (B, H, R), the largest size |score|: row_max passes over a row whose scores
-            are all far below 0. NaN where row_max is.
+        largest: FP32 (B, H, R), the largest size |score| of keys that no mask means to hide, see
+            `guardbit.kernels.mask.geometry.HIDES`: row_max passes over a row whose scores are all
+            far below 0. NaN where row_max is.
     """
 
     out: Tensor
@@ -58,6 +60,7 @@ def shadow(
     scale: float,
     eps: float = 1e-3,
     rows: Tensor | None = None,
+    mask: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Shadow:
@@ -73,6 +76,7 @@ def shadow(
         scale: Factor of Q K^T.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at; None for all N.
+        mask: Boolean or additive, see `AttentionSpec`.
         dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
         chunk: Keys looked at together.
 
@@ -80,28 +84,31 @@ def shadow(
         See `Shadow`.
 
     Raises:
-        ValueError: If `causal` is unknown.
+        ValueError: If `causal` is unknown, or the mask does not broadcast to (B, H, N, M).
     """
-    shape, heads, kv_heads = (q.shape[2], k.shape[2]), q.shape[1], k.shape[1]
-    key_positions = torch.arange(shape[1], device=q.device)
-    if rows is None:
-        rows = torch.arange(shape[0], device=q.device)
+    spec = AttentionSpec(scale, causal, mask)
+    heads, kv_heads = q.shape[1], k.shape[1]
+    shape = (len(q), heads, q.shape[2], k.shape[2])
+    head_numbers, row_numbers, key_positions = (
+        torch.arange(count, device=q.device) for count in shape[1:]
+    )
+    rows = row_numbers if rows is None else rows
     q_chosen = q[:, :, rows].float()
     q_rows = fold_groups(q_chosen, kv_heads)
 
     def mask_of(keys: slice) -> Tensor:
-        return additive_mask(rows, key_positions[keys], shape, causal)
+        return mask_tile(spec, shape, head_numbers, rows, key_positions[keys]).float()
 
     def scores_of(keys: slice) -> Tensor:
         return masked_scores(q_rows, k[:, :, keys].float(), heads, scale, mask_of(keys))
 
-    chunks = [slice(start, start + chunk) for start in range(0, shape[1], chunk)]
+    chunks = [slice(start, start + chunk) for start in range(0, shape[3], chunk)]
     row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
     largest = row_max
     for keys in chunks:
         scores = scores_of(keys)
         row_max = row_max.maximum(scores.amax(-1))
-        sizes = scores.abs_().masked_fill_(mask_of(keys) < 0, -torch.inf)
+        sizes = scores.abs_().masked_fill_(mask_of(keys) < HIDES, -torch.inf)
         largest = largest.maximum(sizes.amax(-1))
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
@@ -168,7 +175,7 @@ def delta_bias(
 
 
 @float32_products()
-def exact_backward(
+def exact_query_gradient(
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -177,10 +184,11 @@ def exact_backward(
     causal: Causal,
     scale: float,
     heads: Sequence[int],
+    mask: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a few heads in FP32 throughout, from the inputs a kernel got.
+) -> Tensor:
+    """DQ of a few heads in FP32 throughout, from the inputs a kernel got.
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
     to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped. Autocast must be off.
@@ -193,48 +201,41 @@ def exact_backward(
         causal: See `Causal`.
         scale: Factor of Q K^T.
         heads: The query heads wanted, C of them.
+        mask: Boolean or additive, see `AttentionSpec`.
         dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.
 
     Returns:
-        dQ (B, C, N, D), dK and dV (B, C, M, D), FP32. With grouped heads, dK and dV are the share
-        of each query head alone: a key head's gradient is their sum over its group.
+        FP32 (B, C, N, D).
 
     Raises:
         IndexError: If a head does not exist.
-        ValueError: If `causal` is unknown.
+        ValueError: If `causal` is unknown, or the mask does not broadcast to (B, H, N, M).
     """
-    missing = [head for head in heads if not 0 <= head < q.shape[1]]
-    if missing:
-        raise IndexError(f"`heads` takes 0 to {q.shape[1] - 1}, but holds {missing}.")
+    check_heads(heads, q.shape[1])
+    spec = AttentionSpec(scale, causal, mask)
     chosen = torch.tensor(list(heads), dtype=torch.int64, device=q.device)
     kv_chosen = chosen // (q.shape[1] // k.shape[1])
     q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
     k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
-    shape = (q.shape[2], k.shape[2])
-    query_positions = torch.arange(shape[0], device=q.device)
-    key_positions = torch.arange(shape[1], device=q.device)
-    dq, dk, dv = (torch.zeros_like(x) for x in (q_chosen, k_chosen, v_chosen))
-    if not shape[1]:
-        return dq, dk, dv
+    shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
+    query_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
+    dq = torch.zeros_like(q_chosen)
+    if not shape[3]:
+        return dq
 
-    for start in range(0, shape[0], chunk):
+    for start in range(0, shape[2], chunk):
         rows = slice(start, start + chunk)
-        mask = additive_mask(query_positions[rows], key_positions, shape, causal)
-        scores = masked_scores(q_chosen[:, :, rows], k_chosen, len(chosen), scale, mask)
+        tile = mask_tile(spec, shape, chosen, query_positions[rows], key_positions).float()
+        scores = masked_scores(q_chosen[:, :, rows], k_chosen, len(chosen), scale, tile)
         row_max = finite_reference(scores.amax(-1, keepdim=True))
         probabilities = scores.sub_(row_max).exp_()
         row_sum = probabilities.sum(-1, keepdim=True)
         probabilities /= row_sum.masked_fill(row_sum == 0, 1.0)
         d_probabilities = d_out_chosen[:, :, rows] @ v_chosen.mT
-        kept_probabilities = probabilities
         if dropout is not None:
-            kept = dropout.kept(len(q), query_positions[rows], slice(0, shape[1])) * dropout.factor
-            d_probabilities *= kept
-            kept_probabilities = probabilities * kept
+            kept = dropout.kept(len(q), query_positions[rows], slice(0, shape[3]))
+            d_probabilities *= kept * dropout.factor
         delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
-        d_scores = probabilities * (d_probabilities - delta)
-        dv += kept_probabilities.mT @ d_out_chosen[:, :, rows]
-        dk += (d_scores.mT @ q_chosen[:, :, rows]) * scale
-        dq[:, :, rows] = (d_scores @ k_chosen) * scale
-    return dq, dk, dv
+        dq[:, :, rows] = (probabilities * (d_probabilities - delta)) @ k_chosen * scale
+    return dq

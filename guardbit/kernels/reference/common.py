@@ -112,12 +112,12 @@ def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask
         k_tile: FP32 (B, H_kv, C, D).
         heads: H.
         scale: Factor of Q K^T.
-        mask: FP32 (R, C), see `guardbit.kernels.mask.geometry.additive_mask`.
+        mask: FP32 (R, C) or (B, H, R, C), see `guardbit.kernels.mask.geometry.mask_tile`.
 
     Returns:
         FP32 (B, H, R, C).
     """
-    rows, columns = mask.shape
+    rows, columns = mask.shape[-2:]
     products = (q_rows @ k_tile.mT).reshape(q_rows.shape[0], heads, rows, columns)
     return products.mul_(scale).add_(mask)
 
