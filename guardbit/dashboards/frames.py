@@ -10,13 +10,14 @@ A head is named by the pair (layer, head), both counted from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
 import numpy as np
 import pandas as pd
 
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.dashboards.layers import Layers
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
@@ -31,19 +32,44 @@ SAMPLES_AVERAGED = 5
 
 Head = tuple[int, int]
 
+_CHECKED = "guardbit.checked"
+
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the samples with "" for a missing site, after a check of the columns.
+    """Returns the samples with "" for a missing site and one layer a site (see `Layers`).
 
     Raises:
         ValueError: A column is missing from a table that has rows.
     """
     if frame.empty:
         return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    if frame.attrs.get(_CHECKED):
+        return frame
     _check_columns(frame, SAMPLE_COLUMNS, "samples")
     if np.asarray(frame["site"].isna()).any():
-        return frame.assign(site=frame["site"].astype(object).fillna(""))
+        frame = frame.assign(site=frame["site"].astype(object).fillna(""))
+    frame = _with_one_layer_a_site(frame)
+    frame.attrs[_CHECKED] = True
     return frame
+
+
+def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy, which shares the columns that stay."""
+    codes, sites = pd.factorize(frame["site"])
+    numbers, recorded = pd.factorize(frame["layer"])
+    pairs = codes * len(recorded) + numbers
+    layers = Layers()
+    # In the order of the samples, as the first number of a site counts.
+    found, first = np.unique(pairs, return_index=True)
+    given = np.zeros(len(sites) * len(recorded), dtype=np.int64)
+    for pair in found[np.argsort(first)].tolist():
+        site, number = divmod(pair, len(recorded))
+        layer = int(recorded[number])
+        given[pair] = layers.layer(sites[site], layer) if sites[site] else layer
+    renumbered = given[pairs]
+    if (renumbered == frame["layer"].to_numpy()).all():
+        return frame.copy(deep=False)
+    return frame.assign(layer=renumbered)
 
 
 def journal(events: pd.DataFrame | None) -> list[Event]:
@@ -229,9 +255,30 @@ def what_of(event: Event) -> str:
     return mark_of(event) or ("refusal" if event.kind == "switch" else event.kind)
 
 
+def marks(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
+    """What is marked of a journal, in its order: first alarms, and all switches and undoings.
+
+    First alarms are those of a head, and of the whole run those of a rule, such as the one on the
+    loss. A run that has failed has thousands of later ones, which say nothing new.
+    """
+    seen: set[tuple[str, int | str]] = set()
+    marked: list[tuple[Event, Mark]] = []
+    for event in events:
+        mark = mark_of(event)
+        if mark is None:
+            continue
+        if mark == "alarm":
+            alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
+            if alarmed <= seen:
+                continue
+            seen |= alarmed
+        marked.append((event, mark))
+    return marked
+
+
 def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
     """The steps at which a mark is drawn, ascending, each once."""
-    return sorted({event.step for event in journal(events) if mark_of(event) == mark})
+    return sorted({event.step for event, found in marks(journal(events)) if found == mark})
 
 
 def heads_of_events(

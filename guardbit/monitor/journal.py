@@ -180,13 +180,16 @@ class Journal:
 
 
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """The events before a step that a folder holds; none, where they cannot be read."""
+    """The events before a step that a folder holds; what of them cannot be read is logged."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as left_out:
+            warnings.simplefilter("always")
             events = read_events(dirpath).to_dict("records")
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        log.warning("the run goes on without its earlier journal: %s", error)
         return []
+    for warning in left_out:
+        log.warning("%s", warning.message)
     return [Event(**event) for event in events if event["step"] < first_step]
 
 

@@ -34,13 +34,20 @@ RUN_FOLDER = "guardbit"
 NO_PAST = -1
 
 #: What reading a broken file raises.
-UNREADABLE = (OSError, ValueError, pa.ArrowException)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    pa.ArrowException,
+)
 
 _SEGMENT_NAME = re.compile(
-    r"(?P<kind>samples|events)-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})"
-    r"-(?P<first>\d{8,})-(?P<last>\d{8,})\.(parquet|jsonl)"
+    r"(?P<kind>samples|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
+    r"-(?P<first>\d{8,12})-(?P<last>\d{8,12})\.(parquet|jsonl)"
 )
-_SESSION_NAME = re.compile(r"session-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})\.json")
+_SESSION_NAME = re.compile(r"session-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})\.json")
 
 
 class SessionKey(NamedTuple):

@@ -60,7 +60,8 @@ class Run:
 
 def document_of(run: Run) -> Document:
     """Summary first, then the heads to watch, the timeline, the figures and the settings."""
-    frame, events, journal = run.frame, run.events, frames.journal(run.events)
+    frame, events = frames.check_samples(run.frame), run.events
+    journal = frames.journal(events)
     return Document(
         run.title,
         extent(frame),
