@@ -269,3 +269,25 @@ def test_a_switch_that_was_not_made_is_none(run):
     switched = {(1, 0): "compensated", (1, 1): "compensated"}
     assert frames.current_stabilizers(run.frame, events) == switched
     assert [frames.what_of(event) for event in frames.journal(events)] == ["switch", "refusal"]
+
+
+def test_a_site_recorded_under_two_numbers_is_one_layer():
+    # By the order of the first calls: b was left out at step 0, and stands before c from then on.
+    rows = [
+        (step, f"h.{name}", layer, 0, "max_logit", float("abc".index(name) * 100 + step))
+        for step, order in ((0, "ac"), (10, "abc"), (20, "abc"))
+        for layer, name in enumerate(order)
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    before = frame.copy()
+    layers = frames.layer_of_site(frame)
+    assert layers == {"h.a": 0, "h.c": 1, "h.b": 2}
+    table = frames.by_head(frame, "max_logit")
+    for number, name in enumerate("abc"):
+        own = table[layers[f"h.{name}"], 0].dropna()
+        assert own.to_list() == [100 * number + step for step in own.index]
+    assert frames.latest_values(frame).shape == (3, 1)
+    watched = frames.heads_to_watch(frame, None).set_index("site")
+    assert watched["max_logit"].to_dict() == {"h.a": 20, "h.b": 120, "h.c": 220}
+    pd.testing.assert_frame_equal(frame, before)
+    assert frame.attrs == {}
