@@ -27,7 +27,7 @@ EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
 Mark = Literal["alarm", "switch", "undo"]
 MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
-#: Samples that "before" and "after" average over: enough to damp one sample's noise.
+#: Samples that the run's "before" and "after" average over: enough to damp one sample's noise.
 SAMPLES_AVERAGED = 5
 
 Head = tuple[int, int]
@@ -407,16 +407,20 @@ def heads_to_watch(
 
 
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """What the switch did: the switched heads' indicators, and the run's, before it and at its end.
+    """What the switch did: the sick heads' indicators, and the run's, before it and at its end.
 
-    Before is the mean of the last `SAMPLES_AVERAGED` samples up to a head's first switch, after
-    the mean of the last `SAMPLES_AVERAGED` samples that came later; of a head that was given back,
-    up to then. Over heads it is the value of largest magnitude, with its sign; for the whole run
-    the earliest switch counts, and the last head to be given back, if all were.
+    Sick are the switched heads that had alarmed by their switch; all switched ones where none had.
+    Before is a head's last sample up to its first switch, after its last one that came later; of a
+    head that was given back, up to then. Of several heads it is the one of largest magnitude
+    before, and the same one after: what a switch does is seen in one head, and not by a look at
+    whichever is worst.
+
+    The run's are means of `SAMPLES_AVERAGED` samples, as single losses are noise. For them the
+    earliest switch counts, and the last head to be given back, if all were.
 
     Returns:
-        Columns indicator, before, after; NaN where there is no such sample. Empty where no head
-        was switched.
+        Columns indicator, layer, head (-1 for the run), before, after; NaN where there is no such
+        sample. Empty where no head was switched.
     """
     switched = first_events(frame, events, "switch")
     ends = {
@@ -425,31 +429,35 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
         if mark_of(event) in ("switch", "undo")
         for head in heads
     }
-    rows: list[tuple[str, float, float]] = []
+    alarms = first_events(frame, events, "alarm")
+    alarmed = [
+        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
+    ]
+    rows: list[tuple[str, int, int, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
         table = by_head(frame, indicator)
-        pairs = [
-            _around(cast(pd.Series, table[head]).dropna(), event.step, ends[head])
-            for head, event in switched.items()
-            if head in table.columns
-        ]
-        if pairs:
-            before, after = zip(*pairs, strict=True)
-            rows.append((indicator, _worst(before), _worst(after)))
+        measured = [head for head in alarmed or switched if head in table.columns]
+        found: list[tuple[int, int, float, float]] = []
+        for head in measured:
+            series = cast(pd.Series, table[head]).dropna()
+            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        if found:
+            rows.append((indicator, *max(found, key=_size_before)))
     for indicator in RUN_INDICATORS if switched else ():
         series = of_run(frame, indicator)
         if not series.empty:
             first = min(event.step for event in switched.values())
-            rows.append((indicator, *_around(series, first, max(ends.values()))))
-    return pd.DataFrame(rows, columns=["indicator", "before", "after"])
+            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
+            rows.append((indicator, -1, -1, *sides))
+    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
 
 
-def _around(series: pd.Series, step: int, end: float) -> tuple[float, float]:
-    before = series.loc[:step].tail(SAMPLES_AVERAGED)
-    after = series.loc[step + 1 : end].tail(SAMPLES_AVERAGED)
+def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
+    """The mean of the last samples up to a step, and of those after it up to the end."""
+    before = series.loc[:step].tail(samples)
+    after = series.loc[step + 1 : end].tail(samples)
     return float(before.mean()), float(after.mean())
 
 
-def _worst(values: Sequence[float]) -> float:
-    measured = [value for value in values if not np.isnan(value)]
-    return max(measured, key=abs, default=float("nan"))
+def _size_before(row: tuple[int, int, float, float]) -> float:
+    return -1.0 if math.isnan(row[2]) else abs(row[2])

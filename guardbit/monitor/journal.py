@@ -13,7 +13,7 @@ from typing import Any
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages
-from guardbit.records import Event, Sample
+from guardbit.records import Event, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
 
 log = logging.getLogger("guardbit")
@@ -96,7 +96,7 @@ class Journal:
             verdict = f" {event.rule}" if event.kind == "verdict" else ""
             switch = f" to {event.stabilizer}" if event.stabilizer else ""
             what = f"{event.kind}{where}{verdict}{switch}"
-            log.warning("step %d: %s: %s", event.step, what, event.why)
+            log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
         if self._open_writer() is not None:
             self._events.append(event)
             self._try_to_write([])

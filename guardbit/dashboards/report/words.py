@@ -17,7 +17,7 @@ HEADLINES = {
 }
 #: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
 UNJUDGED = "This run could not be judged"
-NO_HEAD_SAYS_WHY = "The loss departs, and no head says why"
+NO_HEAD_SAYS_WHY = "There is an alarm on the loss, and no head says why"
 LABELS = {
     "w_q_spectral_norm": "W_Q spectral norm",
     "w_k_spectral_norm": "W_K spectral norm",
