@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
-from guardbit.dashboards.layers import Layers
+from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
@@ -62,12 +62,21 @@ def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
     # In the order of the samples, as the first number of a site counts.
     found, first = np.unique(pairs, return_index=True)
     given = np.zeros(len(sites) * len(recorded), dtype=np.int64)
+    several = np.bincount(found // len(recorded), minlength=len(sites)) > 1
+    steps, numbered = frame["step"].to_numpy(), frame["layer"].to_numpy()
+    shared = {
+        int(site)
+        for site in np.flatnonzero(several)
+        if is_shared(steps[codes == site], numbered[codes == site])
+    }
     for pair in found[np.argsort(first)].tolist():
         site, number = divmod(pair, len(recorded))
         layer = int(recorded[number])
-        given[pair] = layers.layer(sites[site], layer) if sites[site] else layer
+        if sites[site]:
+            layer = layers.layer(sites[site], layer, is_shared=site in shared)
+        given[pair] = layer
     renumbered = given[pairs]
-    if (renumbered == frame["layer"].to_numpy()).all():
+    if (renumbered == numbered).all():
         return frame.copy(deep=False)
     return frame.assign(layer=renumbered)
 
@@ -221,6 +230,12 @@ def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
     samples = check_samples(frame)
     sites = _rows(samples, samples["site"] != "").drop_duplicates(["site"])
     return {site: int(layer) for site, layer in zip(sites["site"], sites["layer"], strict=True)}
+
+
+def _site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
+    samples = check_samples(frame)
+    layers = _rows(samples, samples["site"] != "").drop_duplicates(["layer"])
+    return {int(layer): site for site, layer in zip(layers["site"], layers["layer"], strict=True)}
 
 
 def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
@@ -383,7 +398,7 @@ def heads_to_watch(
     latest = latest_values(frame)
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
-    sites = {layer: site for site, layer in layer_of_site(frame).items()}
+    sites = _site_of_layer(frame)
     known = [
         (
             *head,

@@ -313,3 +313,13 @@ def test_a_site_recorded_under_two_numbers_is_one_layer():
     assert watched["max_logit"].to_dict() == {"h.a": 20, "h.b": 120, "h.c": 220}
     pd.testing.assert_frame_equal(frame, before)
     assert frame.attrs == {}
+
+
+def test_a_name_that_several_layers_share_tells_none_of_them_apart():
+    rows = [
+        (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    assert frames.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
+    watched = frames.heads_to_watch(frame, None)
+    assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

@@ -17,7 +17,7 @@ import pyarrow as pa
 from guardbit.dashboards import frames
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.dashboards.layers import Layers
+from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
@@ -57,6 +57,7 @@ class RunWatcher:
         self._follower = RunFollower(self.folder)
         self._history = History(buckets)
         self._layers = Layers()
+        self._shared: set[str] = set()
         self._event_files: tuple[str, ...] = ()
         self._events: list[Event] = []
         self._version = 0
@@ -212,23 +213,33 @@ class RunWatcher:
         sites, heads = batch["site"].indices.to_numpy(), batch["head"].to_numpy()
         named = batch["site"].dictionary.to_pylist()
         of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
-        layers = self._layers_of(named, sites, np.where(of_heads, batch["layer"].to_numpy(), 0))
+        recorded = np.where(of_heads, batch["layer"].to_numpy(), 0)
+        layers = self._layers_of(named, sites, recorded, steps)
         for code, name in enumerate(names):
             chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
             if chosen.any():
                 columns = (column[chosen] for column in (steps, layers, heads, values))
                 self._history.add(name, *columns)
 
-    def _layers_of(self, names: Sequence[str], sites: Integers, recorded: Integers) -> Integers:
+    def _layers_of(
+        self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
+    ) -> Integers:
         """The layer of each row's site, which is the one recorded unless a site has two."""
         place = sites.astype(np.int64) * MAX_LAYERS + recorded
         layers = np.zeros(len(names) * MAX_LAYERS, dtype=np.int64)
         found = np.zeros(len(layers), dtype=bool)
         found[place] = True
-        for pair in np.flatnonzero(found).tolist():
+        pairs = np.flatnonzero(found)
+        several = np.bincount(pairs // MAX_LAYERS, minlength=len(names)) > 1
+        for site in np.flatnonzero(several).tolist():
+            of_site = sites == site
+            if is_shared(steps[of_site], recorded[of_site]):
+                self._shared.add(names[site])
+        for pair in pairs.tolist():
             site, layer = divmod(pair, MAX_LAYERS)
-            if names[site]:
-                layers[pair] = self._layers.layer(names[site], layer)
+            name = names[site]
+            if name:
+                layers[pair] = self._layers.layer(name, layer, is_shared=name in self._shared)
         return layers[place]
 
     def _site(self, layer: int) -> str:

@@ -207,7 +207,7 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
     assert float(cells[start + 6]) == pytest.approx(
         run.values["w_q_spectral_norm"][2, 7, -1], rel=5e-3
     )
-    assert "−" in cells[cells.index("layer 2 · head 3") + 10]  # its cumulative delta bias
+    assert "−" in cells[cells.index("layer 2 · head 3", start) + 10]  # its cumulative delta bias
     assert "10 of 144 shown" in page.text
 
 
