@@ -73,7 +73,7 @@ def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
         site, number = divmod(pair, len(recorded))
         layer = int(recorded[number])
         if sites[site]:
-            layer = layers.layer(sites[site], layer, is_shared=site in shared)
+            layer = layers.layer(str(sites[site]), layer, is_shared=site in shared)
         given[pair] = layer
     renumbered = given[pairs]
     if (renumbered == numbered).all():

@@ -137,7 +137,7 @@ def finish(
     all_axes[-1].set_xlabel("optimizer step")
     all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
     all_axes[-1].xaxis.set_major_formatter(FuncFormatter(plain))
-    marked = {
+    marked: dict[Mark, list[int]] = {
         mark: [step for step in frames.marked_steps(events, mark) if first <= step <= last]
         for mark in MARKS
     }

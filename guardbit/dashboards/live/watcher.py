@@ -218,8 +218,9 @@ class RunWatcher:
         for code, name in enumerate(names):
             chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
             if chosen.any():
-                columns = (column[chosen] for column in (steps, layers, heads, values))
-                self._history.add(name, *columns)
+                self._history.add(
+                    name, steps[chosen], layers[chosen], heads[chosen], values[chosen]
+                )
 
     def _layers_of(
         self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
