@@ -8,6 +8,7 @@ or where it goes.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,19 @@ EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
 EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")
 
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal, in one line: what would steer it (escape codes, say) stands as `\x1b`.
+
+    The names of a run's modules are whatever the run's folder says.
+    """
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else letter
+        for letter in text
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages
-from guardbit.records import Event, Sample
+from guardbit.records import Event, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
 
 log = logging.getLogger("guardbit")
@@ -96,7 +96,7 @@ class Journal:
             verdict = f" {event.rule}" if event.kind == "verdict" else ""
             switch = f" to {event.stabilizer}" if event.stabilizer else ""
             what = f"{event.kind}{where}{verdict}{switch}"
-            log.warning("step %d: %s: %s", event.step, what, event.why)
+            log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
         if self._open_writer() is not None:
             self._events.append(event)
             self._try_to_write([])
@@ -180,13 +180,16 @@ class Journal:
 
 
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """The events before a step that a folder holds; none, where they cannot be read."""
+    """The events before a step that a folder holds; what of them cannot be read is logged."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as left_out:
+            warnings.simplefilter("always")
             events = read_events(dirpath).to_dict("records")
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        log.warning("the run goes on without its earlier journal: %s", error)
         return []
+    for warning in left_out:
+        log.warning("%s", warning.message)
     return [Event(**event) for event in events if event["step"] < first_step]
 
 

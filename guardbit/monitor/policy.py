@@ -248,9 +248,9 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     - no alarm: "stable";
     - all layers' logits run away before any head does, or at once with it: "learning-rate";
     - heads of at most a third of the layers (one, in smaller models) are alarmed at first, and
-      the loss departs later than at once (or later at all, where a delta bias is measured in
-      them), or not: "rounding";
-    - else, many layers without a common rise, or a loss that departs with the heads' first sign
+      that on the loss comes later than at once (or later at all, where a delta bias is measured
+      in them), or never: "rounding";
+    - else, many layers without a common rise, or an alarm on the loss with the heads' first sign
       or without any: "unclear" as long as the run goes on. Once it has ended, nothing more will
       show single heads to blame, and the learning rate is: "learning-rate".
 
@@ -272,7 +272,7 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
     first_loss = min((a.step for a in alarms if a.rule == LOSS_RULE), default=None)
     loss = (
-        "no alarm on the loss" if first_loss is None else f"the loss departs at step {first_loss}"
+        "no alarm on the loss" if first_loss is None else f"alarm on the loss at step {first_loss}"
     )
     first = min(of_heads, key=lambda alarm: alarm.step, default=None)
     if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):

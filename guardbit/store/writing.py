@@ -27,6 +27,7 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
     publish,
+    sweep,
 )
 
 _PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
@@ -156,6 +157,7 @@ class RunWriter:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
         folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
         listing = list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)
         session = SessionKey(number, uuid.uuid4().hex[:8])

@@ -276,11 +276,11 @@ def loss(step):
         (everywhere(1200, "model_logits"), "learning-rate", "run away at once, at step"),
         ([*everywhere(1200, "model_logits"), alarm(1200)], "learning-rate", "12 of 12"),
         # The loss leads, comes at once, or follows.
-        ([loss(9000)], "unclear", "the loss departs at step"),
-        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "the loss departs"),
-        ([alarm(7000), loss(8000)], "unclear", "the loss departs"),
-        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "the loss departs"),
-        ([alarm(7000), loss(8001)], "rounding", "the loss departs"),
+        ([loss(9000)], "unclear", "alarm on the loss at step"),
+        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "alarm on the loss at"),
+        ([alarm(7000), loss(8000)], "unclear", "alarm on the loss at"),
+        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "alarm on the loss at"),
+        ([alarm(7000), loss(8001)], "rounding", "alarm on the loss at"),
         ([alarm(7000)], "rounding", "no alarm on the loss"),
         # How many layers move.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),

@@ -415,7 +415,7 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     verdicts = events[events["kind"] == "verdict"]
     assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
-        "no alarm on the loss", "the loss departs at step 1500"
+        "no alarm on the loss", "alarm on the loss at step 1500"
     ]  # fmt: skip
 
 
