@@ -49,13 +49,15 @@ def present_size(n: int | torch.SymInt) -> int:
 
 
 def make_up(
-    inputs: ModuleInputs, generator: torch.Generator
+    inputs: ModuleInputs, generator: torch.Generator, cut: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes inputs such as those described, on the generator's device.
 
-    Real and complex numbers are single precision, and the batch is cut to one.
+    Real and complex numbers are single precision. With `cut` the first axis, the batch as a rule,
+    has one entry.
     """
-    make = functools.partial(_make, batch=_batch_size(inputs), generator=generator)
+    batch = _batch_size(inputs) if cut else None
+    make = functools.partial(_make, batch=batch, generator=generator)
     args = tuple(make(x) for x in inputs.args)
     return args, {name: make(x) for name, x in inputs.kwargs.items()}
 
