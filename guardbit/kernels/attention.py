@@ -190,7 +190,9 @@ def flash_attention(
 
 def is_inside_site() -> bool:
     """Whether the caller runs inside an instrumented module."""
-    return len(site_stack) > 0 and (torch.compiler.is_compiling() or not is_other_thread())
+    return len(site_stack) > 0 and (
+        torch.compiler.is_compiling() or not (is_other_thread() or torch.jit.is_tracing())
+    )
 
 
 def is_other_thread() -> bool:

@@ -171,4 +171,3 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     return lambda x, *_, **__: F.linear(x, weight, bias)
-

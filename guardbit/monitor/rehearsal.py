@@ -50,10 +50,13 @@ _SHARED = (
     torch.device,
 )
 #: Packages whose objects belong to the process: process groups, meshes, operators, streams.
-_OF_THE_PROCESS = ("torch._C", "torch._ops", "torch.distributed", "torch.cuda")
+_OF_THE_PROCESS = ("_abc", "torch._C", "torch._ops", "torch.distributed", "torch.cuda")
 _LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threading.RLock}
 #: Drivers of a whole run, which a model may refer to. A rehearsal does without.
 _DRIVERS = {("lightning", "Trainer"), ("pytorch_lightning", "Trainer"), ("lightning", "Fabric")}
+
+
+_Owner = type | types.ModuleType
 
 
 class _Ended(BaseException):
@@ -262,9 +265,7 @@ def _package(name: object) -> str:
 
 
 def _is_driver(x: Any) -> bool:
-    return any(
-        (_package(cls.__module__), cls.__name__) in _DRIVERS for cls in type(x).__mro__[:-1]
-    )
+    return any((_package(cls.__module__), cls.__name__) in _DRIVERS for cls in type(x).__mro__[:-1])
 
 
 def _is_shared(x: Any) -> bool:
@@ -305,7 +306,10 @@ def _random_states_kept() -> Iterator[None]:
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
     """Keeps hooks on all modules, profilers' say, from seeing the rehearsal."""
-    everywhere = [nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks]
+    everywhere = [
+        nn.modules.module._global_forward_pre_hooks,
+        nn.modules.module._global_forward_hooks,
+    ]
     before = [hooks.copy() for hooks in everywhere]
     for hooks in everywhere:
         hooks.clear()
@@ -325,22 +329,24 @@ def _globals_held_apart(copier: _Copier, module: nn.Module) -> Iterator[None]:
     """
     if sys.getprofile() is not None:
         raise _Ended("a profiler is running, which would see the run")
-    classes = {cls for part in module.modules() for cls in type(part).__mro__}
-    spaces = {id(vars(cls)): (cls, dict(vars(cls))) for cls in classes if _is_users(cls)}
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
+    owners: dict[int, tuple[_Owner, dict[str, Any]]] = {}
+    replaced: list[tuple[_Owner | dict[str, Any], str, Any]] = []
     seen: set[tuple[types.CodeType, int]] = set()
 
-    def find_copies(names: tuple[str, ...], variables: dict[str, Any]) -> None:
+    def find_copies(names: tuple[str, ...], owner: _Owner | dict[str, Any]) -> None:
+        variables = owner if isinstance(owner, dict) else vars(owner)
         for name in names:
             value = variables.get(name)
-            if isinstance(value, type | types.ModuleType) and _is_users(value):
-                if id(value) not in spaces:
-                    spaces[id(value)] = (value, dict(vars(value)))
-                    if isinstance(value, types.ModuleType):
-                        find_copies(names, vars(value))
+            if isinstance(value, _Owner) and _is_users(value):
+                if id(value) not in owners:
+                    owners[id(value)] = (value, dict(vars(value)))
+                    find_copies(names, value)
             elif name in variables and _is_state(value):
-                replaced.append((variables, name, value))
-                variables[name] = copier.copy(value)
+                replaced.append((owner, name, value))
+                made = copier.copy(value)
+                _set(owner, name, made)
+                if not isinstance(owner, dict):
+                    owners[id(owner)][1][name] = made
 
     def before_each_call(frame: types.FrameType, event: str, _: object) -> None:
         code, variables = frame.f_code, frame.f_globals
@@ -354,29 +360,36 @@ def _globals_held_apart(copier: _Copier, module: nn.Module) -> Iterator[None]:
             raise _Ended(f"{code.co_qualname} sets the global variable '{changed[0]}'")
         find_copies(code.co_names, variables)
 
+    for cls in {cls for part in module.modules() for cls in type(part).__mro__ if _is_users(cls)}:
+        owners[id(cls)] = (cls, dict(vars(cls)))
     sys.setprofile(before_each_call)
     try:
         yield
     finally:
         sys.setprofile(None)
-        for variables, name, value in reversed(replaced):
-            variables[name] = value
-        changed = [name for space in spaces.values() for name in _put_back(*space)]
+        changed = [name for owner in owners.values() for name in _put_back(*owner)]
+        for owner, name, value in reversed(replaced):
+            _set(owner, name, value)
     if changed:
         raise _Ended(f"it sets '{changed[0]}', which is not its own")
 
 
-def _is_users(owner: type | types.ModuleType) -> bool:
+def _set(owner: _Owner | dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _is_users(owner: _Owner) -> bool:
     name = owner.__module__ if isinstance(owner, type) else owner.__name__
     return _package(name) not in _TRUSTED
 
 
-def _put_back(owner: type | types.ModuleType, before: dict[str, Any]) -> list[str]:
-    """Sets the attributes of a class or module as they were; returns names of those that changed."""
+def _put_back(owner: _Owner, before: dict[str, Any]) -> list[str]:
+    """Sets the attributes of a class or module as they were; returns those that changed."""
     now = dict(vars(owner))
-    changed = [
-        name for name, value in before.items() if name not in now or now[name] is not value
-    ]
+    changed = [name for name, value in before.items() if name not in now or now[name] is not value]
     for name in changed:
         setattr(owner, name, before[name])
     added = [name for name in now if name not in before]

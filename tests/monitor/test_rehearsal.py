@@ -60,10 +60,10 @@ class PythonRandom(Attention):
 
 class NumpyRandom(Attention):
     def disturbed(self, x):
-        return 1 + np.random.rand()
+        return 1 + np.random.rand()  # noqa: NPY002
 
     def kept(self):
-        return np.random.get_state()[1].tolist()
+        return np.random.get_state()[1].tolist()  # noqa: NPY002
 
 
 class OwnGenerator(Attention):
@@ -215,6 +215,19 @@ class ImportedModule(Attention):
         return outside.calls
 
 
+class Statistics:
+    sizes: ClassVar = []
+
+
+class AnotherClass(Attention):
+    def disturbed(self, x):
+        Statistics.sizes.append(1)
+        return 1 + len(Statistics.sizes) / 8
+
+    def kept(self):
+        return list(Statistics.sizes)
+
+
 class ClassCounter(Attention):
     calls = 0
 
@@ -325,6 +338,7 @@ CERTAIN = [
     Parent,
     GlobalList,
     ClassList,
+    AnotherClass,
     Decorated,
     Patched,
     Hooks,
@@ -354,6 +368,7 @@ def forget():
     calls = outside.calls = ClassCounter.calls = shared["calls"] = 0
     log.clear()
     ClassList.list.clear()
+    Statistics.sizes.clear()
     Decorated.disturbed.seen.clear()
 
 

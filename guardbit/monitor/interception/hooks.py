@@ -25,6 +25,8 @@ from guardbit.monitor.interception.tracing import note_traced_inputs
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         note_traced_inputs(module, args, kwargs)
+    elif torch.jit.is_tracing():
+        return  # the trace is to hold what the model does without us
     elif "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
     elif frame_stack and is_other_thread():

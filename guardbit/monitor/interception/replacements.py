@@ -131,6 +131,8 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
         position = _positions[name]
         return args[position] if position < len(args) else kwargs.get(name, default)
 
+    if torch.jit.is_tracing():
+        return _original(*args, **kwargs)
     if probe.site is not None and is_inside_site() and len(args) <= _positions["need_weights"]:
         # With weights to return, attention is written out where no call shows its queries.
         kwargs["need_weights"] = False
