@@ -9,7 +9,7 @@ need its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,6 +161,45 @@ def _width(module: nn.Module, name: str, rerun: Rerun) -> int:
 
     rerun(Weights(module, {}).leaves(), listen)
     return widths[-1]
+
+
+def why_sharded(modules: Sequence[nn.Module]) -> str | None:
+    """Why a module's weights are not there between forwards, or None.
+
+    Args:
+        modules: The module and those around it, innermost first.
+    """
+    parameters = list(modules[0].parameters())
+    if any(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters):
+        return (
+            "its parameters are sharded by DeepSpeed ZeRO-3, which gathers them for a forward only;"
+            " they can be read under ZeRO stage 2 or FSDP2 (fully_shard)"
+        )
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
+    if "FullyShardedDataParallel" in names and not any(_is_matrix(p) for p in parameters):
+        return (
+            "its parameters are sharded by FSDP1 (FullyShardedDataParallel), which flattens them;"
+            " they can be read under FSDP2 (fully_shard)"
+        )
+    if any(p.numel() == 0 for p in parameters):
+        return "its parameters are empty between forwards, as where they are sharded"
+    return None
+
+
+def why_quantised(module: nn.Module) -> str | None:
+    """Why a module's weights cannot be multiplied with as they stand, or None."""
+    for name, p in module.named_parameters():
+        if hasattr(p, "quant_state") or not (p.is_floating_point() or p.is_complex()):
+            kind = str(p.dtype).removeprefix("torch.")
+            return (
+                f"the base weight '{name}' is quantised (kept as {kind}); W_Q can be read where the"
+                " base model is not, as in LoRA"
+            )
+    return None
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() >= 2 and type(parameter).__name__ != "FlatParameter"
 
 
 def _whole(parameter: Tensor) -> Tensor:
