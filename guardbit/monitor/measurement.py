@@ -29,9 +29,9 @@ class NoAttentionSeenError(RuntimeError):
 
 
 class _KnownSite(NamedTuple):
-    """A site as the metrics count it, by `index`; `layer` is for readers."""
+    """A site as the metrics count it, by `place`; `layer` is for readers."""
 
-    index: int
+    place: int
     layer: int
     name: str
     num_heads: int
@@ -97,13 +97,13 @@ class Measurement:
         site = self._known.get(call.site)
         if site is None or site.num_heads != call.q.size(1):
             return  # called otherwise than when the sites were counted; counted anew after the step
-        self._metrics.update(site.index, call)
+        self._metrics.update(site.place, call)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
             heads = [head for head in self._audited_heads(site) if head in call.known_heads]
             if heads:
-                self._metrics.audit(site.index, call, heads, directions.to(call.q.device))
+                self._metrics.audit(site.place, call, heads, directions.to(call.q.device))
 
     def discard(self) -> None:
         """Drops what the attention calls gave, because it is incomplete."""
@@ -152,7 +152,7 @@ class Measurement:
                 measured[name] = measured[name] / loss_scale
             for site in self._known.values():
                 for name, values in measured.items():
-                    columns[site.name, name] = values[site.index, : site.num_heads]
+                    columns[site.name, name] = values[site.place, : site.num_heads]
         else:
             self.discard()
         sites = self._instrumentation.sites
@@ -234,8 +234,8 @@ class Measurement:
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         return {
-            site.number: _KnownSite(index, self._layers[name], name, site.num_heads)
-            for index, (name, site) in enumerate(sites.items())
+            site.number: _KnownSite(place, self._layers[name], name, site.num_heads)
+            for place, (name, site) in enumerate(sites.items())
         }
 
     def _audited_heads(self, site: _KnownSite) -> list[int]:

@@ -63,7 +63,7 @@ class Site:
         self.number = number
         self._enclosing = [(number, module), *((site.number, site.module) for site in enclosing)]
         self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
-        self._settled_for: list[tuple[object, ...]] = []
+        self._settled_for: Sequence[tuple[object, ...]] = ()
         self._unread: dict[Side, str] = {}
 
     def __repr__(self) -> str:
@@ -182,7 +182,7 @@ class Site:
             raise self._layout
         return self._layout
 
-    def _parameters(self) -> list[tuple[object, ...]]:
+    def _parameters(self) -> Sequence[tuple[object, ...]]:
         """What pruning, adapters and the like change, so that W_Q has to be looked for anew."""
         for _, module in self._enclosing:
             found = [

@@ -67,12 +67,16 @@ def test_any_input_leaves_the_run_alone(kind, tiny):
         inst.remove()
 
 
+class OfTorch(nn.MultiheadAttention):
+    """A type that no compiler has seen in another test."""
+
+
 class TwoAttentions(nn.Module):
     def __init__(self, tiny):
         super().__init__()
         self.own, self.of_torch = (
             tiny.Attention(),
-            nn.MultiheadAttention(tiny.WIDTH, 4, batch_first=True),
+            OfTorch(tiny.WIDTH, 4, batch_first=True),
         )
 
     def forward(self, x):
