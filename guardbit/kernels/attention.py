@@ -194,7 +194,14 @@ def flash_attention(
 
 def is_inside_site() -> bool:
     """Whether the caller runs inside an instrumented module."""
-    return len(site_stack) > 0 and (torch.compiler.is_compiling() or not is_other_thread())
+    return len(site_stack) > 0 and (
+        torch.compiler.is_compiling() or not (is_other_thread() or is_jit_traced())
+    )
+
+
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_other_thread() -> bool:

@@ -20,6 +20,13 @@ log = logging.getLogger("guardbit")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
+#: How the log says what a site's facts lack.
+_CANNOT = {
+    "not_switchable": "no head can be switched",
+    "weights_unavailable": "the spectral norms of W_Q or W_K are unavailable",
+    "errors_unavailable": "rounding errors are unavailable",
+}
+
 #: Failures in a row after which the store gives up, as what is kept fills the memory.
 _PATIENCE = 100
 
@@ -43,7 +50,8 @@ class Journal:
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
-        self._described: set[str] = set()
+        self._described: dict[str, dict[str, Any]] = {}
+        self._warned: set[tuple[str, str, str]] = set()
         self._events: list[Event] = []  # not yet written
         self._facts: dict[str, Any] = {}  # the same
         self._failures, self._is_failing = 0, False
@@ -137,10 +145,7 @@ class Journal:
             self._failures, self._is_failing = 0, False
 
     def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
-        """Tells of the sites, where new ones are known: kernels, what cannot be had, and why."""
-        new = [name for name in sites if name not in self._described]
-        if not new:
-            return
+        """Tells of the sites, where something is new: kernels, what cannot be had, and why."""
         facts = {
             name: {
                 "heads": site.num_heads,
@@ -151,18 +156,30 @@ class Journal:
             }
             for name, site in sites.items()
         }
-        self._described.update(new)
-        for name in new:
-            known = facts[name]
-            for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
-                if known[what]:
-                    log.info("%s: %s: %s", name, what.replace("_", " "), known[what])
+        if facts == self._described:
+            return
+        is_first = facts.keys() - self._described.keys()
+        self._described = facts
+        self._warn(facts)
         refusals = [known["not_switchable"] for known in facts.values()]
-        if is_policy_set and all(refusals) and ranks.rank() == 0:
+        if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
         self._facts = {"sites": facts}
         self._try_to_write([])
+
+    def _warn(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Logs what cannot be had, once and in one line for all sites with the same reason."""
+        for what, cannot in _CANNOT.items():
+            told: dict[str, list[str]] = {}
+            for name, known in facts.items():
+                reason = (known[what] or "").removeprefix(f"W_Q of site '{name}' is unavailable: ")
+                if reason and (what, name, reason) not in self._warned:
+                    self._warned.add((what, name, reason))
+                    told.setdefault(reason, []).append(name)
+            for reason, names in told.items():
+                if ranks.rank() == 0:
+                    log.warning("%s at %s: %s", cannot, _listed(names), reason)
 
     def close(self) -> None:
         """Writes what is left; what is recorded later is logged only."""
@@ -177,6 +194,11 @@ class Journal:
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         return {"settings": dict(self._settings), "versions": versions}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:

@@ -17,17 +17,18 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import interception
-from guardbit.monitor.layouts import Layout, LayoutUnavailable
-from guardbit.monitor.projections import Weights, settle
+from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
+from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 
-# Where wrappers of `torch.compile`, and of activation checkpointing as FSDP applies it, keep the
-# module they wrap: a site goes by the same name with them and without.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+# Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, and of Fabric
+# keep the module they wrap: a site goes by the same name with them and without.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 # Hugging Face's names of attention that never reaches PyTorch's function.
 _UNSEEN_IMPLEMENTATIONS = ("eager", "flash_attention_", "flex_attention")
@@ -62,6 +63,8 @@ class Site:
         self.number = number
         self._enclosing = [(number, module), *((site.number, site.module) for site in enclosing)]
         self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
+        self._settled_for: Sequence[tuple[object, ...]] = ()
+        self._unread: dict[Side, str] = {}
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
@@ -125,47 +128,81 @@ class Site:
             TypeError: If the head is no whole number.
             LayoutUnavailable: If it cannot be known which rows they are, saying why.
         """
-        layout, weights = self._settled_layout()
-        return layout.query.weight(weights.of(layout.query.parameter), head)
+        rows, parameters = self._rows("query")
+        return rows.weight(parameters, head)
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of all heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
-        layout, weights = self._settled_layout()
-        return layout.query.weights(weights.of(layout.query.parameter))
+        rows, parameters = self._rows("query")
+        return rows.weights(parameters)
 
     def key_weights(self) -> Tensor:
         """Returns W_K of all key heads, FP32 `(H_kv, d_head, d_model)`; see `query_weight`."""
-        layout, weights = self._settled_layout()
-        return layout.key_rows.weights(weights.of(layout.key_rows.parameter))
+        rows, parameters = self._rows("key")
+        return rows.weights(parameters)
 
     def settle_layout(self) -> str | None:
         """Finds out where W_Q and W_K lie, if that was not done yet.
 
         Returns:
-            Why it cannot be known, or None.
+            Why they cannot be known, or could not be read when they were last asked for; or None.
         """
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
             return str(unavailable)
-        return str(layout.key) if isinstance(layout.key, LayoutUnavailable) else None
+        if isinstance(layout.key, LayoutUnavailable):
+            return str(layout.key)
+        return next(iter(self._unread.values()), None)
+
+    def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
+        """The heads' rows, and the current matrix that they are rows of."""
+        layout, weights = self._settled_layout()
+        rows = layout.query if side == "query" else layout.key_rows
+        try:
+            matrix = weights.of(rows.parameter)
+        except Exception as error:
+            self._unread[side] = str(error)
+            if isinstance(error, LayoutUnavailable):
+                raise
+            raise LayoutUnavailable(self._why(f"it could not be read: {error}")) from error
+        self._unread.pop(side, None)
+        return rows, matrix
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
-        if self._layout is None:
+        parameters = self._parameters()
+        if self._layout is None or parameters != self._settled_for:
             if self._record() is None:
                 raise LayoutUnavailable(
                     f"site '{self.name}' has not been called yet; run a training step first"
                 )
-            self._layout = self._find_layout()
+            self._layout, self._settled_for = self._find_layout(), parameters
+            self._unread.clear()
         if isinstance(self._layout, LayoutUnavailable):
             raise self._layout
         return self._layout
 
+    def _parameters(self) -> Sequence[tuple[object, ...]]:
+        """What pruning, adapters and the like change, so that W_Q has to be looked for anew."""
+        for _, module in self._enclosing:
+            found = [
+                (name, type(p), None if is_lazy(p) else p.shape)
+                for name, p in module.named_parameters()
+            ]
+            if found:
+                return found
+        return []
+
+    def _why(self, reason: str) -> str:
+        return f"W_Q of site '{self.name}' is unavailable: {reason}"
+
     @torch.inference_mode(False)  # which would leave no history to read
     def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
         """Asks the innermost module that has weight matrices, then those around it."""
+        reason = why_sharded([module for _, module in self._enclosing])
+        if reason is not None:
+            return LayoutUnavailable(self._why(reason))
         record = self._record()
-        reason: str | None = None
         for module, inputs in record.modules if record else []:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
@@ -176,8 +213,10 @@ class Site:
                 reason = reason or str(unavailable)
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
-        reason = reason or "the inputs of its module could not be recorded"
-        return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
+        reason = why_quantised(self.module) or reason
+        return LayoutUnavailable(
+            self._why(reason or "the inputs of its module could not be recorded")
+        )
 
     def _record(self) -> interception.SiteRecord | None:
         seen_by_op = len(switchboard.site_state(self.number).requested)
@@ -211,6 +250,11 @@ class Instrumentation:
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
         return {name: site for name, site in self._sites.items() if site.was_called}
+
+    def alike(self, names: Iterable[str]) -> list[str]:
+        """Names of all modules of the same types as some sites', in the order of the model."""
+        types = {type(self._sites[name].module) for name in names}
+        return [name for name, site in self._sites.items() if type(site.module) in types]
 
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
@@ -318,6 +362,8 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}; expected an nn.Module")
+    if _is_of_fabric(model):
+        model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
         if interception.is_attached(module):
             raise ValueError(f"the model is instrumented already (module '{name}')")
@@ -329,6 +375,12 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     return Instrumentation(model, sites)
 
 
+def _is_of_fabric(module: nn.Module) -> bool:
+    """Whether a module is what `Fabric.setup` returns."""
+    owner = type(module).__module__
+    return type(module).__name__ == "_FabricModule" and owner.endswith("fabric.wrappers")
+
+
 def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         of_torch = type(module).__module__.startswith("torch.nn.modules.")
@@ -338,6 +390,8 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue  # a wrapper around the module that matters
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its calls never come back to Python
+        if _is_of_fabric(module):
+            continue  # as above; attributes that it is given go to the module it wraps
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
 

@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
@@ -558,3 +558,23 @@ def test_a_file_for_a_folder_is_refused_before_the_first_step(trains, tmp_path):
     with pytest.raises(ValueError, match=r"thesis.txt', a file; a run needs a folder"):
         trains.fit(AttentionMonitor(dirpath=tmp_path / "thesis.txt"), model=model)
     assert model.raw_losses == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the models
+def test_a_logger_may_draw_the_graph_of_the_model(trains, same_weights, tmp_path):
+    class Drawn(trains.TinyGPT):
+        def __init__(self):
+            super().__init__()
+            self.example_input_array = torch.ones(1, 8, dtype=torch.long)
+
+        def forward(self, tokens):
+            return self.net(tokens)
+
+    def run(*callbacks):
+        logger = TensorBoardLogger(tmp_path / str(len(callbacks)), log_graph=True)
+        return trains.fit(*callbacks, model=Drawn(), max_steps=2, logger=logger)[0]
+
+    watch = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
+    assert same_weights(run(), run(watch))
+    assert set(HEAD_INDICATORS) <= set(read_run(tmp_path / "run").indicator)

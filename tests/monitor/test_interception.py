@@ -835,13 +835,20 @@ def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens
     expected = F.scaled_dot_product_attention(q, q, q), other(tokens), twin(tokens)
     errors, results = [], []
 
+    class Shared:
+        """Probes run on copies of what hooks refer to, but for classes."""
+
+        took = staticmethod(results.append)
+        failed = staticmethod(errors.append)
+
     def elsewhere():
         try:
-            results.append(F.scaled_dot_product_attention(q, q, q))
-            results.extend((other(tokens), twin(tokens)))
+            Shared.took(F.scaled_dot_product_attention(q, q, q))
+            for run in (other, twin):
+                Shared.took(run(tokens))
             guardbit.flash_attention(q, q, q)
         except BaseException as error:  # the end of a probe is one, and must not come here
-            errors.append(error)
+            Shared.failed(error)
 
     def run_a_thread(*_):
         thread = threading.Thread(target=elsewhere)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit.kernels import switchboard
-from guardbit.kernels.attention import is_other_thread, own_site_stack, site_stack
+from guardbit.kernels.attention import is_jit_traced, is_other_thread, own_site_stack, site_stack
 from guardbit.monitor.interception import records
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
@@ -25,6 +25,8 @@ from guardbit.monitor.interception.tracing import note_traced_inputs
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         note_traced_inputs(module, args, kwargs)
+    elif is_jit_traced():
+        return
     elif "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
     elif frame_stack and is_other_thread():
@@ -54,7 +56,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 # Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
 # compiled, they would be compiled anew for every shape, and so would what they call. Inside a
 # compiled module they are inlined.
-for _function in (_enter, _leave, is_other_thread, own_site_stack):
+for _function in (_enter, _leave, is_jit_traced, is_other_thread, own_site_stack):
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that

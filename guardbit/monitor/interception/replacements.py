@@ -20,6 +20,7 @@ from guardbit.kernels.attention import (
     MIN_HEAD_DIM,
     is_autocast,
     is_inside_site,
+    is_jit_traced,
     site_stack,
     switchable_attention,
 )
@@ -143,6 +144,8 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
         position = _positions[name]
         return args[position] if position < len(args) else kwargs.get(name, default)
 
+    if not torch.compiler.is_compiling() and is_jit_traced():
+        return _original(*args, **kwargs)
     if probe.site is not None and is_inside_site() and len(args) <= _positions["need_weights"]:
         # With weights to return, attention is written out where no call shows its queries.
         kwargs["need_weights"] = False
