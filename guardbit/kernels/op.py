@@ -148,6 +148,8 @@ def _attention(
     state = site_state(int(site))
     state.requested = _names(tuple(stabilizers))
     state.stock_dropout_p = dropout_p if use_stock else 0.0
+    if training:
+        state.ran_at = state.clock.now
     names = state.in_force
     plan = _plan(names, use_stock)
     if traced or dropout_p > 0:

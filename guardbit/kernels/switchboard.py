@@ -67,6 +67,30 @@ class AttentionCall:
 
 
 @dataclass(slots=True)
+class Clock:
+    """Counts the steps of a model, so that calls of one can be told from those of another.
+
+    Attributes:
+        now: The step that runs, or that ran last.
+        done: The last step that is over.
+        is_told: Whether somebody says when steps begin. Else each call of a module that is not
+            called by another instrumented one is a step.
+    """
+
+    now: int = 0
+    done: int = 0
+    is_told: bool = False
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self.now += 1
+
+    def end(self) -> None:
+        """Ends the step."""
+        self.done = self.now
+
+
+@dataclass(slots=True)
 class SiteState:
     """What the op looks up for one site, each time it runs.
 
@@ -82,6 +106,8 @@ class SiteState:
             0 where nothing drops, or all heads are always ours.
         at_rest: Whether calls need not be seen for now. Not to be changed between a forward and
             its recomputation, which must be alike.
+        clock: Counts the steps of the site's model.
+        ran_at: The last step in which the op ran here in training; -1 before the first.
     """
 
     stabilizers: tuple[str, ...] | None = None
@@ -90,6 +116,8 @@ class SiteState:
     requested: tuple[str, ...] = ()
     stock_dropout_p: float = 0.0
     at_rest: bool = False
+    clock: Clock = field(default_factory=Clock)
+    ran_at: int = -1
 
     @property
     def is_idle(self) -> bool:
@@ -115,12 +143,16 @@ _next_number = int.from_bytes(os.urandom(6))
 _random_offset = 0
 
 
-def add_site() -> int:
-    """Registers a new site and returns its number, unique in this process."""
+def add_site(clock: Clock | None = None) -> int:
+    """Registers a new site and returns its number, unique in this process.
+
+    Args:
+        clock: Counts the steps of the site's model; None for one of its own.
+    """
     global _next_number
     number = _next_number
     _next_number += 1
-    _sites[number] = SiteState()
+    _sites[number] = SiteState(clock=clock or Clock())
     return number
 
 

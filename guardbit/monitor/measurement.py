@@ -34,6 +34,7 @@ class _KnownSite(NamedTuple):
     layer: int
     name: str
     num_heads: int
+    is_sharded: bool
 
 
 class Measurement:
@@ -95,6 +96,8 @@ class Measurement:
         site = self._known.get(call.site)
         if site is None or site.num_heads != call.q.size(1):
             return  # called otherwise than when the sites were counted; counted anew after the step
+        if site.is_sharded:
+            return  # nobody knows which heads these are
         self._metrics.update(site.layer, call)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
@@ -160,6 +163,8 @@ class Measurement:
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )
+        # Not of modules that were replaced or removed since the sites were counted.
+        columns = {key: values for key, values in columns.items() if key[0] in sites}
         known = _count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
@@ -292,7 +297,7 @@ def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:
 
 def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
     return {
-        site.number: _KnownSite(layer, name, site.num_heads)
+        site.number: _KnownSite(layer, name, site.num_heads, site.sharded is not None)
         for layer, (name, site) in enumerate(sites.items())
     }
 

@@ -24,8 +24,9 @@ from guardbit.kernels.attention import (
     switchable_attention,
 )
 from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.calls import CAPTURED, Heads
 from guardbit.monitor.interception.frames import frame_stack, inside
-from guardbit.monitor.interception.records import Heads, note_call
+from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 
@@ -50,8 +51,8 @@ def scaled_dot_product_attention(
         elif probe.note_call(number := int(site), query, key):
             refusal = "it is probed"  # a re-run must not look like a call of the model
         else:
-            note_call(number, heads, refusal)
-            if site_state(number).is_idle:
+            refusal = note_call(number, heads, refusal)
+            if refusal is None and site_state(number).is_idle:
                 refusal = "nobody asks"  # and the op would cost the host 0.2 ms
         if refusal is None:
             return switchable_attention(
@@ -95,7 +96,7 @@ def _refusal(
         if torch._C._are_functorch_transforms_active():
             return "it runs under a torch.func transform"
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "it is captured in a CUDA graph, which replays the kernel of the capture"
+            return CAPTURED
     return None
 
 
