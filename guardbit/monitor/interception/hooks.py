@@ -70,7 +70,10 @@ def _end_step(module: nn.Module) -> None:
 # Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
 # compiled, they would be compiled anew for every shape, and so would what they call. Inside a
 # compiled module they are inlined.
-for _function in (_enter, _leave, _begin_step, _end_step, is_other_thread, own_site_stack):
+for _function in (
+    *(_enter, _leave, _begin_step, _end_step, is_other_thread, own_site_stack),
+    *(site_number, switchboard.site_state, switchboard.Clock.begin, switchboard.Clock.end),
+):
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that

@@ -98,10 +98,6 @@ def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
         known = _traced_refusals.get(key)
         if known is None or refusal.with_gradients:
             _traced_refusals[key] = refusal
-    clock = site_state(number).clock
-    if not clock.is_told:  # nobody sees the steps of a model that is compiled as a whole
-        clock.begin()
-        clock.end()
 
 
 def forget(number: int) -> None:
