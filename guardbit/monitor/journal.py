@@ -161,7 +161,12 @@ class Journal:
         if is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        self._facts = {"sites": facts}
+        self._facts |= {"sites": facts}
+        self._try_to_write([])
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Adds to the run's metadata."""
+        self._facts |= facts
         self._try_to_write([])
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from guardbit.kernels import switchboard
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
+from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
@@ -150,6 +151,7 @@ class MonitorSession:
         self._is_sampled = False
         self._first_alarms: dict[tuple[str, str], Alarm] = {}
         self._verdict = "stable"
+        self._coverage = Coverage(self.instrumentation)
         self._running = Running(self.instrumentation)
         # What is asked for and what runs, of sites that are not there: not yet, or not any more.
         self._loaded_stabilizers: dict[str, list[str]] = {}
@@ -258,6 +260,7 @@ class MonitorSession:
             return []
         step = self._last_ended = self._step
         self.instrumentation.end_step()
+        self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
         self.attempt("switch", lambda: self._tell_what_ran(step))
         # Not only when the next step begins: some loops run its forward before they say so.
         self._rest_unless(self._is_due(step + 1))
@@ -312,6 +315,7 @@ class MonitorSession:
             self._journal.add(left)
             self._journal.close()
         finally:
+            self._coverage.close()
             self.instrumentation.remove()
 
     def switch(
@@ -464,6 +468,11 @@ class MonitorSession:
             return {}
         self._journal.describe(self.instrumentation.sites, self.policy is not None)
         return columns
+
+    def _tell_what_is_unseen(self, step: int) -> None:
+        for why in self._coverage.check():
+            self.record(Event(step, "monitor_error", "", (), why))
+            self._journal.note({"unseen": self._coverage.unseen})
 
     def _tell_what_ran(self, step: int) -> None:
         for event in self._running.check(step):

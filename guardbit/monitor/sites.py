@@ -25,13 +25,11 @@ from guardbit.monitor import interception
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import Layout, LayoutUnavailable
 from guardbit.monitor.projections import Weights, settle
+from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 
 # Where wrappers of `torch.compile`, and of activation checkpointing as FSDP applies it, keep the
 # module they wrap: a site goes by the same name with them and without.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-# Hugging Face's names of attention that never reaches PyTorch's function.
-_UNSEEN_IMPLEMENTATIONS = ("eager", "flash_attention_", "flex_attention")
 
 T = TypeVar("T")
 
@@ -235,9 +233,9 @@ class Instrumentation:
         if sites is not None:
             candidates = _select(candidates, sites, "module")
         else:
-            _refuse_unseen(model, candidates)
+            refuse_unseen(candidates)
         if not candidates:
-            raise ValueError(
+            raise UnseenAttentionError(
                 f"{type(model).__name__} has no module that could call attention; GuardBit watches"
                 " calls of F.scaled_dot_product_attention inside a model's own modules"
             )
@@ -257,6 +255,11 @@ class Instrumentation:
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
         return {name: site for name, site in self._present().items() if site.was_called}
+
+    @property
+    def candidates(self) -> dict[str, Site]:
+        """All modules that could call attention, be it that they did or not."""
+        return dict(self._sites)
 
     @property
     def switched(self) -> list[Site]:
@@ -437,30 +440,6 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue  # its calls never come back to Python
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
-
-
-def _refuse_unseen(model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
-    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
-
-    Other modules may call attention too, unless they only hold such a model.
-    """
-    unseen: dict[nn.Module, str] = {}
-    for module in candidates.values():
-        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if type(module).__module__.startswith("transformers.") and isinstance(implementation, str):
-            if not implementation.startswith(_UNSEEN_IMPLEMENTATIONS):
-                return
-            unseen[module] = implementation
-    inside = {part for module in unseen for part in module.modules()}
-    holds_one = [
-        module for module in candidates.values() if not inside.isdisjoint(module.modules())
-    ]
-    if unseen and len(holds_one) == len(candidates):
-        module, implementation = next(iter(unseen.items()))
-        raise ValueError(
-            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
-        )
 
 
 def _around(name: str, model: nn.Module) -> Iterator[str]:

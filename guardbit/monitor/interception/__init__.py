@@ -23,9 +23,10 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.interception.calls import StepCalls
+from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, uninstall
-from guardbit.monitor.interception.records import SiteRecord, site_record
+from guardbit.monitor.interception.records import SiteRecord, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "StepCalls",
     "attach",
     "detach",
+    "entries",
     "install",
     "is_attached",
+    "ran",
     "rerun",
     "site_record",
     "uninstall",

@@ -14,6 +14,7 @@ from guardbit.monitor.interception import records
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Frame,
+    entries,
     frame_stack,
     site_modules,
     site_number,
@@ -37,6 +38,8 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if not frame_stack:
             own_site_stack()
             _begin_step(module)
+        if entries.num_listeners:
+            entries.numbers.add(site_number(module))
         frame_stack.append(Frame(module, args, kwargs))
     # One function for all modules, which reads the number off the module: the compiler then sees
     # an input of the graph and can serve many layers with one.

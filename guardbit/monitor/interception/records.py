@@ -10,7 +10,7 @@ from torch import nn
 
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads, StepCalls
-from guardbit.monitor.interception.frames import frame_stack, site_modules, site_number
+from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
 from guardbit.monitor.interception.sharding import why_sharded
 
@@ -152,6 +152,16 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         )
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
     return SiteRecord(number, modules, calls, sharded=sharded)
+
+
+def ran(number: int, module: nn.Module) -> bool:
+    """Whether a module ran while `entries` were noted, or a compiler traced it or one of its type.
+
+    Args:
+        number: Number of the site.
+        module: The module.
+    """
+    return number in entries.numbers or _traced(_traced_inputs, number, module) is not None
 
 
 def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | None:
