@@ -163,8 +163,10 @@ class Measurement:
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )
-        # Not of modules that were replaced or removed since the sites were counted.
-        columns = {key: values for key, values in columns.items() if key[0] in sites}
+        # Not of modules that were replaced or removed since the sites were counted, and not under
+        # numbers of heads that are none.
+        told = {name for name, site in sites.items() if site.sharded is None}
+        columns = {key: values for key, values in columns.items() if key[0] in told}
         known = _count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
