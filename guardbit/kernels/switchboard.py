@@ -71,23 +71,34 @@ class Clock:
     """Counts the steps of a model, so that calls of one can be told from those of another.
 
     Attributes:
-        now: The step that runs, or that ran last.
-        done: The last step that is over.
-        is_told: Whether somebody says when steps begin. Else each call of a module that is not
-            called by another instrumented one is a step.
+        now: The step that calls belong to.
+        done: The last step that is over; -1 before the first.
+        is_told: Whether somebody says when steps end. Else each call of a module that is not called
+            by another instrumented one is a step.
     """
 
     now: int = 0
-    done: int = 0
+    done: int = -1
     is_told: bool = False
 
     def begin(self) -> None:
-        """Begins a step."""
-        self.now += 1
+        """Begins a step, unless one has begun."""
+        self.now = self.done + 1
 
     def end(self) -> None:
-        """Ends the step."""
+        """Ends the step; what is recomputed in its backward still belongs to it."""
         self.done = self.now
+
+    def tell(self) -> None:
+        """Begins to count the steps that somebody tells of, by `end_told`."""
+        if not self.is_told:
+            self.is_told = True
+            self.begin()
+
+    def end_told(self) -> None:
+        """Ends a step; all calls from now on are of the next, be it that it has begun or not."""
+        self.end()
+        self.begin()
 
 
 @dataclass(slots=True)

@@ -340,8 +340,10 @@ class MonitorSession:
         self.instrumentation.switch(site, stabilizer, heads)
         step = self._step if self._step is not None else self._last_ended or 0
         for name, now in self.instrumentation.asked().items():
+            # A switch that did not fit the heads is dropped by a new one.
+            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
             switched = tuple(
-                h for h, (old, new) in enumerate(zip(before[name], now, strict=True)) if old != new
+                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
             )
             if switched:
                 self.record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))

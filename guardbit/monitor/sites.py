@@ -147,7 +147,7 @@ class Site:
 
     @property
     def outgrown(self) -> tuple[str, ...] | None:
-        """The switch that no longer fits, because the number of heads has changed, or None."""
+        """The switch that does not fit the latest calls, as these have other heads, or None."""
         switched, num_heads = switchboard.site_state(self.number).stabilizers, self.num_heads
         return switched if switched is not None and num_heads not in (0, len(switched)) else None
 
@@ -337,8 +337,11 @@ class Instrumentation:
         return {name: names for name, names in in_use.items() if names}
 
     def asked(self) -> dict[str, list[str]]:
-        """Returns the stabilizer asked for: name of the site -> one name a head."""
-        asked = {name: site.asked for name, site in self._present().items()}
+        """Returns the stabilizer asked for: name of the site -> one name a head.
+
+        A switch that does not fit the latest calls, which have other heads, is asked for still.
+        """
+        asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
         return {name: names for name, names in asked.items() if names}
 
     def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
@@ -368,12 +371,11 @@ class Instrumentation:
 
     def begin_step(self) -> None:
         """Is told that a training step begins; without, each call of the model is one."""
-        self._clock.is_told = True
-        self._clock.begin()
+        self._clock.tell()
 
     def end_step(self) -> None:
         """Is told that the step is over."""
-        self._clock.end()
+        self._clock.end_told()
 
     @property
     def latest_step(self) -> int:

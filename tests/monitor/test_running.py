@@ -9,6 +9,8 @@ from torch import nn
 
 from guardbit import MonitorSession, read_events
 from guardbit.monitor import running
+from guardbit.monitor.interception import StepCalls
+from guardbit.monitor.interception.calls import CAPTURED
 
 MASK = torch.ones(12, 12, dtype=torch.bool).tril()
 SITE = "layers.1"
@@ -110,6 +112,15 @@ def test_a_masked_batch_after_the_switch_is_told_at_once_and_so_is_the_next_with
     assert run.events("monitor_error") == []
 
 
+def test_a_head_that_is_switched_while_masks_come_is_told_of_too(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    run.steps(MASK)
+    run.session.instrumentation.ask(SITE, "compensated", [0])  # as a policy does
+    run.steps(MASK, MASK)
+    assert run.events("switch")[1:] == [(1, SITE, (1,), "none"), (2, SITE, (0,), "none")]
+
+
 def test_one_masked_batch_refuses_no_later_switch(run):
     run.steps(MASK)
     with pytest.raises(ValueError, match="explicit attention mask"):
@@ -196,7 +207,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
     assert run.stabilizers() == ["none"] * 2
 
 
-def test_another_number_of_heads_drops_the_switch_and_says_so(run):
+def test_a_switch_that_does_not_fit_the_heads_is_told_of_and_kept(run):
     run.steps(None)
     run.session.switch(SITE, "compensated")
     run.model.layers[1].heads = 1
@@ -204,7 +215,23 @@ def test_another_number_of_heads_drops_the_switch_and_says_so(run):
     assert run.switched_launches() == 0
     assert run.stabilizers() == ["none"]
     assert run.events("switch")[-1] == (1, SITE, (0, 1), "none")
-    assert "it has 1 heads now, and 2 were switched" in run.reasons("switch")[-1]
+    assert "it has 1 heads now, and the switch is of 2" in run.reasons("switch")[-1]
+    assert run.session.state_dict()["stabilizers"] == {SITE: ["compensated"] * 2}
+    run.model.layers[1].heads = 2
+    run.steps(None)
+    assert run.switched_launches() == 1
+    assert run.events("switch")[-1] == (2, SITE, (0, 1), "compensated")
+
+
+def test_a_forward_before_its_step_begins_counts(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    for step, mask in ((1, None), (2, MASK)):
+        loss = run.model(torch.randn(2, 12, 32), mask).square().mean()
+        with run.session.step(step):
+            loss.backward()
+    assert run.stabilizers() == ["none"] * 2
+    assert run.events("switch")[-1] == (2, SITE, (1,), "none")
 
 
 def test_a_replaced_module_is_no_longer_reported(run):
@@ -242,3 +269,12 @@ def test_a_policy_switches_at_a_masked_batch_what_earlier_batches_could(tmp_path
     assert run.stabilizers() == ["compensated", "none"]
     assert run.switched_launches() == 1
     run.session.close()
+
+
+def test_a_captured_call_speaks_for_all_that_follow():
+    calls = StepCalls()
+    calls.note(0, (2, 2, 16), None)
+    assert calls.refusal is None
+    calls.note(0, (2, 2, 16), CAPTURED)  # replays, which nobody sees, follow
+    assert calls.refusal == CAPTURED
+    assert not calls.was_switchable
