@@ -43,7 +43,7 @@ class Journal:
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
-        self._described: set[str] = set()
+        self._described: dict[str, str | None] = {}  # why a site could not be switched
         self._events: list[Event] = []  # not yet written
         self._facts: dict[str, Any] = {}  # the same
         self._failures, self._is_failing = 0, False
@@ -138,28 +138,29 @@ class Journal:
 
     def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
         """Tells of the sites, where new ones are known: kernels, what cannot be had, and why."""
-        new = [name for name in sites if name not in self._described]
+        refusals = {name: site.lasting_refusal for name, site in sites.items()}
+        new = [name for name in sites if self._described.get(name, "unknown") != refusals[name]]
         if not new:
             return
         facts = {
             name: {
                 "heads": site.num_heads,
                 "kernels": sorted({kernel for _, kernel in site.launches}),
-                "not_switchable": site.refusal,
+                "not_switchable": refusals[name],
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,
             }
             for name, site in sites.items()
         }
-        self._described.update(new)
+        self._described.update(refusals)
         for name in new:
             known = facts[name]
             for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
                 if known[what]:
                     log.info("%s: %s: %s", name, what.replace("_", " "), known[what])
-        refusals = [known["not_switchable"] for known in facts.values()]
-        if is_policy_set and all(refusals) and ranks.rank() == 0:
-            count, reason = len(refusals), refusals[0]
+        reasons = list(refusals.values())
+        if is_policy_set and all(reasons) and ranks.rank() == 0:
+            count, reason = len(reasons), reasons[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
         self._facts |= {"sites": facts}
         self._try_to_write([])

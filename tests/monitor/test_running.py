@@ -11,6 +11,7 @@ from guardbit import MonitorSession, read_events
 from guardbit.monitor import running
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.interception.calls import CAPTURED
+from guardbit.store import read_metadata
 
 MASK = torch.ones(12, 12, dtype=torch.bool).tril()
 SITE = "layers.1"
@@ -130,6 +131,15 @@ def test_one_masked_batch_refuses_no_later_switch(run):
     run.steps(None)
     assert run.switched_launches() == 1
     assert run.stabilizers() == ["compensated"] * 2
+
+
+def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
+    run = Run(tmp_path, every_n_train_steps=1)
+    run.steps(MASK)
+    assert "mask" in read_metadata(tmp_path)["sites"][SITE]["not_switchable"]
+    run.steps(None, MASK)
+    assert read_metadata(tmp_path)["sites"][SITE]["not_switchable"] is None
+    run.session.close()
 
 
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
