@@ -17,6 +17,7 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.monitor.unseen import UnseenAttentionError
 from guardbit.store.files import RUN_FOLDER, publish
 
 log = logging.getLogger("guardbit")
@@ -91,9 +92,14 @@ class HuggingFaceMonitor(TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
         dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        self.session = MonitorSession(
-            model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
-        )
+        dirpath = dirpath if state.is_world_process_zero else None
+        try:
+            self.session = MonitorSession(model, **self._settings, dirpath=dirpath)
+        except UnseenAttentionError as error:
+            if self._settings["strict"]:
+                raise
+            log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
+            return
         if state.global_step > 0:
             path = _state_path(args, state)
             try:

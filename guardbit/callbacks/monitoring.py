@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,11 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.monitor.unseen import UnseenAttentionError
 from guardbit.records import Alarm
 from guardbit.store import LOGGED_KEYS, RUN_FOLDER
+
+log = logging.getLogger("guardbit")
 
 #: Scalars logged at every sampled step that count heads.
 COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
@@ -133,22 +137,28 @@ class AttentionMonitor(pl.Callback):
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
         dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
+        try:
+            self.session = MonitorSession(
+                pl_module,
+                every_n_train_steps=self.every_n_train_steps,
+                sites=self.sites,
+                indicators=self.indicators,
+                num_rows=self.num_rows,
+                num_audited_heads=self.num_audited_heads,
+                rules=self.rules,
+                policy=policy,
+                dry_run=self.dry_run,
+                dirpath=dirpath if trainer.is_global_zero else None,
+                strict=self.strict,
+            )
+        except UnseenAttentionError as error:
+            if self.strict:
+                raise
+            log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
+            return
         rank_zero_info(
             f"GuardBit samples attention every {self.every_n_train_steps} steps; to look on:"
             f" guardbit live {shlex.quote(str(dirpath))}"
-        )
-        self.session = MonitorSession(
-            pl_module,
-            every_n_train_steps=self.every_n_train_steps,
-            sites=self.sites,
-            indicators=self.indicators,
-            num_rows=self.num_rows,
-            num_audited_heads=self.num_audited_heads,
-            rules=self.rules,
-            policy=policy,
-            dry_run=self.dry_run,
-            dirpath=dirpath if trainer.is_global_zero else None,
-            strict=self.strict,
         )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

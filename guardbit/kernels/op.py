@@ -150,6 +150,8 @@ def _attention(
     state.requested = _names(tuple(stabilizers))
     state.stock_dropout_p = dropout_p if use_stock else 0.0
     state.begin_forward()
+    if training:
+        state.ran_at = state.clock.now
     names = state.running
     plan = _plan(names, use_stock)
     if traced or dropout_p > 0:

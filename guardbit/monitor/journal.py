@@ -150,7 +150,7 @@ class Journal:
             name: {
                 "heads": site.num_heads,
                 "kernels": sorted({kernel for _, kernel in site.launches}),
-                "not_switchable": site.refusal,
+                "not_switchable": site.lasting_refusal,
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,
             }
@@ -165,7 +165,12 @@ class Journal:
         if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        self._facts = {"sites": facts}
+        self._facts |= {"sites": facts}
+        self._try_to_write([])
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Adds to the run's metadata."""
+        self._facts |= facts
         self._try_to_write([])
 
     def _warn(self, facts: Mapping[str, Mapping[str, Any]]) -> None:

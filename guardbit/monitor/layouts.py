@@ -356,8 +356,9 @@ def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str
 
 def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
     return NotOneMatrix(
-        f"the {side} depends on {_listed(names)} together (a latent or low-rank projection?), "
-        "so its rows in a single matrix are not defined",
+        f"the {side} depends on {_listed(names)} together (one after the other, as in a latent or "
+        "low-rank projection, or each for other tokens, as in the joint attention of text and "
+        "image?), so its rows in a single matrix are not defined",
         names,
     )
 

@@ -35,6 +35,7 @@ class _KnownSite(NamedTuple):
     layer: int
     name: str
     num_heads: int
+    is_sharded: bool
 
 
 class Measurement:
@@ -97,6 +98,8 @@ class Measurement:
         site = self._known.get(call.site)
         if site is None or site.num_heads != call.q.size(1):
             return  # called otherwise than when the sites were counted; counted anew after the step
+        if site.is_sharded:
+            return  # nobody knows which heads these are
         self._metrics.update(site.place, call)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
@@ -162,6 +165,10 @@ class Measurement:
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )
+        # Not of modules that were replaced or removed since the sites were counted, and not under
+        # numbers of heads that are none.
+        told = {name for name, site in sites.items() if site.sharded is None}
+        columns = {key: values for key, values in columns.items() if key[0] in told}
         known = self._count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
@@ -234,7 +241,9 @@ class Measurement:
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         return {
-            site.number: _KnownSite(place, self._layers[name], name, site.num_heads)
+            site.number: _KnownSite(
+                place, self._layers[name], name, site.num_heads, site.sharded is not None
+            )
             for place, (name, site) in enumerate(sites.items())
         }
 

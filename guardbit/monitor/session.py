@@ -26,10 +26,12 @@ from torch import Tensor, nn
 from guardbit.kernels import switchboard
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
+from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
 from guardbit.monitor.policy import LOSS_RULE, Policy, judge
+from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages
@@ -149,7 +151,12 @@ class MonitorSession:
         self._is_sampled = False
         self._first_alarms: dict[tuple[str, str], Alarm] = {}
         self._verdict = "stable"
+        self._coverage = Coverage(self.instrumentation)
+        self._running = Running(self.instrumentation)
+        # What is asked for and what runs, of sites that are not there: not yet, or not any more.
         self._loaded_stabilizers: dict[str, list[str]] = {}
+        self._left_running: dict[str, list[str]] = {}
+        self._refusals: dict[str, str | None] = {}
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
@@ -194,6 +201,7 @@ class MonitorSession:
             # The next sample tells another verdict, if it is another.
             self._verdict = told
         if step != self._step:
+            self.instrumentation.begin_step()
             self._is_sampled = self._is_due(step)
             self._step, self._micro_batch = step, 0
             wanted = self._rest_unless(self._is_sampled)
@@ -251,6 +259,9 @@ class MonitorSession:
         if self._step is None:
             return []
         step = self._last_ended = self._step
+        self.instrumentation.end_step()
+        self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
+        self.attempt("switch", lambda: self._tell_what_ran(step))
         # Not only when the next step begins: some loops run its forward before they say so.
         self._rest_unless(self._is_due(step + 1))
         if not self._is_sampled:
@@ -264,7 +275,10 @@ class MonitorSession:
                 self.attempt(stage, _failed_elsewhere)
         columns = self.attempt("metrics", self._measure) or {}
         samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
-        samples = ranks.of_rank_zero(samples)
+        # A rank may have had another kind of batch; what is switched is switched on all. A batch
+        # whose calls cannot be switched is no reason to leave the next ones alone.
+        refusals = {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
+        samples, self._refusals = ranks.of_rank_zero((samples, refusals))
         self.samples = samples
         self.scalars = _largest(samples)
         self._journal.add(samples)
@@ -290,7 +304,7 @@ class MonitorSession:
         if self._closed:
             return
         # Gone from the model in a moment; `state_dict` goes on telling it.
-        self._loaded_stabilizers = self._stabilizers()
+        self._loaded_stabilizers, self._left_running = self._asked(), self._stabilizers()
         self._closed, self._step = True, None
         self._capture.disarm()
         self._measurement.discard()
@@ -301,6 +315,7 @@ class MonitorSession:
             self._journal.add(left)
             self._journal.close()
         finally:
+            self._coverage.close()
             self.instrumentation.remove()
 
     def switch(
@@ -321,12 +336,14 @@ class MonitorSession:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
             IndexError: If a head is out of range.
         """
-        before = self.instrumentation.stabilizers()
+        before = self.instrumentation.asked()
         self.instrumentation.switch(site, stabilizer, heads)
         step = self._step if self._step is not None else self._last_ended or 0
-        for name, now in self.instrumentation.stabilizers().items():
+        for name, now in self.instrumentation.asked().items():
+            # A switch that did not fit the heads is dropped by a new one.
+            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
             switched = tuple(
-                h for h, (old, new) in enumerate(zip(before[name], now, strict=True)) if old != new
+                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
             )
             if switched:
                 self.record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
@@ -351,7 +368,10 @@ class MonitorSession:
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on as if never stopped; plain Python only."""
+        """Returns what a resumed run needs to go on as if never stopped; plain Python only.
+
+        "stabilizers" is what is asked for, "running" what the heads really ran in the latest step.
+        """
         return {
             "format": _STATE_FORMAT,
             "last_step": self._last_ended,
@@ -359,10 +379,9 @@ class MonitorSession:
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
             "stabilizers": {
-                name: list(names)
-                for name, names in self._stabilizers().items()
-                if set(names) != {"none"}
+                name: list(names) for name, names in self._asked().items() if set(names) != {"none"}
             },
+            "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
             "verdict": self._verdict,
@@ -413,9 +432,13 @@ class MonitorSession:
         ]
         return "".join(f"; {text}" for text in switched)
 
-    def _stabilizers(self) -> dict[str, list[str]]:
+    def _asked(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.
-        return {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
+        return {**self._loaded_stabilizers, **self.instrumentation.asked()}
+
+    def _stabilizers(self) -> dict[str, list[str]]:
+        """What the heads really run."""
+        return {**self._left_running, **self.instrumentation.stabilizers()}
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
@@ -448,12 +471,23 @@ class MonitorSession:
         self._journal.describe(self.instrumentation.sites, self.policy is not None)
         return columns
 
+    def _tell_what_is_unseen(self, step: int) -> None:
+        for why in self._coverage.check():
+            self.record(Event(step, "monitor_error", "", (), why))
+            self._journal.note({"unseen": self._coverage.unseen})
+
+    def _tell_what_ran(self, step: int) -> None:
+        for event in self._running.check(step):
+            self.record(event)
+            if ranks.rank() > 0:  # where others than rank 0 log no events
+                log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
+
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         if self.policy is not None:
             called = self.instrumentation.sites
-            stabilizers = {name: site.stabilizers for name, site in called.items()}
+            stabilizers = {name: site.asked for name, site in called.items()}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
@@ -470,16 +504,16 @@ class MonitorSession:
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites[decision.site]
-        refusal, heads, why = site.refusal, decision.heads, decision.why
+        refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self.dry_run:
             # Not what was refused when it was to be switched, or what somebody switched since.
-            ours = {head for head, name in enumerate(site.stabilizers) if name == stabilizer}
+            ours = {head for head, name in enumerate(site.asked) if name == stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
                 return
         refusal = "dry run" if self.dry_run else refusal
         if refusal is None:
-            self.instrumentation.switch(decision.site, decision.stabilizer, heads)
+            self.instrumentation.ask(decision.site, decision.stabilizer, heads)
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer
@@ -491,7 +525,7 @@ class MonitorSession:
         """What a run that goes on in a new folder tells first: alarms and switches it knows of."""
         for alarm in self._first_alarms.values():
             yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-        for site, names in self._stabilizers().items():
+        for site, names in self._asked().items():
             for stabilizer in dict.fromkeys(name for name in names if name != "none"):
                 heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
                 is_resumed = self._last_ended is not None

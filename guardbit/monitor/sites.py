@@ -21,17 +21,16 @@ from torch.nn.parameter import is_lazy
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import check_stabilizers
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.switchboard import AttentionCall, Clock
 from guardbit.monitor import interception
+from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
+from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 
 # Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, and of Fabric
 # keep the module they wrap: a site goes by the same name with them and without.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-
-# Hugging Face's names of attention that never reaches PyTorch's function.
-_UNSEEN_IMPLEMENTATIONS = ("eager", "flash_attention_", "flex_attention")
 
 T = TypeVar("T")
 
@@ -78,19 +77,43 @@ class Site:
     def num_heads(self) -> int:
         """Number of query heads; 0 before the first call, or where the call does not tell."""
         record = self._record()
-        return record.num_heads if record else 0
+        return record.calls.heads[0] if record else 0
 
     @property
     def refusal(self) -> str | None:
-        """Why the site's heads cannot be switched, or None."""
+        """Why none of the latest step's calls could be switched, or None."""
         record = self._record()
-        return record.refusal if record else "it has not been called yet"
+        return record.calls.refusal if record else "it has not been called yet"
+
+    @property
+    def lasting_refusal(self) -> str | None:
+        """Why no call so far could be switched, or None."""
+        record = self._record()
+        if record is None:
+            return self.refusal
+        calls = record.calls
+        return calls.conflict or (None if calls.was_switchable else calls.bypass)
+
+    @property
+    def latest_calls(self) -> StepCalls | None:
+        """What the calls of the latest step were like that made any; None before the first."""
+        record = self._record()
+        return record.calls if record else None
+
+    @property
+    def sharded(self) -> str | None:
+        """Why the site's heads are not all on this rank, so that nobody can number them, or None.
+
+        Known once the site was called.
+        """
+        record = self._record()
+        return record.sharded if record else None
 
     @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         dropout_p = switchboard.site_state(self.number).stock_dropout_p
-        if dropout_p == 0 or "none" not in self.stabilizers:
+        if dropout_p == 0 or "none" not in self.asked:
             return None
         return (
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not tell which, so"
@@ -108,11 +131,34 @@ class Site:
 
     @property
     def stabilizers(self) -> list[str]:
-        """The stabilizer in use, one name a head; "none" where its kernels failed."""
+        """The stabilizer in use, one name a head.
+
+        "none" while no call can be switched, and where the kernels of a switch failed.
+        """
+        record = self._record()
+        if record is not None and record.calls.refusal is not None:
+            return ["none"] * record.calls.heads[0]
         state = switchboard.site_state(self.number)
-        if state.requested:
-            return list(state.in_force)
-        return list(state.stabilizers or ["none"] * self.num_heads)
+        if state.failure is not None and len(state.requested) == self.num_heads:
+            return list(state.requested)
+        return self.asked
+
+    @property
+    def asked(self) -> list[str]:
+        """The stabilizer asked for, one name a head: in use as soon as calls can be switched."""
+        state = switchboard.site_state(self.number)
+        switched, num_heads = state.stabilizers, self.num_heads
+        if switched is not None and num_heads in (0, len(switched)):
+            return list(switched)
+        if len(state.requested) == num_heads:
+            return list(state.requested)
+        return ["none"] * num_heads
+
+    @property
+    def outgrown(self) -> tuple[str, ...] | None:
+        """The switch that does not fit the latest calls, as these have other heads, or None."""
+        switched, num_heads = switchboard.site_state(self.number).stabilizers, self.num_heads
+        return switched if switched is not None and num_heads not in (0, len(switched)) else None
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights.
@@ -170,6 +216,8 @@ class Site:
         return rows, matrix
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
+        if self.sharded is not None:
+            raise LayoutUnavailable(self._why(self.sharded))
         parameters = self._parameters()
         if self._layout is None or parameters != self._settled_for:
             if self._record() is None:
@@ -219,8 +267,7 @@ class Site:
         )
 
     def _record(self) -> interception.SiteRecord | None:
-        seen_by_op = len(switchboard.site_state(self.number).requested)
-        return interception.site_record(self._enclosing, seen_by_op)
+        return interception.site_record(self._enclosing)
 
 
 class Instrumentation:
@@ -231,25 +278,43 @@ class Instrumentation:
         if sites is not None:
             candidates = _select(candidates, sites, "module")
         else:
-            _refuse_unseen(model, candidates)
+            refuse_unseen(candidates)
         if not candidates:
-            raise ValueError(
+            raise UnseenAttentionError(
                 f"{type(model).__name__} has no module that could call attention; GuardBit watches"
                 " calls of F.scaled_dot_product_attention inside a model's own modules"
             )
+        self._model = model
         self._sites: dict[str, Site] = {}
         self._at_rest = False
+        self._clock = Clock()
+        self._switched: list[Site] = []
         interception.install()
         for name, module in candidates.items():
             around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
-            site = Site(name, module, switchboard.add_site(name), around)
+            site = Site(name, module, switchboard.add_site(name, self._clock), around)
             self._sites[name] = site
             interception.attach(module, site.number)
 
     @property
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
-        return {name: site for name, site in self._sites.items() if site.was_called}
+        return {name: site for name, site in self._present().items() if site.was_called}
+
+    @property
+    def candidates(self) -> dict[str, Site]:
+        """All modules that could call attention, be it that they did or not."""
+        return dict(self._sites)
+
+    @property
+    def switched(self) -> list[Site]:
+        """The sites at which a stabilizer is asked for, be it in use or not."""
+        return list(self._switched)
+
+    def lost(self) -> list[Site]:
+        """The called sites whose module is no longer in the model: it was replaced or removed."""
+        present = self._present()
+        return [s for name, s in self._sites.items() if name not in present and s.was_called]
 
     def alike(self, names: Iterable[str]) -> list[str]:
         """Names of all modules of the same types as some sites', in the order of the model."""
@@ -286,10 +351,17 @@ class Instrumentation:
         ]
         if refused and (not _is_pattern(site) or len(refused) == len(matching)):
             raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+        self._switch([t for t in matching.values() if t not in refused], stabilizer, heads)
+
+    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
+        """Switches heads of one site from the next call on that can be switched, see `switch`."""
+        self._switch([self._sites[site]], stabilizer, heads)
+
+    def _switch(
+        self, targets: Iterable[Site], stabilizer: str | Sequence[str], heads: Iterable[int] | None
+    ) -> None:
         switched: dict[int, tuple[str, ...]] = {}
-        for target in matching.values():
-            if target in refused:
-                continue
+        for target in targets:
             chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
             for head in chosen:
                 if not 0 <= head < target.num_heads:
@@ -297,21 +369,36 @@ class Instrumentation:
                         f"head {head} is out of range; site '{target.name}' has heads 0 to"
                         f" {target.num_heads - 1}"
                     )
-            names = list(switchboard.site_state(target.number).asked) or target.stabilizers
+            names = target.asked
             given = check_stabilizers(stabilizer, len(chosen))
             for head, name in zip(chosen, given, strict=True):
                 names[head] = name
             switched[target.number] = tuple(names)
-        for number, names in switched.items():
-            switchboard.site_state(number).switch(names)
+        self._ask(switched)
+
+    def give_back(self, site: Site) -> None:
+        """Forgets what is asked for at a site, whatever it is like now."""
+        self._ask({site.number: None})
 
     def stabilizers(self) -> dict[str, list[str]]:
-        """Returns the stabilizer in use: name of the site -> one name a head."""
-        in_use = {name: site.stabilizers for name, site in self._sites.items()}
+        """Returns the stabilizer in use: name of the site -> one name a head.
+
+        A switched head whose calls kept PyTorch's kernel in the latest step, because of a mask
+        say, is "none"; `asked` tells what it goes back to.
+        """
+        in_use = {name: site.stabilizers for name, site in self._present().items()}
         return {name: names for name, names in in_use.items() if names}
 
+    def asked(self) -> dict[str, list[str]]:
+        """Returns the stabilizer asked for: name of the site -> one name a head.
+
+        A switch that does not fit the latest calls, which have other heads, is asked for still.
+        """
+        asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
+        return {name: names for name, names in asked.items() if names}
+
     def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
-        """Sets what `stabilizers()` returned earlier, before or after the first forward.
+        """Asks for what `asked()` returned earlier, before or after the first forward.
 
         Raises:
             ValueError: If the model has no such module, or a name or the number of heads is wrong.
@@ -322,8 +409,31 @@ class Instrumentation:
                 raise ValueError(f"the model has no module '{name}' to switch")
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
-        for number, names in checked.items():
+        self._ask(checked)
+
+    def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
+        for number, names in stabilizers.items():
             switchboard.site_state(number).switch(names)
+        asked = ((s, switchboard.site_state(s.number).stabilizers) for s in self._sites.values())
+        self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
+
+    def _present(self) -> dict[str, Site]:
+        """The sites whose module is still in the model."""
+        modules = set(self._model.modules())
+        return {name: site for name, site in self._sites.items() if site.module in modules}
+
+    def begin_step(self) -> None:
+        """Is told that a training step begins; without, each call of the model is one."""
+        self._clock.tell()
+
+    def end_step(self) -> None:
+        """Is told that the step is over."""
+        self._clock.end_told()
+
+    @property
+    def latest_step(self) -> int:
+        """Number of the step that was over last, as `StepCalls` counts."""
+        return self._clock.done
 
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None for no longer."""
@@ -345,6 +455,7 @@ class Instrumentation:
             interception.detach(site.module, site.number)
             switchboard.remove_site(site.number)
         self._sites.clear()
+        self._switched.clear()
         interception.uninstall()
 
 
@@ -394,30 +505,6 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue  # as above; attributes that it is given go to the module it wraps
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
-
-
-def _refuse_unseen(model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
-    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
-
-    Other modules may call attention too, unless they only hold such a model.
-    """
-    unseen: dict[nn.Module, str] = {}
-    for module in candidates.values():
-        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if type(module).__module__.startswith("transformers.") and isinstance(implementation, str):
-            if not implementation.startswith(_UNSEEN_IMPLEMENTATIONS):
-                return
-            unseen[module] = implementation
-    inside = {part for module in unseen for part in module.modules()}
-    holds_one = [
-        module for module in candidates.values() if not inside.isdisjoint(module.modules())
-    ]
-    if unseen and len(holds_one) == len(candidates):
-        module, implementation = next(iter(unseen.items()))
-        raise ValueError(
-            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
-        )
 
 
 def _around(name: str, model: nn.Module) -> Iterator[str]:

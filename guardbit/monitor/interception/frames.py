@@ -27,6 +27,27 @@ class Frame(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class Entries:
+    """Notes which instrumented modules run eagerly, as long as anybody wants to know."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.num_listeners = 0
+
+    def start(self) -> None:
+        """Begins to note, for one listener more."""
+        self.num_listeners += 1
+
+    def stop(self) -> None:
+        """Is told that a listener knows enough."""
+        self.num_listeners -= 1
+        if not self.num_listeners:
+            self.numbers.clear()
+
+
+#: The modules that ran, by number of the site.
+entries = Entries()
+
 #: Modules that are running eagerly, outermost first, in step with `site_stack`.
 frame_stack: list[Frame] = []
 

@@ -14,6 +14,7 @@ from guardbit.monitor.interception import records
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Frame,
+    entries,
     frame_stack,
     site_modules,
     site_number,
@@ -38,6 +39,9 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             site_stack.clear()
         if not frame_stack:
             own_site_stack()
+            _begin_step(module)
+        if entries.num_listeners:
+            entries.numbers.add(site_number(module))
         frame_stack.append(Frame(module, args, kwargs))
     # One function for all modules, which reads the number off the module: the compiler then sees
     # an input of the graph and can serve many layers with one.
@@ -51,12 +55,30 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         # Else another hook failed before `_enter`.
         frame_stack.pop()
         site_stack.pop()
+        if not frame_stack:
+            _end_step(module)
+
+
+def _begin_step(module: nn.Module) -> None:
+    clock = switchboard.site_state(site_number(module)).clock
+    # A forward that is recomputed in the backward belongs to the step of the first one.
+    if not clock.is_told and torch._C._current_graph_task_id() == -1:
+        clock.begin()
+
+
+def _end_step(module: nn.Module) -> None:
+    clock = switchboard.site_state(site_number(module)).clock
+    if not clock.is_told:
+        clock.end()
 
 
 # Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
 # compiled, they would be compiled anew for every shape, and so would what they call. Inside a
 # compiled module they are inlined.
-for _function in (_enter, _leave, is_jit_traced, is_other_thread, own_site_stack):
+for _function in (
+    *(_enter, _leave, _begin_step, _end_step, is_jit_traced, is_other_thread, own_site_stack),
+    *(site_number, switchboard.site_state, switchboard.Clock.begin, switchboard.Clock.end),
+):
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that

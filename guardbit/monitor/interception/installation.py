@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -67,15 +68,51 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
 
 
 def redirect_references(module: nn.Module) -> None:
-    """Replaces PyTorch's attention where a module or its class keeps it as an attribute."""
+    """Replaces PyTorch's attention where a module or its class keeps it.
+
+    As an attribute, in a dict that is one, or as a default argument or in the closure of a method.
+    """
     for owner in (module, *type(module).__mro__):
+        if owner in (nn.Module, object):
+            continue
         for name, value in list(vars(owner).items()):
+            if isinstance(value, dict):
+                _redirect_items(value)
+            elif isinstance(value, types.FunctionType):
+                _redirect_inside(value)
             redirected = _redirected(value)
             if redirected is replacements.scaled_dot_product_attention and owner is not module:
                 redirected = staticmethod(redirected)  # PyTorch's is built in: it takes no `self`
             if redirected is not None:
                 setattr(owner, name, redirected)
                 _restore.append(functools.partial(setattr, owner, name, value))
+
+
+def _redirect_items(table: dict[Any, Any]) -> None:
+    for key, value in list(table.items()):
+        redirected = _redirected(value)
+        if redirected is not None:
+            table[key] = redirected
+            _restore.append(functools.partial(table.__setitem__, key, value))
+
+
+def _redirect_inside(function: types.FunctionType) -> None:
+    """Replaces PyTorch's attention among default arguments, and in what a function closes over."""
+    defaults = function.__defaults__ or ()
+    redirected = tuple(_redirected(value) or value for value in defaults)
+    if redirected != defaults:
+        function.__defaults__ = redirected
+        _restore.append(functools.partial(setattr, function, "__defaults__", defaults))
+    _redirect_items(function.__kwdefaults__ or {})
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        redirected = _redirected(value)
+        if redirected is not None:
+            cell.cell_contents = redirected
+            _restore.append(functools.partial(setattr, cell, "cell_contents", value))
 
 
 def _redirected(value: Any) -> Any:

@@ -26,8 +26,9 @@ from guardbit.kernels.attention import (
 )
 from guardbit.kernels.op import has_tangent
 from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.calls import CAPTURED, Heads
 from guardbit.monitor.interception.frames import frame_stack, inside
-from guardbit.monitor.interception.records import Heads, note_call
+from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 
@@ -52,10 +53,10 @@ def scaled_dot_product_attention(
         elif probe.note_call(number := int(site), query, key):
             refusal = "it is probed"  # a re-run must not look like a call of the model
         else:
-            note_call(number, heads, refusal)
+            refusal = note_call(number, heads, refusal)
             state = site_state(number)
             state.begin_forward()
-            if state.is_idle:
+            if refusal is None and state.is_idle:
                 refusal = "nobody asks"  # and the op would cost the host 0.2 ms
         if refusal is None:
             return switchable_attention(
@@ -108,7 +109,7 @@ def _refusal(
         if has_tangent(query, key, value):
             return "it is differentiated in forward mode"
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "it is captured in a CUDA graph, which replays the kernel of the capture"
+            return CAPTURED
     return None
 
 
