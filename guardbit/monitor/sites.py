@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -200,34 +201,33 @@ class Instrumentation:
             )
         self._sites: dict[str, Site] = {}
         self._at_rest = False
-        interception.install()
-        for name, module in candidates.items():
-            around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
-            site = Site(name, module, switchboard.add_site(), around)
-            self._sites[name] = site
-            interception.attach(module, site.number)
+        # What is to be undone, last first; what fails is tried again by the next `remove`.
+        self._installed: list[Callable[[], None]] = []
+        try:
+            self._installed += [interception.restore, interception.release]
+            interception.install()
+            for name, module in candidates.items():
+                outer = [self._sites[o] for o in _around(name, model) if o in self._sites]
+                self._attach(Site(name, module, switchboard.add_site(), outer))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, site: Site) -> None:
+        self._sites[site.name] = site
+        self._installed.append(functools.partial(switchboard.remove_site, site.number))
+        self._installed.append(functools.partial(interception.detach, site.module, site.number))
+        interception.attach(site.module, site.number)
 
     @property
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
         return {name: site for name, site in self._sites.items() if site.was_called}
 
-    def switch(
+    def check_switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
-    ) -> None:
-        """Switches heads to a kernel, from the next call of the site on.
-
-        Args:
-            site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
-            stabilizer: One name of `guardbit.STABILIZERS`, or one for each of `heads`. "none"
-                gives heads back to PyTorch's own kernel, wherever they are.
-            heads: The heads to switch; None for all.
-
-        Raises:
-            ValueError: If the site, the stabilizer, or the switch itself is impossible.
-            IndexError: If a head is out of range.
-            TypeError: If the site is no text.
-        """
+    ) -> dict[int, tuple[str, ...]]:
+        """Returns what `switch` would make of each site, by number, or raises what it would."""
         if not isinstance(site, str):
             raise TypeError(f"site is {site!r}; it must be a name or a pattern")
         matching = _select(self.sites, [site], "attention site")
@@ -255,6 +255,25 @@ class Instrumentation:
             for head, name in zip(chosen, given, strict=True):
                 names[head] = name
             switched[target.number] = tuple(names)
+        return switched
+
+    def switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> None:
+        """Switches heads to a kernel, from the next call of the site on.
+
+        Args:
+            site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
+            stabilizer: One name of `guardbit.STABILIZERS`, or one for each of `heads`. "none"
+                gives heads back to PyTorch's own kernel, wherever they are.
+            heads: The heads to switch; None for all.
+
+        Raises:
+            ValueError: If the site, the stabilizer, or the switch itself is impossible.
+            IndexError: If a head is out of range.
+            TypeError: If the site is no text.
+        """
+        switched = self.check_switch(site, stabilizer, heads)
         for number, names in switched.items():
             switchboard.site_state(number).stabilizers = names
 
@@ -291,14 +310,30 @@ class Instrumentation:
                 switchboard.site_state(site.number).at_rest = at_rest
 
     def remove(self) -> None:
-        """Takes everything out of the model again; calling it twice is harmless."""
-        if not self._sites:
-            return
-        for site in self._sites.values():
-            interception.detach(site.module, site.number)
-            switchboard.remove_site(site.number)
-        self._sites.clear()
-        interception.uninstall()
+        """Takes everything out of the model again; calling it twice is harmless.
+
+        What cannot be taken out is left for the next call, and the error is raised once all else is
+        out.
+        """
+        to_undo, self._installed = self._installed, []
+        try:
+            with ExitStack() as each:  # the last one first
+                for undo in to_undo:
+                    each.callback(self._undo, undo)
+        finally:
+            self._sites.clear()
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except BaseException:
+            self._installed.append(undo)
+            raise
+
+    def listen(self, listener: Callable[[Exception], None]) -> None:
+        """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
+        interception.listeners.append(listener)
+        self._installed.append(functools.partial(interception.listeners.remove, listener))
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
-from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.interception.frames import drop_stale, frame_stack
 from guardbit.monitor.interception.inputs import (
     ModuleInputs,
     describe,
@@ -27,6 +27,15 @@ from guardbit.monitor.interception.records import (
     keep_traced_inputs,
     keep_traced_refusal,
 )
+
+
+def drop_stale_traced() -> None:
+    """Forgets, while it is traced, modules that were never left."""
+    comptime(_drop_stale)
+
+
+def _drop_stale(_: Any) -> None:
+    drop_stale()
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
