@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from guardbit.callbacks.doors import guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
@@ -133,23 +135,28 @@ class AttentionMonitor(pl.Callback):
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
         dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
-        rank_zero_info(
-            f"GuardBit samples attention every {self.every_n_train_steps} steps; to look on:"
-            f" guardbit live {shlex.quote(str(dirpath))}"
+        self.session = watched(
+            self.strict,
+            lambda: MonitorSession(
+                pl_module,
+                every_n_train_steps=self.every_n_train_steps,
+                sites=self.sites,
+                indicators=self.indicators,
+                num_rows=self.num_rows,
+                num_audited_heads=self.num_audited_heads,
+                rules=self.rules,
+                policy=policy,
+                dry_run=self.dry_run,
+                dirpath=dirpath if trainer.is_global_zero else None,
+                strict=self.strict,
+            ),
         )
-        self.session = MonitorSession(
-            pl_module,
-            every_n_train_steps=self.every_n_train_steps,
-            sites=self.sites,
-            indicators=self.indicators,
-            num_rows=self.num_rows,
-            num_audited_heads=self.num_audited_heads,
-            rules=self.rules,
-            policy=policy,
-            dry_run=self.dry_run,
-            dirpath=dirpath if trainer.is_global_zero else None,
-            strict=self.strict,
-        )
+        if self.session is not None:
+            with suppress(Exception):  # of a handler of the user's
+                rank_zero_info(
+                    f"GuardBit samples attention every {self.every_n_train_steps} steps; to look"
+                    f" on: guardbit live {shlex.quote(str(dirpath))}"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
@@ -161,6 +168,7 @@ class AttentionMonitor(pl.Callback):
         if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
 
+    @guarded
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -170,6 +178,7 @@ class AttentionMonitor(pl.Callback):
             self._grad_norms.clear()
             self.session.begin_batch(self._step)
 
+    @guarded
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -180,6 +189,7 @@ class AttentionMonitor(pl.Callback):
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
             session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
 
+    @guarded
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -233,6 +243,7 @@ class AttentionMonitor(pl.Callback):
             self._restored = self.state_dict()
         finally:
             self.session = None
+            session.abandon_step()  # which will not end any more
             session.close()
 
     def _take_grad_norm(

@@ -314,7 +314,9 @@ class MonitorSession:
             self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
 
     def abandon_step(self) -> None:
-        """Forgets the step that has begun, as after an error in it; it may begin again."""
+        """Forgets the step that has not ended, as after an error in it; it may begin again."""
+        if not self._is_within_step():
+            return
         step, self._step, self._is_sampled = self._step, None, False
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
@@ -418,6 +420,10 @@ class MonitorSession:
             the rest of the run and, unless `strict`, never reaches training.
         """
         return self._stages.attempt(stage, function)
+
+    def always(self, stage: str, function: Callable[[], T]) -> T | None:
+        """Runs what is to be tried each time, however often it has failed; else like `attempt`."""
+        return self._stages.always(stage, function)
 
     # --- state -----------------------------------------------------------------------------------
 
