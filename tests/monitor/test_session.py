@@ -681,6 +681,83 @@ def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monke
     assert any("Permission denied" in line for line in caplog.messages)
 
 
+@pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
+def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, caplog, error):
+    def refuse(*_):
+        raise OSError(error, "for now")
+
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
+    loop = Loop(dirpath=tmp_path, policy=Policy(), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", refuse)
+        if error == 24:
+            patch.setattr(journal, "is_run", refuse)
+        loop.run(range(4), close=False)
+    assert not is_run(tmp_path)
+    loop.run(range(4, 7))
+    assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
+    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_lone_surrogate_in_a_name_costs_nothing(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.register_module("sur\udc80", loop.model.layers.pop(0))
+    loop.model.forward = lambda x: loop.model.layers[0](getattr(loop.model, "sur\udc80")(x))
+    loop.session = MonitorSession(loop.model, every_n_train_steps=1, dirpath=tmp_path)
+    loop.run([0], close=False)
+    loop.session.switch("sur\udc80", "compensated", why="said by \udcff")
+    loop.run([1])
+    frame, (event,) = read_run(tmp_path), events_of(tmp_path, "switch").itertuples()
+    assert sampled(tmp_path) == [0, 1]
+    assert set(frame["site"]) == {"", "layers.0", "sur\\udc80"}
+    assert (event.site, event.why) == ("sur\\udc80", "said by \\udcff")
+    assert set(read_metadata(tmp_path)["sites"]) == {"layers.0", "sur\\udc80"}
+    assert not any("is off" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("what", ["switch", "close"])
+@pytest.mark.parametrize("ends", ["with the step", "by the next step", "by an error"])
+def test_what_comes_between_a_forward_and_its_recomputation_waits(
+    monkeypatch, tmp_path, what, ends
+):
+    def checkpointed(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not alike
+        return x
+
+    monkeypatch.setattr(Model, "forward", checkpointed)
+    loop = Loop(every_n_train_steps=100, dirpath=tmp_path, strict=True).run([0], close=False)
+    session, stock = loop.session, F.scaled_dot_product_attention
+    session.begin_batch(1)
+    loss = loop.model(torch.ones(1, 3, 32).bfloat16()).float().square().mean()
+    if what == "switch":
+        session.switch("layers.1", "row_max", heads=[2])
+        with pytest.raises(IndexError):
+            session.switch("layers.1", "row_max", heads=[9])
+    else:
+        session.close()
+    loss.backward()
+    assert session.instrumentation.stabilizers()[SITES[1]] == ["none"] * 4
+    if ends == "with the step":
+        session.end_step()
+    elif ends == "by an error":
+        session.abandon_step()
+    else:
+        session.begin_batch(2)
+    if what == "switch":
+        expected = ["none", "none", "row_max", "none"]
+        assert session.instrumentation.stabilizers()[SITES[1]] == expected
+        assert events_of(tmp_path, "switch")["heads"].tolist() == [(2,)]
+        session.abandon_step()
+        session.close()
+    assert F.scaled_dot_product_attention is not stock
+    assert not any(module._forward_hooks for module in loop.model.modules())
+
+
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     first = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False)
     state = first.session.state_dict()
