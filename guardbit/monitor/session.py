@@ -28,7 +28,7 @@ from guardbit.monitor.capture import Capture
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
-from guardbit.monitor.policy import LOSS_RULE, Policy, judge
+from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
@@ -493,8 +493,9 @@ class MonitorSession:
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         alarms = [
-            Alarm(step, site, tuple(heads), rule, why)
-            for step, site, heads, rule, why in state["first_alarms"]
+            # Those of before alarms had roles have that of the rule of their name.
+            Alarm(step, site, tuple(heads), rule, why, *(role or [self.detectors.role_of(rule)]))
+            for step, site, heads, rule, why, *role in state["first_alarms"]
         ]
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
@@ -558,7 +559,7 @@ class MonitorSession:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
-            alarm.rule == LOSS_RULE and self._first_alarms[alarm.rule, alarm.site] is alarm
+            alarm.role == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
             for alarm in alarms
         )
         if verdict != self._verdict or departed:

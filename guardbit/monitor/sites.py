@@ -151,6 +151,14 @@ class Site:
             return str(unavailable)
         return str(layout.key) if isinstance(layout.key, LayoutUnavailable) else None
 
+    @property
+    def normalises_queries(self) -> bool:
+        """Whether the size of a head's rows of W_Q is known not to reach the scores (QK norm)."""
+        try:
+            return self._settled_layout()[0].normalises_queries
+        except LayoutUnavailable:
+            return False
+
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self._layout is None:
             if self._record() is None:

@@ -23,6 +23,7 @@ from guardbit.monitor import indicators, journal, measurement, metrics
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.records import HEAD_INDICATORS, Event
 from guardbit.store import RunWriter, is_run, read_metadata
 
@@ -396,8 +397,10 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
 class LossAtStep:
     """Says at every sample from one step on that the loss has departed."""
 
+    role: ClassVar = "loss"
+
     step: int
-    name: str = "loss_departure"
+    name: str = "my_loss"
 
     def examine(self, frame, state):
         due = frame.step >= self.step and frame.of("loss")
@@ -410,13 +413,26 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
     loop.run(range(0, 4000, 500))
     events = read_events(tmp_path)
-    departed = events[events["rule"] == "loss_departure"]
+    departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
     assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
         "no alarm on the loss", "the loss departs at step 1500"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_role", [True, False])
+def test_a_resumed_run_knows_what_its_first_alarms_were_about(with_role):
+    rules = (Always(2500), LossAtStep(500))
+    loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
+    state = json.loads(json.dumps(loop.session.state_dict()))
+    loop.session.close()
+    if not with_role:  # of an earlier version
+        state["first_alarms"] = [alarm[:5] for alarm in state["first_alarms"]]
+    resumed = Loop(every_n_train_steps=500, rules=rules)
+    resumed.session.load_state_dict(state)
+    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == ["loss"]
 
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
@@ -1268,3 +1284,32 @@ def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
     exec(body, names)
     assert values(tmp_path / "runs" / "mine", "loss") == loop.losses
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, monkeypatch, normed):
+    """As in padded batches, the logits are not known: a mask is given."""
+    explicit = torch.ones(12, 12, dtype=torch.bool).tril()
+    monkeypatch.setattr(Attention, "masked", {"attn_mask": explicit})
+    loop = Loop(every_n_train_steps=50, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.layers.extend([Attention(), Attention()]).bfloat16()
+    for layer in loop.model.layers:
+        norm = nn.RMSNorm(16) if normed else nn.Identity()
+        layer.q_proj = nn.Sequential(
+            layer.q_proj, nn.Unflatten(-1, (layer.heads, 16)), norm, nn.Flatten(2)
+        )
+    loop.model.bfloat16()
+    loop.session = MonitorSession(loop.model, every_n_train_steps=50, dirpath=tmp_path)
+    for step in range(0, 1500, 50):
+        with loop.session.step(step), torch.no_grad():
+            loop.model.layers[1].q_proj[0].weight[16:32] *= 1.08
+            with torch.enable_grad():
+                loop.backward(step)
+    loop.session.close()
+    assert bool(len(events_of(tmp_path, "alarm"))) is not normed
+    assert (loop.session.state_dict()["verdict"] == "stable") is normed
+    sites = read_metadata(tmp_path)["sites"].values()
+    assert {site["normalises_queries"] for site in sites} == {normed}
+    replayed = replay(read_run(tmp_path), normalised=normalised_sites(read_metadata(tmp_path)))
+    assert (replayed.verdict == "stable") is normed
