@@ -202,6 +202,7 @@ class Journal:
                 "not_switchable": site.refusal,
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,
+                "normalises_queries": site.normalises_queries,
             }
             for name, site in sites.items()
         }

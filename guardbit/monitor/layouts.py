@@ -228,14 +228,16 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
             key_rows = _find_rows("key", key, leaves, project, generator)
         except LayoutUnavailable as unavailable:
             key_rows = unavailable
-    return Layout(query_rows, key_rows, _is_normalised(query_rows, leaves, project))
+    return Layout(query_rows, key_rows, _is_normalised(query.detach(), query_rows, leaves, project))
 
 
-def _is_normalised(found: HeadRows, leaves: dict[str, Tensor], project: Project) -> bool:
+def _is_normalised(
+    states: Tensor, found: HeadRows, leaves: dict[str, Tensor], project: Project
+) -> bool:
     """Whether the first head's queries stay as they are when its rows of W_Q double.
 
     From far above their size on, where neither a bias nor the norm's epsilon counts. A norm over
-    the full width lets a head's share grow, and is none in this sense.
+    the full width lets one head grow against the others, which then shrink: that is none.
     """
     weight = leaves[found.parameter].detach()
     features = [size for axis, size in enumerate(weight.shape) if axis != found.input_axis]
@@ -247,7 +249,9 @@ def _is_normalised(found: HeadRows, leaves: dict[str, Tensor], project: Project)
             project({**leaves, found.parameter: torch.where(own, weight * factor, weight)})[0]
             for factor in (2.0**10, 2.0**11)
         )
-    return _change_of_heads(large, larger)[0].item() < NORMALISED_LIMIT
+    own_change = _change_of_heads(large, larger)[0]
+    others = _change_of_heads(states, large)[1:]
+    return bool(own_change < NORMALISED_LIMIT) and bool((others < NORMALISED_LIMIT).all())
 
 
 def _find_rows(

@@ -543,7 +543,11 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), str(error)))
             return {}
-        self._journal.describe(self.instrumentation.sites, self.policy is not None)
+        sites = self.instrumentation.sites
+        self._journal.describe(sites, self.policy is not None)
+        self.detectors.normalised = frozenset(
+            name for name, site in sites.items() if site.normalises_queries
+        )
         return columns
 
     # --- acting ----------------------------------------------------------------------------------
