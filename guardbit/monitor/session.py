@@ -292,7 +292,25 @@ class MonitorSession:
         for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self.attempt(stage, _failed_elsewhere)
+        if "parts" not in self._said:
+            self._said.add("parts")
+            self._compare_parts()
         return _WATCHING not in self._stages.off
+
+    def _compare_parts(self) -> None:
+        """Says so where ranks hold different parts of a model, of which rank 0's is recorded.
+
+        Not where one only calls fewer of its modules than another, as with dropped layers.
+        """
+        modules, sites = self.instrumentation.modules, list(self.instrumentation.sites)
+        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
+        if not any(same):
+            why = (
+                "ranks hold different attention modules (pipeline parallelism?): only those of rank"
+                " 0 are watched, and of these only the weights' norms"
+                f" ({', '.join(sites) or 'none'}); heads of other ranks are NOT guarded"
+            )
+            self.record(Event(self._step or 0, "monitor_error", "", (), why))
 
     def _measure_and_act(self, step: int) -> list[Alarm]:
         columns = self.attempt("metrics", self._measure) or {}

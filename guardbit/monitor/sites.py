@@ -228,6 +228,11 @@ class Instrumentation:
         interception.attach(site.module, site.number)
 
     @property
+    def modules(self) -> list[str]:
+        """Names of the modules that may call attention, in the order of the model."""
+        return list(self._sites)
+
+    @property
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
         return {name: site for name, site in self._sites.items() if site.was_called}
