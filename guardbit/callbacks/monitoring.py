@@ -251,7 +251,7 @@ class AttentionMonitor(pl.Callback):
     ) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
         if not gradients:
             return
         norm = get_total_norm(gradients)
@@ -308,6 +308,11 @@ class AttentionMonitor(pl.Callback):
         if picture is not None:
             for logger in trainer.loggers:
                 send_picture(logger, MAP_KEY, picture, self._step)
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """A gradient, of one that is sparse its entries: norms of such come with PyTorch 2.15 only."""
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:
