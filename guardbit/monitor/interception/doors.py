@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch._dynamo.eval_frame import skip_code
 
@@ -16,6 +16,7 @@ from guardbit.kernels.attention import site_stack
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.stages import log
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Are told of each error: of all sessions, as what fails may not know which model it runs for.
@@ -24,28 +25,25 @@ listeners: list[Callable[[Exception], None]] = []
 _told_of: set[type[Exception]] = set()
 
 
-def guarded(otherwise: T) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Makes a function one that training may call: it returns `otherwise` where it fails.
+def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Makes a function one that training may call: it returns None where it fails.
 
     For eager calls only: a compiler is to trace neither the function nor the guard.
     """
 
-    def guard(function: Callable[..., T]) -> Callable[..., T]:
-        @functools.wraps(function)
-        def door(*args: Any, **kwargs: Any) -> T:
-            try:
-                return function(*args, **kwargs)
-            except Exception as error:
-                frame_stack.clear()
-                site_stack.clear()
-                _tell(error)
-                return otherwise
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            frame_stack.clear()
+            site_stack.clear()
+            _tell(error)
+            return None
 
-        for python in (function, door):
-            skip_code(python.__code__)
-        return door
-
-    return guard
+    for python in (function, door):
+        skip_code(getattr(python, "__code__"))  # noqa: B009 (type checkers do not see it)
+    return door
 
 
 def _tell(error: Exception) -> None:

@@ -44,7 +44,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _enter_eagerly(sys._getframe(1), module, args, kwargs)
 
 
-@guarded(None)
+@guarded
 def _enter_eagerly(
     caller: FrameType, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
@@ -63,7 +63,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
         _leave_eagerly(module)
 
 
-@guarded(None)
+@guarded
 def _leave_eagerly(module: nn.Module) -> None:
     if not is_other_thread():
         pop(module)

@@ -61,7 +61,7 @@ def scaled_dot_product_attention(
     )
 
 
-@guarded(None)
+@guarded
 def _site_of_call(
     query: Tensor,
     key: Tensor,
@@ -126,7 +126,7 @@ def _heads_of(query: Tensor, key: Tensor) -> Heads:
     return query.size(1), key.size(1), query.size(3)
 
 
-@guarded(None)
+@guarded
 def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
     number = int(site_stack[-1])
@@ -170,7 +170,7 @@ def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
-@guarded(None)
+@guarded
 def _note_multi_head_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not is_inside_site():
         return
@@ -210,17 +210,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return original_checkpoint(recomputed, *args, **kwargs)
 
 
-@guarded(None)
+@guarded
 def _go_on_inside(site: Tensor, frame: Frame, caller: types.FrameType) -> None:
     push(site, frame, caller)
 
 
-@guarded(None)
+@guarded
 def _leave_again(frame: Frame) -> None:
     pop(frame.module)
 
 
-@guarded(None)
+@guarded
 def _here() -> tuple[Tensor, Frame] | None:
     """The innermost module that is running eagerly, and the number of its site."""
     return (site_stack[-1], frame_stack[-1]) if is_inside_site() and frame_stack else None
