@@ -217,11 +217,14 @@ def replay(
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
     from guardbit.monitor.detectors import DEFAULT_RULES
+    from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
+    from guardbit.store import read_metadata
 
     with _refusing(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
-        result = replay_frame(_read_samples(path), rules)
+        samples = _read_samples(path)
+        result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}

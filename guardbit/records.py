@@ -40,6 +40,11 @@ STABILIZERS: tuple[str, ...] = ("none", "compensated", "stochastic", "row_max")
 EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
 EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")
 
+#: What a rule judges: heads, heads by the cause of the failure itself (a measured rounding bias)
+#: where others see its consequences, all layers of the model at once, or the loss.
+Role = Literal["head", "cause", "model", "loss"]
+ROLES: tuple[Role, ...] = ("head", "cause", "model", "loss")
+
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
 
@@ -94,6 +99,7 @@ class Alarm:
         heads: The heads concerned, ascending.
         rule: Name of the rule, as documented in `guardbit.monitor.detectors`.
         why: One sentence with the figures that made it fire.
+        role: What the rule judges, one of `ROLES`.
     """
 
     step: int
@@ -101,6 +107,12 @@ class Alarm:
     heads: tuple[int, ...]
     rule: str
     why: str
+    role: Role = "head"
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it speaks of single heads, and not of all layers or the loss."""
+        return self.role in ("head", "cause")
 
 
 @dataclass(frozen=True, slots=True)

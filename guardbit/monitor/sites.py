@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
@@ -215,6 +216,14 @@ class Site:
         self._unread.pop(side, None)
         return rows, matrix
 
+    @property
+    def normalises_queries(self) -> bool:
+        """Whether the size of a head's rows of W_Q is known not to reach the scores (QK norm)."""
+        try:
+            return self._settled_layout()[0].normalises_queries
+        except LayoutUnavailable:
+            return False
+
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:
             raise LayoutUnavailable(self._why(self.sharded))
@@ -289,12 +298,29 @@ class Instrumentation:
         self._at_rest = False
         self._clock = Clock()
         self._switched: list[Site] = []
-        interception.install()
-        for name, module in candidates.items():
-            around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
-            site = Site(name, module, switchboard.add_site(name, self._clock), around)
-            self._sites[name] = site
-            interception.attach(module, site.number)
+        # What is to be undone, last first; what fails is tried again by the next `remove`.
+        self._installed: list[Callable[[], None]] = []
+        try:
+            self._installed += [interception.restore, interception.release]
+            interception.install()
+            for name, module in candidates.items():
+                outer = [self._sites[o] for o in _around(name, model) if o in self._sites]
+                number = switchboard.add_site(name, self._clock)
+                self._attach(Site(name, module, number, outer))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, site: Site) -> None:
+        self._sites[site.name] = site
+        self._installed.append(functools.partial(switchboard.remove_site, site.number))
+        self._installed.append(functools.partial(interception.detach, site.module, site.number))
+        interception.attach(site.module, site.number)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that may call attention, in the order of the model."""
+        return list(self._sites)
 
     @property
     def sites(self) -> dict[str, Site]:
@@ -321,6 +347,27 @@ class Instrumentation:
         types = {type(self._sites[name].module) for name in names}
         return [name for name, site in self._sites.items() if type(site.module) in types]
 
+    def check_switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> dict[int, tuple[str, ...]]:
+        """Returns what `switch` would make of each site, by number, or raises what it would."""
+        if not isinstance(site, str):
+            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
+        matching = _select(self.sites, [site], "attention site")
+        # Whatever a site is like now, its heads can go back.
+        refused = [
+            target
+            for target in matching.values()
+            if target.refusal is not None and stabilizer != "none"
+        ]
+        if refused and (not _is_pattern(site) or len(refused) == len(matching)):
+            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+        return _with(stabilizer, heads, [t for t in matching.values() if t not in refused])
+
+    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
+        """Switches heads of one site from the next call on that can be switched, see `switch`."""
+        self._ask(_with(stabilizer, heads, [self._sites[site]]))
+
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> None:
@@ -340,41 +387,7 @@ class Instrumentation:
             IndexError: If a head is out of range.
             TypeError: If the site is no text.
         """
-        if not isinstance(site, str):
-            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
-        matching = _select(self.sites, [site], "attention site")
-        # Whatever a site is like now, its heads can go back.
-        refused = [
-            target
-            for target in matching.values()
-            if target.refusal is not None and stabilizer != "none"
-        ]
-        if refused and (not _is_pattern(site) or len(refused) == len(matching)):
-            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
-        self._switch([t for t in matching.values() if t not in refused], stabilizer, heads)
-
-    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
-        """Switches heads of one site from the next call on that can be switched, see `switch`."""
-        self._switch([self._sites[site]], stabilizer, heads)
-
-    def _switch(
-        self, targets: Iterable[Site], stabilizer: str | Sequence[str], heads: Iterable[int] | None
-    ) -> None:
-        switched: dict[int, tuple[str, ...]] = {}
-        for target in targets:
-            chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
-            for head in chosen:
-                if not 0 <= head < target.num_heads:
-                    raise IndexError(
-                        f"head {head} is out of range; site '{target.name}' has heads 0 to"
-                        f" {target.num_heads - 1}"
-                    )
-            names = target.asked
-            given = check_stabilizers(stabilizer, len(chosen))
-            for head, name in zip(chosen, given, strict=True):
-                names[head] = name
-            switched[target.number] = tuple(names)
-        self._ask(switched)
+        self._ask(self.check_switch(site, stabilizer, heads))
 
     def give_back(self, site: Site) -> None:
         """Forgets what is asked for at a site, whatever it is like now."""
@@ -448,15 +461,31 @@ class Instrumentation:
                 switchboard.site_state(site.number).at_rest = at_rest
 
     def remove(self) -> None:
-        """Takes everything out of the model again; calling it twice is harmless."""
-        if not self._sites:
-            return
-        for site in self._sites.values():
-            interception.detach(site.module, site.number)
-            switchboard.remove_site(site.number)
-        self._sites.clear()
-        self._switched.clear()
-        interception.uninstall()
+        """Takes everything out of the model again; calling it twice is harmless.
+
+        What cannot be taken out is left for the next call, and the error is raised once all else is
+        out.
+        """
+        to_undo, self._installed = self._installed, []
+        try:
+            with ExitStack() as each:  # the last one first
+                for undo in to_undo:
+                    each.callback(self._undo, undo)
+        finally:
+            self._sites.clear()
+            self._switched.clear()
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except BaseException:
+            self._installed.append(undo)
+            raise
+
+    def listen(self, listener: Callable[[Exception], None]) -> None:
+        """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
+        interception.listeners.append(listener)
+        self._installed.append(functools.partial(interception.listeners.remove, listener))
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
@@ -536,3 +565,24 @@ def _listed(heads: Iterable[int]) -> list[int]:
 
 def _is_pattern(name: str) -> bool:
     return any(character in name for character in "*?[")
+
+
+def _with(
+    stabilizer: str | Sequence[str], heads: Iterable[int] | None, targets: Iterable[Site]
+) -> dict[int, tuple[str, ...]]:
+    """What is asked for at each of some sites, by number, once heads of theirs are switched."""
+    switched: dict[int, tuple[str, ...]] = {}
+    for target in targets:
+        chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
+        for head in chosen:
+            if not 0 <= head < target.num_heads:
+                raise IndexError(
+                    f"head {head} is out of range; site '{target.name}' has heads 0 to"
+                    f" {target.num_heads - 1}"
+                )
+        names = target.asked
+        given = check_stabilizers(stabilizer, len(chosen))
+        for head, name in zip(chosen, given, strict=True):
+            names[head] = name
+        switched[target.number] = tuple(names)
+    return switched

@@ -477,7 +477,20 @@ def test_one_trainer_has_one_monitor(trains):
         trains.fit(AttentionMonitor(), Mine())
 
 
-def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog):
+def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog, monkeypatch):
+    def none(_):
+        raise NotImplementedError("it has no norm")
+
+    monkeypatch.setattr("guardbit.callbacks.monitoring.get_total_norm", none)
+    trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"))
+    failed = [m for m in caplog.messages if "'grad_norm' failed" in m]
+    assert len(failed) == 1 and "it has no norm" in failed[0]
+    assert len(values(read_run(tmp_path / "run"), "loss")) == 8
+
+
+def test_sparse_gradients_have_the_norm_of_dense_ones(trains, tmp_path):
+    norms = []
+
     class Sparse(NoAttention):
         def __init__(self):
             super().__init__()
@@ -489,15 +502,16 @@ def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog):
 
     class SparseGPT(trains.TinyGPT):
         def on_before_optimizer_step(self, optimizer):
-            pass
+            dense = [p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None]
+            norms.append(torch.cat(dense).norm().item())
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"), model=SparseGPT(Sparse()))
-    failed = [m for m in caplog.messages if "'grad_norm' failed" in m]
-    assert len(failed) == 1
-    assert len(values(read_run(tmp_path / "run"), "loss")) == 8
+    recorded = values(read_run(tmp_path / "run"), "grad_norm")
+    # FP32 sums in another order.
+    assert recorded == pytest.approx({step: norms[step] for step in (0, 2, 4, 6)}, rel=1e-5)
 
 
 def test_a_failing_logger_does_not_kill_the_run(trains, tmp_path, caplog):

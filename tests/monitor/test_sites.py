@@ -89,6 +89,7 @@ def test_replicas_made_later_are_not_watched(model, inst, tiny, tokens):
     assert not site_stack
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_parts_are_passed_over(tiny):
     class Half(nn.Module):

@@ -14,6 +14,7 @@ From the bottom up; each file imports from those before it only:
 - `calls`: what the calls of a site did in the latest step.
 - `sharding`: whether ranks share the heads of a module.
 - `inputs`: what a module's inputs look like, and others like them.
+- `doors`: the guard of all that runs inside a model's forward.
 - `records`: what was learned about each site, from eager calls and from traced ones.
 - `rerunning`: running a module once more, to see where its queries come from.
 - `tracing`: learning from a compiler; the calls it traces do not come back to Python.
@@ -23,9 +24,10 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.interception.calls import StepCalls
+from guardbit.monitor.interception.doors import listeners
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
-from guardbit.monitor.interception.installation import install, uninstall
+from guardbit.monitor.interception.installation import install, release, restore
 from guardbit.monitor.interception.records import SiteRecord, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
@@ -37,8 +39,10 @@ __all__ = [
     "entries",
     "install",
     "is_attached",
+    "listeners",
     "ran",
+    "release",
     "rerun",
+    "restore",
     "site_record",
-    "uninstall",
 ]

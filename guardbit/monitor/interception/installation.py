@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,17 +40,47 @@ def install() -> None:
 
 def uninstall() -> None:
     """Puts everything back when the last instrumented model is released."""
+    release()
+    restore()
+
+
+def release() -> None:
+    """Says that one instrumented model fewer needs the replacements."""
     global _installations
     _installations -= 1
-    if _installations == 0:
-        while _restore:
-            _restore.pop()()
-        # `from ... import` may have taken these in the meantime.
-        _replace_everywhere(
-            replacements.scaled_dot_product_attention, stock.scaled_dot_product_attention
-        )
-        _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
-        _restore.clear()
+
+
+def restore() -> None:
+    """Puts everything back, if no model needs the replacements; calling it again is harmless.
+
+    What cannot be put back is left for the next call, and the error is raised once all else is.
+    """
+    if _installations > 0:
+        return
+    to_undo = _restore.copy()
+    _restore.clear()
+    with ExitStack() as each:  # the last one first
+        each.callback(_replace_what_is_left)
+        for undo in to_undo:
+            each.callback(_undo, undo)
+
+
+def _undo(undo: Callable[[], None]) -> None:
+    try:
+        undo()
+    except BaseException:
+        _restore.append(undo)
+        raise
+
+
+def _replace_what_is_left() -> None:
+    # `from ... import` may have taken these in the meantime.
+    failed = _restore.copy()
+    _replace_everywhere(
+        replacements.scaled_dot_product_attention, stock.scaled_dot_product_attention
+    )
+    _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
+    _restore[:] = failed
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:

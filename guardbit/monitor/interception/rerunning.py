@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.kernels import switchboard
-from guardbit.kernels.attention import own_site_stack, site_stack
+from guardbit.kernels.attention import calling, own_site_stack, site_stack
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.interception.inputs import ModuleInputs, make_up
 from guardbit.monitor.layouts import LayoutUnavailable
@@ -104,7 +105,7 @@ def _probing(number: int, module: nn.Module) -> Iterator[None]:
     depth, num_frames = len(site_stack), len(frame_stack)
     state = switchboard.site_state(number)
     launches, requested = state.launches.copy(), state.requested
-    owner = own_site_stack()
+    owner = own_site_stack(calling(sys._getframe()))
     probe.site = number
     probe.calls.clear()
     site_stack.append(torch.tensor(number))

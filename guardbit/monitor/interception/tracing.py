@@ -15,7 +15,7 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.frames import frame_stack, site_modules
+from guardbit.monitor.interception.frames import drop_stale, frame_stack, site_modules
 from guardbit.monitor.interception.inputs import (
     ModuleInputs,
     describe,
@@ -28,6 +28,15 @@ from guardbit.monitor.interception.records import (
     keep_traced_refusal,
 )
 from guardbit.monitor.interception.sharding import why_sharded
+
+
+def drop_stale_traced() -> None:
+    """Forgets, while it is traced, modules that were never left."""
+    comptime(_drop_stale)
+
+
+def _drop_stale(_: Any) -> None:
+    drop_stale()
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
