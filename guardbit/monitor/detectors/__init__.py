@@ -140,7 +140,8 @@ class Detectors:
 
     def role_of(self, name: str) -> Role:
         """Returns what the rule of that name judges; "head" if there is none."""
-        return next((role_of(rule) for rule in self.rules if rule.name == name), "head")
+        default: Role = "head"
+        return next((role_of(rule) for rule in self.rules if rule.name == name), default)
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""

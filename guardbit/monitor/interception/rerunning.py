@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -83,7 +84,10 @@ def rerun(
         args, kwargs = make_up(inputs, generator, cut)
         # It may have failed after the attention call, which does not matter: what follows may not
         # bear made-up inputs.
-        with rehearsal(module, parameters, torch.float32) as stand_in, _probing(number, module):
+        with (
+            rehearsal(module, parameters, torch.float32) as stand_in,
+            _probing(number, module, sys._getframe()),
+        ):
             prepare(stand_in)
             try:
                 stand_in.forward(*args, **kwargs)
@@ -100,12 +104,18 @@ def rerun(
 
 
 @contextmanager
-def _probing(number: int, module: nn.Module) -> Iterator[None]:
-    """Collects the calls of a site, which are not to look like calls of the model."""
+def _probing(number: int, module: nn.Module, caller: FrameType) -> Iterator[None]:
+    """Collects the calls of a site, which are not to look like calls of the model.
+
+    Args:
+        number: Number of the site.
+        module: Its module.
+        caller: The Python frame in which the module is to run.
+    """
     depth, num_frames = len(site_stack), len(frame_stack)
     state = switchboard.site_state(number)
-    launches, requested = state.launches.copy(), state.requested
-    owner = own_site_stack(calling(sys._getframe()))
+    before = replace(state, launches=state.launches.copy())
+    owner = own_site_stack(calling(caller))
     probe.site = number
     probe.calls.clear()
     site_stack.append(torch.tensor(number))
@@ -115,7 +125,8 @@ def _probing(number: int, module: nn.Module) -> Iterator[None]:
             yield
     finally:
         probe.site = None
-        state.launches, state.requested = launches, requested
+        for each in fields(state):
+            setattr(state, each.name, getattr(before, each.name))
         del site_stack[depth:]
         del frame_stack[num_frames:]
         own_site_stack(owner)
