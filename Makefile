@@ -2,14 +2,25 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .venv-newest
 
-.PHONY: demo test lint check clean
+.PHONY: demo test test-newest lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs
+
+# The suite on the newest release of PyTorch, in an environment of its own; all else as pinned.
+test-newest:
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -vE '^(torch|triton|setuptools|sympy|networkx)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint $(NEWEST)/constraints.txt --editable ".[dev]"
+	$(NEWEST)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
+	$(NEWEST)/bin/pytest -n 2 --dist worksteal -rs
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -24,4 +35,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(NEWEST) runs

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from guardbit.records import printable
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -62,7 +64,7 @@ def _refusing(*errors: type[Exception]) -> Iterator[None]:
     def say_once(message: Warning | str, *_: object, **__: object) -> None:
         if str(message) not in said:
             said.add(str(message))
-            typer.echo(f"guardbit: {message}", err=True)
+            typer.echo(f"guardbit: {printable(str(message))}", err=True)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
@@ -70,7 +72,7 @@ def _refusing(*errors: type[Exception]) -> Iterator[None]:
         try:
             yield
         except errors as error:
-            typer.echo(f"guardbit: {error}", err=True)
+            typer.echo(f"guardbit: {printable(str(error))}", err=True)
             raise typer.Exit(2) from None
 
 
@@ -140,7 +142,7 @@ def report(
             format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
         place = _report_path(paths, output, format)
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-        typer.echo(write_reports(runs, place, format=format.value))
+        typer.echo(printable(str(write_reports(runs, place, format=format.value))))
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
@@ -215,11 +217,14 @@ def replay(
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
     from guardbit.monitor.detectors import DEFAULT_RULES
+    from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
+    from guardbit.store import read_metadata
 
     with _refusing(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
-        result = replay_frame(_read_samples(path), rules)
+        samples = _read_samples(path)
+        result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -246,13 +251,14 @@ def replay(
             heads = sorted({head for alarm in alarms for head in alarm.heads})
             table.add_row(
                 f"{alarms[0].step:,}",
-                Text(site or "whole run"),
+                Text(printable(site) or "whole run"),
                 ", ".join(map(str, heads)),
                 rule,
                 str(len(alarms)),
             )
         console.print(table)
-    console.print(f"{result.verdict}: {result.why}", markup=False, highlight=False, soft_wrap=True)
+    verdict = f"{result.verdict}: {printable(result.why)}"
+    console.print(verdict, markup=False, highlight=False, soft_wrap=True)
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:
@@ -311,9 +317,9 @@ def live(
         try:
             read_metadata(path)
         except (OSError, ValueError) as error:
-            typer.echo(f"guardbit: {error}; the page waits for one", err=True)
+            typer.echo(f"guardbit: {printable(str(error))}; the page waits for one", err=True)
         typer.echo(
-            f"Live page of {path}: {server.address}\n"
+            f"Live page of {printable(str(path))}: {server.address}\n"
             f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
             "then the same address there.\nCtrl-C ends the page; the run goes on."
         )

@@ -8,6 +8,7 @@ or where it goes.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -46,7 +47,25 @@ STABILIZERS: tuple[str, ...] = (
 EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
 EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")
 
+#: What a rule judges: heads, heads by the cause of the failure itself (a measured rounding bias)
+#: where others see its consequences, all layers of the model at once, or the loss.
+Role = Literal["head", "cause", "model", "loss"]
+ROLES: tuple[Role, ...] = ("head", "cause", "model", "loss")
+
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
+
+
+def printable(text: str) -> str:
+    r"""Text for a terminal, in one line: what would steer it (escape codes, say) stands as `\x1b`.
+
+    The names of a run's modules are whatever the run's folder says.
+    """
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+        else letter
+        for letter in text
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,7 @@ class Alarm:
         heads: The heads concerned, ascending.
         rule: Name of the rule, as documented in `guardbit.monitor.detectors`.
         why: One sentence with the figures that made it fire.
+        role: What the rule judges, one of `ROLES`.
     """
 
     step: int
@@ -94,6 +114,12 @@ class Alarm:
     heads: tuple[int, ...]
     rule: str
     why: str
+    role: Role = "head"
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether it speaks of single heads, and not of all layers or the loss."""
+        return self.role in ("head", "cause")
 
 
 @dataclass(frozen=True, slots=True)

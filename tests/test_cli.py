@@ -350,4 +350,41 @@ def test_replay_of_heads_that_cannot_be_is_one_sentence(tmp_path: Path, head: in
     path.write_text(f"step,site,layer,head,indicator,value\n1,h.0.attn,0,{head},max_logit,2.0\n")
     result = CliRunner().invoke(app, ["replay", str(path), "--json"])
     assert result.exit_code == 2
-    assert "the heads of a site count from 0" in result.stderr
+    assert f"left out 1 of 1 rows of {path}: " in result.stderr
+    assert "heads from 0 to 1023" in result.stderr
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[31mred\x9b1m\r\u202e"
+
+
+def steering(text: str) -> set[str]:
+    """Characters that do something to a terminal."""
+    return {c for c in text if (ord(c) < 32 and c != "\n") or 127 <= ord(c) < 160 or c == "\u202e"}
+
+
+def test_no_name_reaches_the_terminal_as_an_escape_code(tmp_path: Path) -> None:
+    path = tmp_path / f"run{ESCAPES}.csv"
+    text = (RUNS / "fails-sdpa-lr1.5e-3.csv.gz").read_bytes()
+    path.write_bytes(gzip.decompress(text).replace(b"h.2.attn", f"h.2{ESCAPES}".encode()))
+    (tmp_path / f"no{ESCAPES}").mkdir()
+    for arguments in (("replay", path), ("replay", tmp_path / f"no{ESCAPES}"), ("report", path)):
+        result = invoke(*arguments)
+        assert steering(result.stdout + result.stderr.replace("\t", "")) == set(), arguments
+        assert "\\x1b[31mred" in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize("link", ["report.html", "report_figures", "report_figures/loss.png"])
+def test_a_report_is_not_written_through_a_link(small_run: Path, tmp_path: Path, link: str) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    shutil.copytree(small_run, run, ignore=shutil.ignore_patterns("report*"))
+    if "_" in link and "/" not in link:
+        precious.mkdir()
+    else:
+        precious.write_text("mine")
+    (run / link).parent.mkdir(exist_ok=True)
+    (run / link).symlink_to(precious)
+    check_refused(
+        invoke("report", run),
+        f"The report is not written through the link {run / link} to {precious}: remove it, or",
+    )
+    assert not list(precious.iterdir()) if precious.is_dir() else precious.read_text() == "mine"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from guardbit.callbacks.doors import guarded, watched
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.monitor.stages import log
 from guardbit.store.files import RUN_FOLDER, publish
-
-log = logging.getLogger("guardbit")
 
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
@@ -91,18 +90,22 @@ class HuggingFaceMonitor(TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
         dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        self.session = MonitorSession(
-            model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
+        self.session = watched(
+            self._settings["strict"],
+            lambda: MonitorSession(
+                model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
+            ),
         )
-        if state.global_step > 0:
+        if self.session is not None and state.global_step > 0:
             path = _state_path(args, state)
             try:
                 saved = json.loads(path.read_text())
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 log.warning("the run goes on, and GuardBit begins anew: %s: %s", path, error)
             else:
                 self.session.load_state_dict(saved)
 
+    @guarded
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -110,6 +113,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if self.session is not None:
             self.session.begin_batch(state.global_step)
 
+    @guarded
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -117,6 +121,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if self.session is not None:
             self.session.begin_batch(state.global_step)
 
+    @guarded
     def on_pre_optimizer_step(
         self,
         args: TrainingArguments,
@@ -131,6 +136,7 @@ class HuggingFaceMonitor(TrainerCallback):
             scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
             self.session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
 
+    @guarded
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -138,6 +144,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if self.session is not None:
             self.session.end_step()
 
+    @guarded
     def on_log(
         self,
         args: TrainingArguments,
@@ -155,6 +162,7 @@ class HuggingFaceMonitor(TrainerCallback):
         if "grad_norm" in logs:
             self.session.grad_norm(logs["grad_norm"])
 
+    @guarded
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -174,8 +182,9 @@ class HuggingFaceMonitor(TrainerCallback):
 
     def _close(self) -> None:
         if self.session is not None:
-            self.session.close()
-            self.session = None
+            session, self.session = self.session, None
+            session.abandon_step()  # which will not end any more
+            session.close()
 
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from guardbit.callbacks.doors import guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
@@ -23,6 +26,8 @@ from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
 from guardbit.records import Alarm
 from guardbit.store import LOGGED_KEYS, RUN_FOLDER
+
+log = logging.getLogger("guardbit")
 
 #: Scalars logged at every sampled step that count heads.
 COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
@@ -133,23 +138,28 @@ class AttentionMonitor(pl.Callback):
         policy, self.policy = self.policy, None
         self._logged, self._num_logged = LoggedRun(), 0
         dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
-        rank_zero_info(
-            f"GuardBit samples attention every {self.every_n_train_steps} steps; to look on:"
-            f" guardbit live {shlex.quote(str(dirpath))}"
+        self.session = watched(
+            self.strict,
+            lambda: MonitorSession(
+                pl_module,
+                every_n_train_steps=self.every_n_train_steps,
+                sites=self.sites,
+                indicators=self.indicators,
+                num_rows=self.num_rows,
+                num_audited_heads=self.num_audited_heads,
+                rules=self.rules,
+                policy=policy,
+                dry_run=self.dry_run,
+                dirpath=dirpath if trainer.is_global_zero else None,
+                strict=self.strict,
+            ),
         )
-        self.session = MonitorSession(
-            pl_module,
-            every_n_train_steps=self.every_n_train_steps,
-            sites=self.sites,
-            indicators=self.indicators,
-            num_rows=self.num_rows,
-            num_audited_heads=self.num_audited_heads,
-            rules=self.rules,
-            policy=policy,
-            dry_run=self.dry_run,
-            dirpath=dirpath if trainer.is_global_zero else None,
-            strict=self.strict,
-        )
+        if self.session is not None:
+            with suppress(Exception):  # of a handler of the user's
+                rank_zero_info(
+                    f"GuardBit samples attention every {self.every_n_train_steps} steps; to look"
+                    f" on: guardbit live {shlex.quote(str(dirpath))}"
+                )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
@@ -161,6 +171,7 @@ class AttentionMonitor(pl.Callback):
         if last_step is None or last_step < trainer.global_step:
             self.session.load_state_dict(state)
 
+    @guarded
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -170,6 +181,7 @@ class AttentionMonitor(pl.Callback):
             self._grad_norms.clear()
             self.session.begin_batch(self._step)
 
+    @guarded
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
@@ -180,6 +192,7 @@ class AttentionMonitor(pl.Callback):
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
             session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
 
+    @guarded
     def on_train_batch_end(
         self,
         trainer: pl.Trainer,
@@ -233,6 +246,7 @@ class AttentionMonitor(pl.Callback):
             self._restored = self.state_dict()
         finally:
             self.session = None
+            session.abandon_step()  # which will not end any more
             session.close()
 
     def _take_grad_norm(
@@ -240,7 +254,7 @@ class AttentionMonitor(pl.Callback):
     ) -> None:
         """Adds what an optimizer is about to use to the norm over all that step in this batch."""
         parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients = [p.grad for p in parameters if p.grad is not None]
+        gradients = [_entries(p.grad) for p in parameters if p.grad is not None]
         if not gradients:
             return
         norm = get_total_norm(gradients)
@@ -297,6 +311,11 @@ class AttentionMonitor(pl.Callback):
         if picture is not None:
             for logger in trainer.loggers:
                 send_picture(logger, MAP_KEY, picture, self._step)
+
+
+def _entries(gradient: Tensor) -> Tensor:
+    """A gradient, of one that is sparse its entries: norms of such come with PyTorch 2.15 only."""
+    return gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
 
 
 def _run_directory(trainer: pl.Trainer) -> Path:

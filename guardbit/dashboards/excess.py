@@ -7,7 +7,7 @@ been ill for three quarters of the run. The excess is the factor by which the la
 the normal and its noise: 1 is normal, 10 is ten times the upper end of the normal range.
 
 In the recorded stable runs of GPT-2 small (10,000 steps, four kinds of arithmetic) the largest
-excess of any layer is 12, in the failing one 300 by the time the loss departs.
+excess of any layer is 12, in the failing one 300 by the time the loss leaves its trend.
 """
 
 from __future__ import annotations

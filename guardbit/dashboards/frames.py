@@ -10,13 +10,14 @@ A head is named by the pair (layer, head), both counted from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, cast
 
 import numpy as np
 import pandas as pd
 
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
@@ -26,24 +27,58 @@ EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
 Mark = Literal["alarm", "switch", "undo"]
 MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
-#: Samples that "before" and "after" average over: enough to damp one sample's noise.
+#: Samples that the run's "before" and "after" average over: enough to damp one sample's noise.
 SAMPLES_AVERAGED = 5
 
 Head = tuple[int, int]
 
+_CHECKED = "guardbit.checked"
+
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the samples with "" for a missing site, after a check of the columns.
+    """Returns the samples with "" for a missing site and one layer a site (see `Layers`).
 
     Raises:
         ValueError: A column is missing from a table that has rows.
     """
     if frame.empty:
         return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    if frame.attrs.get(_CHECKED):
+        return frame
     _check_columns(frame, SAMPLE_COLUMNS, "samples")
     if np.asarray(frame["site"].isna()).any():
-        return frame.assign(site=frame["site"].astype(object).fillna(""))
+        frame = frame.assign(site=frame["site"].astype(object).fillna(""))
+    frame = _with_one_layer_a_site(frame)
+    frame.attrs[_CHECKED] = True
     return frame
+
+
+def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy, which shares the columns that stay."""
+    codes, sites = pd.factorize(frame["site"])
+    numbers, recorded = pd.factorize(frame["layer"])
+    pairs = codes * len(recorded) + numbers
+    layers = Layers()
+    # In the order of the samples, as the first number of a site counts.
+    found, first = np.unique(pairs, return_index=True)
+    given = np.zeros(len(sites) * len(recorded), dtype=np.int64)
+    several = np.bincount(found // len(recorded), minlength=len(sites)) > 1
+    steps, numbered = frame["step"].to_numpy(), frame["layer"].to_numpy()
+    shared = {
+        int(site)
+        for site in np.flatnonzero(several)
+        if is_shared(steps[codes == site], numbered[codes == site])
+    }
+    for pair in found[np.argsort(first)].tolist():
+        site, number = divmod(pair, len(recorded))
+        layer = int(recorded[number])
+        if sites[site]:
+            layer = layers.layer(str(sites[site]), layer, is_shared=site in shared)
+        given[pair] = layer
+    renumbered = given[pairs]
+    if (renumbered == numbered).all():
+        return frame.copy(deep=False)
+    return frame.assign(layer=renumbered)
 
 
 def journal(events: pd.DataFrame | None) -> list[Event]:
@@ -197,6 +232,12 @@ def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
     return {site: int(layer) for site, layer in zip(sites["site"], sites["layer"], strict=True)}
 
 
+def _site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
+    samples = check_samples(frame)
+    layers = _rows(samples, samples["site"] != "").drop_duplicates(["layer"])
+    return {int(layer): site for site, layer in zip(layers["site"], layers["layer"], strict=True)}
+
+
 def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
     """Layer to the heads that have at least one sample, both ascending."""
     samples = check_samples(frame)
@@ -229,9 +270,30 @@ def what_of(event: Event) -> str:
     return mark_of(event) or ("refusal" if event.kind == "switch" else event.kind)
 
 
+def marks(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
+    """What is marked of a journal, in its order: first alarms, and all switches and undoings.
+
+    First alarms are those of a head, and of the whole run those of a rule, such as the one on the
+    loss. A run that has failed has thousands of later ones, which say nothing new.
+    """
+    seen: set[tuple[str, int | str]] = set()
+    marked: list[tuple[Event, Mark]] = []
+    for event in events:
+        mark = mark_of(event)
+        if mark is None:
+            continue
+        if mark == "alarm":
+            alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
+            if alarmed <= seen:
+                continue
+            seen |= alarmed
+        marked.append((event, mark))
+    return marked
+
+
 def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
     """The steps at which a mark is drawn, ascending, each once."""
-    return sorted({event.step for event in journal(events) if mark_of(event) == mark})
+    return sorted({event.step for event, found in marks(journal(events)) if found == mark})
 
 
 def heads_of_events(
@@ -336,7 +398,7 @@ def heads_to_watch(
     latest = latest_values(frame)
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)
-    sites = {layer: site for site, layer in layer_of_site(frame).items()}
+    sites = _site_of_layer(frame)
     known = [
         (
             *head,
@@ -360,16 +422,20 @@ def heads_to_watch(
 
 
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """What the switch did: the switched heads' indicators, and the run's, before it and at its end.
+    """What the switch did: the sick heads' indicators, and the run's, before it and at its end.
 
-    Before is the mean of the last `SAMPLES_AVERAGED` samples up to a head's first switch, after
-    the mean of the last `SAMPLES_AVERAGED` samples that came later; of a head that was given back,
-    up to then. Over heads it is the value of largest magnitude, with its sign; for the whole run
-    the earliest switch counts, and the last head to be given back, if all were.
+    Sick are the switched heads that had alarmed by their switch; all switched ones where none had.
+    Before is a head's last sample up to its first switch, after its last one that came later; of a
+    head that was given back, up to then. Of several heads it is the one of largest magnitude
+    before, and the same one after: what a switch does is seen in one head, and not by a look at
+    whichever is worst.
+
+    The run's are means of `SAMPLES_AVERAGED` samples, as single losses are noise. For them the
+    earliest switch counts, and the last head to be given back, if all were.
 
     Returns:
-        Columns indicator, before, after; NaN where there is no such sample. Empty where no head
-        was switched.
+        Columns indicator, layer, head (-1 for the run), before, after; NaN where there is no such
+        sample. Empty where no head was switched.
     """
     switched = first_events(frame, events, "switch")
     ends = {
@@ -378,31 +444,35 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
         if mark_of(event) in ("switch", "undo")
         for head in heads
     }
-    rows: list[tuple[str, float, float]] = []
+    alarms = first_events(frame, events, "alarm")
+    alarmed = [
+        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
+    ]
+    rows: list[tuple[str, int, int, float, float]] = []
     for indicator in HEAD_INDICATORS if switched else ():
         table = by_head(frame, indicator)
-        pairs = [
-            _around(cast(pd.Series, table[head]).dropna(), event.step, ends[head])
-            for head, event in switched.items()
-            if head in table.columns
-        ]
-        if pairs:
-            before, after = zip(*pairs, strict=True)
-            rows.append((indicator, _worst(before), _worst(after)))
+        measured = [head for head in alarmed or switched if head in table.columns]
+        found: list[tuple[int, int, float, float]] = []
+        for head in measured:
+            series = cast(pd.Series, table[head]).dropna()
+            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        if found:
+            rows.append((indicator, *max(found, key=_size_before)))
     for indicator in RUN_INDICATORS if switched else ():
         series = of_run(frame, indicator)
         if not series.empty:
             first = min(event.step for event in switched.values())
-            rows.append((indicator, *_around(series, first, max(ends.values()))))
-    return pd.DataFrame(rows, columns=["indicator", "before", "after"])
+            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
+            rows.append((indicator, -1, -1, *sides))
+    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
 
 
-def _around(series: pd.Series, step: int, end: float) -> tuple[float, float]:
-    before = series.loc[:step].tail(SAMPLES_AVERAGED)
-    after = series.loc[step + 1 : end].tail(SAMPLES_AVERAGED)
+def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
+    """The mean of the last samples up to a step, and of those after it up to the end."""
+    before = series.loc[:step].tail(samples)
+    after = series.loc[step + 1 : end].tail(samples)
     return float(before.mean()), float(after.mean())
 
 
-def _worst(values: Sequence[float]) -> float:
-    measured = [value for value in values if not np.isnan(value)]
-    return max(measured, key=abs, default=float("nan"))
+def _size_before(row: tuple[int, int, float, float]) -> float:
+    return -1.0 if math.isnan(row[2]) else abs(row[2])

@@ -8,6 +8,7 @@ lost. Taking the same value in twice changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,12 @@ class History:
 
     Attributes:
         steps: (buckets,), the last recorded step of each bucket, -1 while it has none.
-        low: Indicator of heads -> its smallest values, float32 (buckets, layers, heads), NaN where
-            nothing was measured.
+        num_layers: One more than the largest layer recorded.
+        num_heads: The same for heads.
+        heads: The (layer, head) recorded, in the order of the columns below.
+        low: Indicator of heads -> its smallest values, float32 (buckets, len(heads)), NaN where
+            nothing was measured. Only heads that were recorded take memory: one row with a broken
+            number costs one column.
         high: The same for the largest values.
         run_low: Indicator of the run -> its smallest values, float64 (buckets,).
         run_high: The same for the largest.
@@ -43,7 +48,8 @@ class History:
         self._buckets = buckets
         self._width = 1
         self._origin: int | None = None
-        self.num_layers, self.num_heads = 0, 0
+        self.heads: list[tuple[int, int]] = []
+        self._columns = np.zeros((0, 0), dtype=np.int64)  # (layers, heads); -1 where not recorded
         self.steps = np.full(buckets, -1, dtype=np.int64)
         self.low: dict[str, Floats] = {}
         self.high: dict[str, Floats] = {}
@@ -51,9 +57,29 @@ class History:
         self.run_high: dict[str, Floats] = {}
 
     @property
+    def num_layers(self) -> int:
+        """One more than the largest layer recorded."""
+        return self._columns.shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """One more than the largest head recorded."""
+        return self._columns.shape[1]
+
+    def column_of(self, layer: int, head: int) -> int:
+        """The column of a head; -1 where it was not recorded."""
+        is_known = 0 <= layer < self.num_layers and 0 <= head < self.num_heads
+        return int(self._columns[layer, head]) if is_known else -1
+
+    @property
+    def known(self) -> Integers:
+        """The buckets that have a step, ascending."""
+        return np.flatnonzero(self.steps >= 0)
+
+    @property
     def used(self) -> int:
         """Number of buckets up to the last that has a step."""
-        return int(np.flatnonzero(self.steps >= 0)[-1]) + 1 if (self.steps >= 0).any() else 0
+        return int(self.known[-1]) + 1 if self.known.size else 0
 
     @property
     def last_step(self) -> int:
@@ -61,9 +87,14 @@ class History:
         return int(self.steps.max())
 
     def bucket_of(self, step: int) -> int:
-        """The last bucket that holds no later step than the one given; -1 where there is none."""
+        """The last bucket that holds no later step than the one given; -1 where there is none.
+
+        The steps of the first bucket belong to it also when it has taken in later ones.
+        """
         known = np.flatnonzero((self.steps >= 0) & (self.steps <= step))
-        return int(known[-1]) if known.size else -1
+        if known.size:
+            return int(known[-1])
+        return 0 if self._origin is not None and step >= self._origin else -1
 
     def add(
         self, indicator: str, steps: Integers, layers: Integers, heads: Integers, values: Floats
@@ -81,15 +112,27 @@ class History:
             np.fmin.at(low, buckets, values)
             np.fmax.at(high, buckets, values)
             return
-        self._make_room(int(layers.max()) + 1, int(heads.max()) + 1)
-        shape = (self._buckets, self.num_layers, self.num_heads)
-        if indicator not in self.low:
-            self.low[indicator] = np.full(shape, np.nan, dtype=np.float32)
-            self.high[indicator] = np.full(shape, np.nan, dtype=np.float32)
-        cells = (buckets * self.num_layers + layers) * self.num_heads + heads
+        columns = self._column(layers, heads)
+        for tables in (self.low, self.high):
+            missing = len(self.heads) - tables[indicator].shape[1] if indicator in tables else None
+            if missing is None:
+                shape = (self._buckets, len(self.heads))
+                tables[indicator] = np.full(shape, np.nan, dtype=np.float32)
+            elif missing:
+                grown = ((0, 0), (0, missing))
+                tables[indicator] = np.pad(tables[indicator], grown, constant_values=np.nan)
         numbers = np.clip(values, -_FLOAT32_MAX, _FLOAT32_MAX).astype(np.float32)
+        cells = buckets * len(self.heads) + columns
         np.fmin.at(self.low[indicator].reshape(-1), cells, numbers)
         np.fmax.at(self.high[indicator].reshape(-1), cells, numbers)
+
+    def of_head(self, indicator: str, layer: int, head: int) -> tuple[Floats, Floats]:
+        """The smallest and the largest values of a head in the buckets that have a step."""
+        column, known = self.column_of(layer, head), self.known
+        if not 0 <= column < self.high[indicator].shape[1]:
+            nothing = np.full(len(known), np.nan)
+            return nothing, nothing
+        return self.low[indicator][known, column], self.high[indicator][known, column]
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
         """How far each head's worst indicator is above its own normal (`dashboards.excess`).
@@ -102,20 +145,29 @@ class History:
             the names these numbers stand for.
         """
         names = [name for name in EXCESS_INDICATORS if name in self.high]
-        worst = np.full((self.num_layers, self.num_heads), np.nan)
+        worst = np.full(len(self.heads), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)
         end = self.used if bucket is None else bucket + 1
         for index, name in enumerate(names):
-            values = self.high[name][:end].reshape(end, -1)
+            values = self.high[name][:end]
             values = values[~np.isnan(values).all(axis=1)]
             stride = -(-len(values) // _SAMPLES_OF_NORMAL) or 1
             # Counted from the end, as the last sample is the one that is judged.
             values = values[::-1][::stride][::-1]
-            excess = times_normal(values, EXCESS_INDICATORS[name]).reshape(worst.shape)
-            worse = (excess > worst) | (np.isnan(worst) & ~np.isnan(excess))
+            excess = times_normal(values, EXCESS_INDICATORS[name])
+            # Heads that came later than the last values of an indicator have no column in it.
+            so_far = worst[: len(excess)]
+            worse = np.flatnonzero((excess > so_far) | (np.isnan(so_far) & ~np.isnan(excess)))
             worst[worse] = excess[worse]
             which[worse] = index
-        return worst, which, names
+        return self._map(worst, np.nan), self._map(which, 0), names
+
+    def _map(self, values: npt.NDArray[Any], missing: float) -> npt.NDArray[Any]:
+        """Values of the columns by layer and head."""
+        spread = np.full(self._columns.shape, missing, dtype=values.dtype)
+        known = self._columns >= 0
+        spread[known] = values[self._columns[known]]
+        return spread
 
     def _place(self, steps: Integers) -> Integers:
         """The buckets of the steps, after making room for the last of them."""
@@ -144,12 +196,18 @@ class History:
                 table[:half] = merge(table[0::2], table[1::2])
                 table[half:] = np.nan
 
-    def _make_room(self, layers: int, heads: int) -> None:
-        layers, heads = max(layers, self.num_layers), max(heads, self.num_heads)
-        if (layers, heads) == (self.num_layers, self.num_heads):
-            return
-        grown = ((0, 0), (0, layers - self.num_layers), (0, heads - self.num_heads))
-        for tables in (self.low, self.high):
-            for name, table in tables.items():
-                tables[name] = np.pad(table, grown, constant_values=np.nan)
-        self.num_layers, self.num_heads = layers, heads
+    def _column(self, layers: Integers, heads: Integers) -> Integers:
+        """The columns of heads, after making room for those not seen before."""
+        missing_layers = max(int(layers.max()) + 1 - self.num_layers, 0)
+        missing_heads = max(int(heads.max()) + 1 - self.num_heads, 0)
+        if missing_layers or missing_heads:
+            grown = ((0, missing_layers), (0, missing_heads))
+            self._columns = np.pad(self._columns, grown, constant_values=-1)
+        columns = self._columns[layers, heads]
+        if (columns < 0).any():
+            new = np.unique(np.stack([layers, heads])[:, columns < 0], axis=1)
+            start = len(self.heads)
+            self._columns[new[0], new[1]] = np.arange(start, start + new.shape[1])
+            self.heads += list(zip(*new.tolist(), strict=True))
+            columns = self._columns[layers, heads]
+        return columns

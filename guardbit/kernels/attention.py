@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal, overload
+from types import FrameType
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -40,8 +42,20 @@ call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
 #: takes down where that stabilizer is not asked for.
 residuals_kept: list[bool] = [True]
 
-# The thread whose modules `site_stack` is about.
-_owner = 0
+
+class Owner(NamedTuple):
+    """Whose modules `site_stack` is about.
+
+    Attributes:
+        thread: The thread.
+        frame: The Python frame that has called the outermost of them.
+    """
+
+    thread: int
+    frame: FrameType | None
+
+
+_owner = Owner(0, None)
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 
@@ -201,7 +215,15 @@ def flash_attention(
 
 def is_inside_site() -> bool:
     """Whether the caller runs inside an instrumented module."""
-    return len(site_stack) > 0 and (torch.compiler.is_compiling() or not is_other_thread())
+    return len(site_stack) > 0 and (
+        torch.compiler.is_compiling()
+        or (not is_other_thread() and not is_jit_traced() and is_owner_running())
+    )
+
+
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def is_other_thread() -> bool:
@@ -210,14 +232,34 @@ def is_other_thread() -> bool:
     Another thread may run another model meanwhile. Autograd's own threads, which recompute under
     activation checkpointing, count as the model's.
     """
-    return threading.get_ident() != _owner and torch._C._current_graph_task_id() == -1
+    return threading.get_ident() != _owner.thread and torch._C._current_graph_task_id() == -1
 
 
-def own_site_stack(thread: int | None = None) -> int:
-    """Makes `site_stack` a thread's, by default the caller's; returns the one it was before."""
+def is_owner_running() -> bool:
+    """Whether the outermost module on `site_stack` is still running.
+
+    PyTorch runs no hooks after KeyboardInterrupt, so a module that it ends is never taken off.
+    """
+    thread, outermost = _owner
+    if thread == threading.get_ident():
+        frame = sys._getframe()
+    else:
+        frame = sys._current_frames().get(thread)
+    while frame is not None and frame is not outermost:
+        frame = frame.f_back
+    return frame is not None
+
+
+def own_site_stack(owner: Owner) -> Owner:
+    """Says whose modules `site_stack` is about; returns whose they were before."""
     global _owner
-    before, _owner = _owner, threading.get_ident() if thread is None else thread
+    before, _owner = _owner, owner
     return before
+
+
+def calling(frame: FrameType) -> Owner:
+    """Returns the caller's thread with a frame of its own."""
+    return Owner(threading.get_ident(), frame)
 
 
 def switchable_attention(

@@ -109,7 +109,7 @@ def forward(
             on_triton = dispatch.on_triton(options.backend, q)
             if spec.dropout_p > 0:
                 random[2].random_()
-            own = dispatch.launcher("forward", on_triton, q.device.type)(
+            result = dispatch.launcher("forward", on_triton, q.device.type)(
                 q,
                 k,
                 v,
@@ -123,8 +123,9 @@ def forward(
                 heads=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )
-            if own.residual is not None and out is not None:
+            if result.residual is not None and out is not None:
                 residual = torch.zeros_like(q, dtype=torch.int8)
+            own = result
         except Exception as error:
             if engine is None:
                 raise
@@ -132,7 +133,7 @@ def forward(
             if plan.compensated and is_recomputing():
                 # What is recomputed must be of the first forward's shape.
                 residual = torch.zeros_like(q, dtype=torch.int8)
-            own, on_triton = None, False
+            on_triton = False
             names, why = _without_ours(names), ""
         else:
             state.succeed()
@@ -146,7 +147,7 @@ def forward(
             index = device_constant(plan.own, torch.int64, q.device)
             out.index_copy_(1, index, own.out)
             lse.index_copy_(1, index, own.lse)
-            if residual is not None:
+            if own.residual is not None and residual is not None:
                 residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
     if plan.centered and not call.native:  # whose caller may look at it
@@ -257,6 +258,8 @@ def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
             d_out, ran.out, ran.residual, heads=plan.compensated, into=into
         )
         state.launches["backward", "compensated"] += 1
+    if carried is not ran.out:
+        state.succeed()
     return carried
 
 

@@ -176,6 +176,8 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
     state.requested = _names(tuple(request.stabilizers))
     state.stock_dropout_p = spec.dropout_p if request.native else 0.0
     state.begin_forward()
+    if request.training:
+        state.ran_at = state.clock.now
     if traced or spec.dropout_p > 0:
         random, generator_state = _random_outputs(q, spec.dropout_p)
     else:
@@ -403,8 +405,12 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
     q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments
     engine, _, _, names = _read_kernels(kernels, q)
-    is_math = isinstance(engine, engines.Whole) and engine.backend == SDPBackend.MATH
-    if native and is_math and set(names) == {"none"}:
+    if (
+        native
+        and isinstance(engine, engines.Whole)
+        and engine.backend == SDPBackend.MATH
+        and set(names) == {"none"}
+    ):
         spec = _spec(q, mask, causal, scale, dropout_p)
         drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
         return engine.differentiable_backward(d_out, q, k, v, spec, drawn, wants_mask)

@@ -120,7 +120,7 @@ def resolve(
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
         obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
-    names, why = dict.fromkeys(stabilized | {"none", "centered_keys"}), ""
+    names, why = {name: name for name in {*stabilized, "none", "centered_keys"}}, ""
     for name in names:
         names[name], reason = _settled(name, call, shared, obstacle, keeps_residual)
         why = why or reason

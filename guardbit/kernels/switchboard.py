@@ -79,6 +79,41 @@ class _Setting(NamedTuple):
 
 
 @dataclass(slots=True)
+class Clock:
+    """Counts the steps of a model, so that calls of one can be told from those of another.
+
+    Attributes:
+        now: The step that calls belong to.
+        done: The last step that is over; -1 before the first.
+        is_told: Whether somebody says when steps end. Else each call of a module that is not called
+            by another instrumented one is a step.
+    """
+
+    now: int = 0
+    done: int = -1
+    is_told: bool = False
+
+    def begin(self) -> None:
+        """Begins a step, unless one has begun."""
+        self.now = self.done + 1
+
+    def end(self) -> None:
+        """Ends the step; what is recomputed in its backward still belongs to it."""
+        self.done = self.now
+
+    def tell(self) -> None:
+        """Begins to count the steps that somebody tells of, by `end_told`."""
+        if not self.is_told:
+            self.is_told = True
+            self.begin()
+
+    def end_told(self) -> None:
+        """Ends a step; all calls from now on are of the next, be it that it has begun or not."""
+        self.end()
+        self.begin()
+
+
+@dataclass(slots=True)
 class SiteState:
     """What the op looks up for one site, each time it runs.
 
@@ -99,6 +134,8 @@ class SiteState:
             it says so, `in_force` has no switched head.
         ran: One name a head, as the last call ran them.
         substituted: Why that is not what was asked for, or "".
+        clock: Counts the steps of the site's model.
+        ran_at: The last step in which the op ran here in training; -1 before the first.
     """
 
     name: str = ""
@@ -112,11 +149,13 @@ class SiteState:
     ran: tuple[str, ...] = ()
     substituted: str = ""
     _told: set[str] = field(default_factory=set)
+    clock: Clock = field(default_factory=Clock)
+    ran_at: int = -1
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None
 
-    def switch(self, stabilizers: tuple[str, ...]) -> None:
+    def switch(self, stabilizers: tuple[str, ...] | None) -> None:
         """Sets `stabilizers`; kernels that failed before are tried again."""
         self.stabilizers = stabilizers
         self.failure = None
@@ -217,12 +256,17 @@ _next_number = int.from_bytes(os.urandom(6))
 _random_offset = 0
 
 
-def add_site(name: str = "") -> int:
-    """Registers a new site and returns its number, unique in this process."""
+def add_site(name: str = "", clock: Clock | None = None) -> int:
+    """Registers a new site and returns its number, unique in this process.
+
+    Args:
+        name: What messages call it.
+        clock: Counts the steps of the site's model; None for one of its own.
+    """
     global _next_number
     number = _next_number
     _next_number += 1
-    _sites[number] = SiteState(name)
+    _sites[number] = SiteState(name, clock=clock or Clock())
     return number
 
 

@@ -43,9 +43,9 @@ class Capture:
         self._instrumentation.observe(None)
 
     def _receive(self, call: AttentionCall) -> None:
-        if call.q.numel() == 0 or call.k.numel() == 0:
-            return
         try:
+            if call.q.numel() == 0 or call.k.numel() == 0:
+                return
             with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
                 self._consume(call)
         except Exception as error:

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import os
 import platform
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
-from guardbit.monitor.stages import Stages
-from guardbit.records import Event, Sample
+from guardbit.monitor.stages import Stages, log
+from guardbit.records import Event, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
-
-log = logging.getLogger("guardbit")
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
+#: How the log says what a site's facts lack.
+_CANNOT = {
+    "not_switchable": "no head can be switched",
+    "weights_unavailable": "the spectral norms of W_Q or W_K are unavailable",
+    "errors_unavailable": "rounding errors are unavailable",
+}
+
 #: Failures in a row after which the store gives up, as what is kept fills the memory.
 _PATIENCE = 100
+
+
+class _Start(NamedTuple):
+    """How a run begins, as its folder has to be told.
+
+    Attributes:
+        step: The step that it goes on from.
+        remembered: The events of the steps before.
+        is_resumed: Whether it goes on from a checkpoint.
+    """
+
+    step: int
+    remembered: list[Event]
+    is_resumed: bool
 
 
 class Journal:
@@ -43,80 +61,119 @@ class Journal:
         self._settings = settings
         self._stages = stages
         self._writer: RunWriter | None = None
-        self._described: set[str] = set()
+        self._described: dict[str, dict[str, Any]] = {}
+        self._warned: set[tuple[str, str, str]] = set()
+        self._start: _Start | None = None
+        self._is_closed = False
+        self._samples: list[Sample] = []  # there is no folder yet to write them to
         self._events: list[Event] = []  # not yet written
         self._facts: dict[str, Any] = {}  # the same
         self._failures, self._is_failing = 0, False
 
     def open(
-        self, first_step: int, remembered: Callable[[], Iterable[Event]], is_resumed: bool
+        self,
+        first_step: int,
+        remembered: Callable[[], Iterable[Event]],
+        is_resumed: bool,
+        try_again: bool = True,
     ) -> str | None:
         """Opens the folder, unless it is open or there is none to keep.
+
+        Where it cannot be opened, what is recorded is kept for a later try.
 
         Args:
             first_step: The step that the run goes on from.
             remembered: Makes the events of the steps before. Those that the folder lacks are told,
                 and of heads that it says are switched, and are not, that they are not.
             is_resumed: Whether the run goes on from a checkpoint.
+            try_again: Whether to try again, if an earlier call could not open it.
 
         Returns:
-            The verdict that the folder holds, "stable" without any; None if nothing was opened.
-
-        Raises:
-            ValueError: If the path is no place for a run's telemetry.
+            The verdict that the folder holds, "stable" without any; None if nothing was opened, or
+            a verdict of this run is to follow it.
         """
-        if self._writer is not None or self._dirpath is None or "store" in self._stages.off:
+        if self._dirpath is None or self._writer is not None:
             return None
+        is_first = self._start is None
+        if not is_first and not try_again:
+            return None
+
+        def start() -> str | None:
+            if self._start is None:
+                self._start = _Start(first_step, list(remembered()), is_resumed)
+            return self._try_to_open(self._start)
+
+        told = self._stages.attempt("store", start)
+        return told if is_first else None
+
+    def _try_to_open(self, start: _Start) -> str | None:
         try:
-            goes_on = is_run(self._dirpath)
-            self._writer = RunWriter(
-                self._dirpath,
-                metadata=self._metadata(),
-                start_step=first_step - 1 if first_step else None,
-            )
+            return self._open(start)
         except OSError as error:
-            self._stages.fail("store", error)
+            self._bear(error)
             return None
-        if goes_on and not is_resumed:
+
+    def _open(self, start: _Start) -> str:
+        """Opens the folder, and tells it what it lacks of the steps before."""
+        assert self._dirpath is not None
+        goes_on = is_run(self._dirpath)
+        writer = RunWriter(
+            self._dirpath,
+            metadata=self._metadata(),
+            start_step=start.step - 1 if start.step else None,
+        )
+        if goes_on and not start.is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: what was"
                 " recorded from step %d on gives way to it; another dirpath keeps both",
                 self._dirpath,
-                first_step,
+                start.step,
             )
-        told = _told(self._dirpath, first_step)
-        for event in _untold(remembered(), told, first_step):
-            self.record(event)
+        told = _told(self._dirpath, start.step)
+        untold = _untold(start.remembered, told, start.step)
+        for event in untold:
+            self._log(event)
+        self._events[:0] = untold
+        self._writer = writer
+        self._try_to_write([])
         return next((event.rule for event in reversed(told) if event.kind == "verdict"), "stable")
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it down."""
+        self._log(event)
+        if self._is_kept():
+            self._events.append(event)
+            self._try_to_write([])
+
+    def _log(self, event: Event) -> None:
         if ranks.rank() == 0:
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
             verdict = f" {event.rule}" if event.kind == "verdict" else ""
             switch = f" to {event.stabilizer}" if event.stabilizer else ""
             what = f"{event.kind}{where}{verdict}{switch}"
-            log.warning("step %d: %s: %s", event.step, what, event.why)
-        if self._open_writer() is not None:
-            self._events.append(event)
-            self._try_to_write([])
+            log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples down, to be read at once; what cannot be is tried again with the next."""
-        if self._open_writer() is not None:
+        if self._is_kept():
             self._failures += 1  # unless it succeeds
             self._try_to_write(samples)
 
-    def _open_writer(self) -> RunWriter | None:
-        return None if "store" in self._stages.off else self._writer
+    def _is_kept(self) -> bool:
+        """Whether what is recorded now is written, be it later."""
+        return self._start is not None and not self._is_closed and "store" not in self._stages.off
 
     def _try_to_write(self, samples: list[Sample]) -> None:
-        writer = self._open_writer()
-        if writer is not None:
+        writer = self._writer
+        if writer is None:
+            self._samples += samples
+        else:
             self._stages.attempt("store", lambda: self._write(writer, samples))
 
     def _write(self, writer: RunWriter, samples: list[Sample]) -> None:
         try:
+            # The writer keeps what it has taken in.
+            samples, self._samples = [*self._samples, *samples], []
             writer.add(samples)
             writer.flush()
             if self._facts:
@@ -126,52 +183,75 @@ class Journal:
                 writer.event(self._events[0])
                 del self._events[0]
         except OSError as error:
-            if self._stages.strict or self._failures >= _PATIENCE:
-                self._writer = None
-                self._events.clear()
-                raise
-            if not self._is_failing:
-                log.warning("telemetry could not be written, and is kept to try again: %s", error)
-            self._is_failing = True
+            self._bear(error)
         else:
             self._failures, self._is_failing = 0, False
 
+    def _bear(self, error: OSError) -> None:
+        """Keeps what could not be written, unless that has happened too often."""
+        if self._stages.strict or self._failures >= _PATIENCE:
+            self._is_closed, self._writer = True, None
+            self._events.clear()
+            self._samples.clear()
+            raise error
+        if not self._is_failing:
+            log.warning("telemetry could not be written, and is kept to try again: %s", error)
+        self._is_failing = True
+
     def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
-        """Tells of the sites, where new ones are known: kernels, what cannot be had, and why."""
-        new = [name for name in sites if name not in self._described]
-        if not new:
-            return
+        """Tells of the sites, where something is new: kernels, what cannot be had, and why."""
         facts = {
             name: {
                 "heads": site.num_heads,
                 "kernels": sorted({kernel for _, kernel in site.launches}),
-                "not_switchable": site.refusal,
+                "not_switchable": site.lasting_refusal,
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,
+                "normalises_queries": site.normalises_queries,
             }
             for name, site in sites.items()
         }
-        self._described.update(new)
-        for name in new:
-            known = facts[name]
-            for what in ("not_switchable", "weights_unavailable", "errors_unavailable"):
-                if known[what]:
-                    log.info("%s: %s: %s", name, what.replace("_", " "), known[what])
+        if facts == self._described:
+            return
+        is_first = facts.keys() - self._described.keys()
+        self._described = facts
+        self._warn(facts)
         refusals = [known["not_switchable"] for known in facts.values()]
-        if is_policy_set and all(refusals) and ranks.rank() == 0:
+        if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
             log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        self._facts = {"sites": facts}
+        self._facts |= {"sites": facts}
         self._try_to_write([])
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Adds to the run's metadata."""
+        self._facts |= facts
+        self._try_to_write([])
+
+    def _warn(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Logs what cannot be had, once and in one line for all sites with the same reason."""
+        for what, cannot in _CANNOT.items():
+            told: dict[str, list[str]] = {}
+            for name, known in facts.items():
+                reason = (known[what] or "").removeprefix(f"W_Q of site '{name}' is unavailable: ")
+                if reason and (what, name, reason) not in self._warned:
+                    self._warned.add((what, name, reason))
+                    told.setdefault(reason, []).append(name)
+            for reason, names in told.items():
+                if ranks.rank() == 0:
+                    log.warning("%s at %s: %s", cannot, _listed(names), reason)
 
     def close(self) -> None:
         """Writes what is left; what is recorded later is logged only."""
+        self._failures = _PATIENCE  # there is no later try
+        start = self._start
+        if start is not None and self._writer is None and self._is_kept():
+            self._stages.attempt("store", lambda: self._try_to_open(start))
         writer = self._writer
         if writer is not None:
-            self._failures = _PATIENCE  # there is no later try
             self._try_to_write([])
             self._stages.attempt("store", writer.close)
-        self._writer = None
+        self._is_closed, self._writer = True, None
 
     def _metadata(self) -> dict[str, Any]:
         versions = {"python": platform.python_version()}
@@ -179,14 +259,22 @@ class Journal:
         return {"settings": dict(self._settings), "versions": versions}
 
 
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
 def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """The events before a step that a folder holds; none, where they cannot be read."""
+    """The events before a step that a folder holds; what of them cannot be read is logged."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as left_out:
+            warnings.simplefilter("always")
             events = read_events(dirpath).to_dict("records")
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        log.warning("the run goes on without its earlier journal: %s", error)
         return []
+    for warning in left_out:
+        log.warning("%s", warning.message)
     return [Event(**event) for event in events if event["step"] < first_step]
 
 

@@ -50,6 +50,10 @@ UNCOUPLED_GAP = 1000.0
 #: that is divided by the norm of its rows about 1 / d_model.
 OFF_DIRECTION_LIMIT = 2e-5
 
+#: Largest relative change of queries that are normalised when their weights double. A bias as large
+#: as the product leaves 2**-10; without a norm it is 1/2.
+NORMALISED_LIMIT = 0.05
+
 
 class LayoutUnavailable(LookupError):
     """Which weights make a head's queries or keys could not be settled; says why."""
@@ -147,10 +151,13 @@ class Layout:
         query: The query heads' rows.
         key: The key heads' rows, or why they could not be settled. Heads that share a key head
             share rows when the module expands the keys before attention.
+        normalises_queries: Whether each head's queries are normalised on their way to attention,
+            so that the size of its rows of W_Q does not reach the scores.
     """
 
     query: HeadRows
     key: HeadRows | LayoutUnavailable
+    normalises_queries: bool = False
 
     def query_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """W_Q of all heads, `(H, d_head, d_model)`; see `HeadRows.weights`."""
@@ -221,7 +228,30 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
             key_rows = _find_rows("key", key, leaves, project, generator)
         except LayoutUnavailable as unavailable:
             key_rows = unavailable
-    return Layout(query_rows, key_rows)
+    return Layout(query_rows, key_rows, _is_normalised(query.detach(), query_rows, leaves, project))
+
+
+def _is_normalised(
+    states: Tensor, found: HeadRows, leaves: dict[str, Tensor], project: Project
+) -> bool:
+    """Whether the first head's queries stay as they are when its rows of W_Q double.
+
+    From far above their size on, where neither a bias nor the norm's epsilon counts. A norm over
+    the full width lets one head grow against the others, which then shrink: that is none.
+    """
+    weight = leaves[found.parameter].detach()
+    features = [size for axis, size in enumerate(weight.shape) if axis != found.input_axis]
+    own = torch.zeros(features, dtype=torch.bool, device=weight.device)
+    own.view(-1)[found.rows[0]] = True
+    own = own.unsqueeze(found.input_axis)
+    with torch.no_grad():
+        large, larger = (
+            project({**leaves, found.parameter: torch.where(own, weight * factor, weight)})[0]
+            for factor in (2.0**10, 2.0**11)
+        )
+    own_change = _change_of_heads(large, larger)[0]
+    others = _change_of_heads(states, large)[1:]
+    return bool(own_change < NORMALISED_LIMIT) and bool((others < NORMALISED_LIMIT).all())
 
 
 def _find_rows(
@@ -356,8 +386,9 @@ def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str
 
 def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
     return NotOneMatrix(
-        f"the {side} depends on {_listed(names)} together (a latent or low-rank projection?), "
-        "so its rows in a single matrix are not defined",
+        f"the {side} depends on {_listed(names)} together (one after the other, as in a latent or "
+        "low-rank projection, or each for other tokens, as in the joint attention of text and "
+        "image?), so its rows in a single matrix are not defined",
         names,
     )
 

@@ -29,11 +29,13 @@ class NoAttentionSeenError(RuntimeError):
 
 
 class _KnownSite(NamedTuple):
-    """A site as the metrics count it."""
+    """A site as the metrics count it, by `place`; `layer` is for readers."""
 
+    place: int
     layer: int
     name: str
     num_heads: int
+    is_sharded: bool
 
 
 class Measurement:
@@ -63,6 +65,7 @@ class Measurement:
         self.suspects: dict[str, set[int]] = {}
         self._metrics: AttentionMetrics | None = None
         self._known: dict[int, _KnownSite] = {}
+        self._layers: dict[str, int] = {}
         self._directions: dict[str, Tensor] = {}
         self._next_audited = 0
         self._cumulative: dict[str, list[float]] = {}
@@ -88,20 +91,22 @@ class Measurement:
     def consume(self, call: AttentionCall) -> None:
         """Takes one attention call of a sampled step, inside its backward."""
         if self._metrics is None:
-            self._known = _count(self._instrumentation.sites)
+            self._known = self._count(self._instrumentation.sites)
             num_heads = max(site.num_heads for site in self._known.values())
             metrics = AttentionMetrics(len(self._known), num_heads, self._num_rows)
             self._metrics = metrics.to(call.q.device)
         site = self._known.get(call.site)
         if site is None or site.num_heads != call.q.size(1):
             return  # called otherwise than when the sites were counted; counted anew after the step
-        self._metrics.update(site.layer, call)
+        if site.is_sharded:
+            return  # nobody knows which heads these are
+        self._metrics.update(site.place, call)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
             heads = [head for head in self._audited_heads(site) if head in call.known_heads]
             if heads:
-                self._metrics.audit(site.layer, call, heads, directions.to(call.q.device))
+                self._metrics.audit(site.place, call, heads, directions.to(call.q.device))
 
     def discard(self) -> None:
         """Drops what the attention calls gave, because it is incomplete."""
@@ -150,7 +155,7 @@ class Measurement:
                 measured[name] = measured[name] / loss_scale
             for site in self._known.values():
                 for name, values in measured.items():
-                    columns[site.name, name] = values[site.layer, : site.num_heads]
+                    columns[site.name, name] = values[site.place, : site.num_heads]
         else:
             self.discard()
         sites = self._instrumentation.sites
@@ -160,7 +165,11 @@ class Measurement:
                 " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
                 " attn_implementation='sdpa')"
             )
-        known = _count(sites)
+        # Not of modules that were replaced or removed since the sites were counted, and not under
+        # numbers of heads that are none.
+        told = {name for name, site in sites.items() if site.sharded is None}
+        columns = {key: values for key, values in columns.items() if key[0] in told}
+        known = self._count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
         if self._wanted & (_NORMS | _AUDITED):
@@ -174,14 +183,15 @@ class Measurement:
         grad_norms, self._grad_norms = self._grad_norms, []
         scalars = [*(loss for _, loss, _ in losses), *(norm for _, norm in grad_norms)]
         numbers = _to_host([*columns.values(), *scalars])
-        layers = {site.name: site.layer for site in self._known.values()}
         samples = []
         for site, indicator in columns:
             values = next(numbers)
-            samples.append(Sample(step, site, layers[site], indicator, values))
+            samples.append(Sample(step, site, self._layers[site], indicator, values))
             if indicator == "delta_bias":
                 total = self._accumulate(site, values)
-                samples.append(Sample(step, site, layers[site], "delta_bias_cumulative", total))
+                samples.append(
+                    Sample(step, site, self._layers[site], "delta_bias_cumulative", total)
+                )
         by_step: dict[int, list[float]] = {}
         for loss_step, _, factor in losses:
             by_step.setdefault(loss_step, []).append(next(numbers)[0] * factor)
@@ -196,6 +206,7 @@ class Measurement:
         losses = _to_host(loss for _, loss, _ in self._losses)
         norms = _to_host(norm for _, norm in self._grad_norms)
         return {
+            "layers": dict(self._layers),
             "cumulative": {site: list(values) for site, values in self._cumulative.items()},
             "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
             "next_audited": self._next_audited,
@@ -211,12 +222,30 @@ class Measurement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the measurement stood whose `state_dict` this is."""
+        self._layers = dict(state.get("layers", {}))  # earlier versions kept none
         self._cumulative = {site: list(values) for site, values in state["cumulative"].items()}
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
         self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
         self._losses = [(step, value, factor) for step, value, factor in state["losses"]]
         self._grad_norms = [(step, value) for step, value in state["grad_norms"]]
+
+    def _count(self, sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
+        """Gives the sites their places in the metrics, and numbers as layers those without one.
+
+        A layer keeps its number over the whole run. Modules that are called later, as with
+        LayerDrop, are known by their type from the first sample on: all of the types of the sites
+        are counted at once, in the order of the model. Only types that were not called before are
+        counted after these.
+        """
+        for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
+            self._layers.setdefault(name, len(self._layers))
+        return {
+            site.number: _KnownSite(
+                place, self._layers[name], name, site.num_heads, site.sharded is not None
+            )
+            for place, (name, site) in enumerate(sites.items())
+        }
 
     def _audited_heads(self, site: _KnownSite) -> list[int]:
         count = min(self._num_audited_heads, site.num_heads)
@@ -288,13 +317,6 @@ def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:
             yield batch.copy()
             batch.clear()
     yield from filter(None, alike.values())
-
-
-def _count(sites: Mapping[str, Site]) -> dict[int, _KnownSite]:
-    return {
-        site.number: _KnownSite(layer, name, site.num_heads)
-        for layer, (name, site) in enumerate(sites.items())
-    }
 
 
 def _number(value: Tensor | float) -> Tensor | float:

@@ -1,7 +1,7 @@
 """From alarms to decisions: which heads to switch, when to undo it, and what kind of trouble it is.
 
-The policy knows rules by their names only. Those of `MODEL_RULES` speak of the whole model; every
-other rule speaks of the heads its alarms name.
+The policy knows rules by the role that their alarms carry, and never by their names, which are the
+user's: some speak of the whole model or of the loss, every other of the heads its alarms name.
 """
 
 from __future__ import annotations
@@ -13,15 +13,6 @@ from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
 
-#: The rule that dates the failure: the loss itself.
-LOSS_RULE = "loss_departure"
-
-#: Rules whose alarms are about all layers or the loss: no case for switching single heads.
-MODEL_RULES: frozenset[str] = frozenset({"model_logits", LOSS_RULE})
-
-#: The rule that measures the rounding bias itself, where the others see its consequences.
-CAUSE_RULE = "delta_bias"
-
 #: What is switched: the heads that alarms name, or all heads of the model.
 SCOPES: tuple[str, ...] = ("head", "model")
 
@@ -29,7 +20,8 @@ SCOPES: tuple[str, ...] = ("head", "model")
 #: 1,500 steps and more in the runs we have; where the rate is too high all goes within 600.
 AT_ONCE = 1000
 
-#: Steps after `model_logits` for which only a measured delta bias is a case for switching heads.
+#: Steps after an alarm of the whole model for which only a measured delta bias is a case for
+#: switching heads.
 HOLD_STEPS = 5000
 
 
@@ -46,8 +38,8 @@ class Policy:
     A head qualifies when `agreeing_rules` different rules have named it within
     `agreement_steps`. One is the default, because a false switch is cheap: the default
     stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
-    away at once (`model_logits`) the cause is not one head's rounding, and for `HOLD_STEPS` only
-    a measured delta bias still qualifies a head.
+    away at once (a rule of the whole model) the cause is not one head's rounding, and for
+    `HOLD_STEPS` only a measured delta bias still qualifies a head.
 
     With the scope "head" the heads that qualify are switched, with the scope "model" all heads
     are as soon as one does, and those of sites that are called later as soon as they are known.
@@ -103,6 +95,8 @@ class Policy:
         self.calm_steps = calm_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
+        # Rules that measure the cause itself, as far as they have fired.
+        self._causes: set[str] = set()
         # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken" (by
         # somebody else, when the model was switched).
         self._switched: dict[str, dict[str, str]] = {}
@@ -125,9 +119,11 @@ class Policy:
             At most one decision a site to switch heads and one to undo that, in the order of sites.
         """
         for alarm in alarms:
-            if alarm.rule == "model_logits":
+            if alarm.role == "model":
                 self._model_alarm = alarm.step
-            if alarm.rule not in MODEL_RULES:
+            if alarm.role == "cause":
+                self._causes.add(alarm.rule)
+            if alarm.is_of_heads:
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
@@ -143,6 +139,7 @@ class Policy:
             "switched": self._switched,
             "model": self._model,
             "model_alarm": self._model_alarm,
+            "causes": sorted(self._causes),
         }
         return copy.deepcopy(state)
 
@@ -154,6 +151,8 @@ class Policy:
         """
         state = copy.deepcopy(state)
         self._model_alarm = state["model_alarm"]
+        # States of before alarms had roles know the one rule there was.
+        self._causes |= set(state.get("causes", ["delta_bias"]))
         if state["scope"] != self.scope:
             return
         self._alarmed = state["alarmed"]
@@ -229,7 +228,7 @@ class Policy:
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
         if len(recent) < self.agreeing_rules:
             return set()
-        if self._model_alarm is None or CAUSE_RULE in recent:
+        if self._model_alarm is None or self._causes & recent:
             return recent
         return set() if step - self._model_alarm < HOLD_STEPS else recent
 
@@ -248,9 +247,9 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     - no alarm: "stable";
     - all layers' logits run away before any head does, or at once with it: "learning-rate";
     - heads of at most a third of the layers (one, in smaller models) are alarmed at first, and
-      the loss departs later than at once (or later at all, where a delta bias is measured in
-      them), or not: "rounding";
-    - else, many layers without a common rise, or a loss that departs with the heads' first sign
+      that on the loss comes later than at once (or later at all, where a delta bias is measured
+      in them), or never: "rounding";
+    - else, many layers without a common rise, or an alarm on the loss with the heads' first sign
       or without any: "unclear" as long as the run goes on. Once it has ended, nothing more will
       show single heads to blame, and the learning rate is: "learning-rate".
 
@@ -268,11 +267,11 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     if not alarms:
         return Judgement("stable", f"no rule has fired in any of {sites} layers")
     undecided: Verdict = "learning-rate" if ended else "unclear"
-    of_heads = [alarm for alarm in alarms if alarm.rule not in MODEL_RULES]
-    first_model = min((a.step for a in alarms if a.rule == "model_logits"), default=None)
-    first_loss = min((a.step for a in alarms if a.rule == LOSS_RULE), default=None)
+    of_heads = [alarm for alarm in alarms if alarm.is_of_heads]
+    first_model = min((a.step for a in alarms if a.role == "model"), default=None)
+    first_loss = min((a.step for a in alarms if a.role == "loss"), default=None)
     loss = (
-        "no alarm on the loss" if first_loss is None else f"the loss departs at step {first_loss}"
+        "no alarm on the loss" if first_loss is None else f"alarm on the loss at step {first_loss}"
     )
     first = min(of_heads, key=lambda alarm: alarm.step, default=None)
     if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):
@@ -297,8 +296,8 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
 
 
 def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
-    """Returns the heads named by the rule that measures the bias, or by the others."""
-    named = [alarm for alarm in alarms if (alarm.rule == CAUSE_RULE) is cause]
+    """Returns the heads named by rules that measure the bias, or by the others."""
+    named = [alarm for alarm in alarms if (alarm.role == "cause") is cause]
     return {(alarm.site, head) for alarm in named for head in alarm.heads}
 
 

@@ -9,8 +9,7 @@ need its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from guardbit.monitor.layouts import Layout, LayoutUnavailable, NotOneMatrix, find_layout
+from guardbit.monitor.rehearsal import rehearsal
 
 #: Largest relative distance of an affine submodule from its matrix and bias. It is run in FP64, but
 #: may cast to FP32 inside.
 _AFFINE_TOLERANCE = 1e-4
 
-Rerun = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
+#: Runs a copy of the module with the given parameters; the second argument may change the copy.
+Rerun = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], tuple[Tensor, Tensor]]
 
 
 class _Affine(NamedTuple):
@@ -58,53 +59,37 @@ class Weights:
         return {} if found is None else {name: _whole(found)}
 
     def leaves(self) -> dict[str, Tensor]:
-        """Returns all current matrices in FP32 by name, detached."""
+        """Returns copies of all current matrices in FP32 by name, detached."""
         below = tuple(f"{name}." for name in self._widths)
         parameters = {
-            name: _whole(p).float()
+            name: _whole(p).to(torch.float32, copy=True)
             for name, p in self._module.named_parameters()
             if not name.startswith(below)
         }
         return parameters | {name: self._measured(name).weight for name in self._widths}
 
-    @contextmanager
-    def in_place(self, matrices: Mapping[str, Tensor]) -> Iterator[None]:
-        """Lets the submodules multiply with the given matrices instead of their own."""
-        before = {}
+    def put_into(self, module: nn.Module, matrices: Mapping[str, Tensor]) -> None:
+        """Lets a copy's submodules multiply with the given matrices instead of their own."""
         for name, bias in self._biases.items():
-            attributes = vars(self._module.get_submodule(name))
-            before[name] = attributes.get("forward")
-            attributes["forward"] = _multiply_by(matrices[name], bias)
-        try:
-            yield
-        finally:
-            for name, forward in before.items():
-                attributes = vars(self._module.get_submodule(name))
-                del attributes["forward"]
-                if forward is not None:
-                    attributes["forward"] = forward
+            forward = _multiply_by(matrices[name], bias)
+            vars(module.get_submodule(name))["forward"] = forward
 
     def _measured(self, name: str) -> _Affine:
         """Runs a submodule on zero, the unit vectors and, to see whether it is affine, noise."""
         width = self._widths[name]
         submodule = self._module.get_submodule(name)
         tensors = {
-            key: _whole(x).double() if x.is_floating_point() else x.detach().clone()
-            for key, x in (*submodule.named_parameters(), *submodule.named_buffers())
+            key: _whole(p).to(torch.float64, copy=True) for key, p in submodule.named_parameters()
         }
         device = next(submodule.parameters()).device
         options = {"dtype": torch.float64, "device": device}
         noise = torch.randn(4, width, generator=torch.Generator(device).manual_seed(0), **options)
         unit = torch.eye(width, **options)
-        with (
-            torch.no_grad(),
-            torch.autocast(device.type, enabled=False),
-            torch.compiler.set_stance("force_eager"),
-            _without_dropout(submodule),
-            nn.utils.stateless._reparametrize_module(submodule, tensors),
-        ):
+        with rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
+            for part in stand_in.modules():
+                part.training = False  # without dropout
             # As tokens of one sequence: what mixes them shows, too.
-            out = submodule.forward(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
+            out = stand_in(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
         bias, columns, answers = out.split((1, width, len(noise)))
         columns = columns - bias
         distance = (answers - (noise @ columns + bias)).norm() / answers.norm()
@@ -121,8 +106,8 @@ def settle(module: nn.Module, rerun: Rerun) -> tuple[Layout, Weights]:
 
     Args:
         module: The attention module.
-        rerun: Runs it eagerly with the given parameters; returns q `(B, H, N, D)` and k
-            `(B, H_kv, M, D)` with their history.
+        rerun: Runs a copy of it eagerly with the given parameters, once the copy was given to the
+            second argument; returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their history.
 
     Raises:
         LayoutUnavailable: If the rows of W_Q could not be settled.
@@ -134,8 +119,8 @@ def _settle(module: nn.Module, rerun: Rerun, widths: dict[str, int]) -> tuple[La
     weights = Weights(module, widths)
 
     def project(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        with weights.in_place(leaves):
-            return rerun({name: leaf for name, leaf in leaves.items() if name not in widths})
+        parameters = {name: leaf for name, leaf in leaves.items() if name not in widths}
+        return rerun(parameters, lambda copy: weights.put_into(copy, leaves))
 
     def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
         for name in _owners(parameters):
@@ -168,13 +153,53 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
 def _width(module: nn.Module, name: str, rerun: Rerun) -> int:
     """How many features the submodule takes when the module runs."""
     widths = []
-    submodule = module.get_submodule(name)
-    handle = submodule.register_forward_pre_hook(lambda _, args: widths.append(args[0].shape[-1]))
-    try:
-        rerun({key: _whole(p).float() for key, p in module.named_parameters()})
-    finally:
-        handle.remove()
-    return widths[0]
+
+    def listen(copy: nn.Module) -> None:
+        copy.get_submodule(name).register_forward_pre_hook(
+            lambda _, args: widths.append(args[0].shape[-1])
+        )
+
+    rerun(Weights(module, {}).leaves(), listen)
+    return widths[-1]
+
+
+def why_sharded(modules: Sequence[nn.Module]) -> str | None:
+    """Why a module's weights are not there between forwards, or None.
+
+    Args:
+        modules: The module and those around it, innermost first.
+    """
+    parameters = list(modules[0].parameters())
+    if any(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters):
+        return (
+            "its parameters are sharded by DeepSpeed ZeRO-3, which gathers them for a forward only;"
+            " they can be read under ZeRO stage 2 or FSDP2 (fully_shard)"
+        )
+    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
+    if "FullyShardedDataParallel" in names and not any(_is_matrix(p) for p in parameters):
+        return (
+            "its parameters are sharded by FSDP1 (FullyShardedDataParallel), which flattens them;"
+            " they can be read under FSDP2 (fully_shard)"
+        )
+    if any(p.numel() == 0 for p in parameters):
+        return "its parameters are empty between forwards, as where they are sharded"
+    return None
+
+
+def why_quantised(module: nn.Module) -> str | None:
+    """Why a module's weights cannot be multiplied with as they stand, or None."""
+    for name, p in module.named_parameters():
+        if hasattr(p, "quant_state") or not (p.is_floating_point() or p.is_complex()):
+            kind = str(p.dtype).removeprefix("torch.")
+            return (
+                f"the base weight '{name}' is quantised (kept as {kind}); W_Q can be read where the"
+                " base model is not, as in LoRA"
+            )
+    return None
+
+
+def _is_matrix(parameter: Tensor) -> bool:
+    return parameter.dim() >= 2 and type(parameter).__name__ != "FlatParameter"
 
 
 def _whole(parameter: Tensor) -> Tensor:
@@ -185,15 +210,3 @@ def _whole(parameter: Tensor) -> Tensor:
 
 def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:
     return lambda x, *_, **__: F.linear(x, weight, bias)
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    training = [(m, m.training) for m in module.modules()]
-    for m, _ in training:
-        m.training = False
-    try:
-        yield
-    finally:
-        for m, was in training:
-            m.training = was

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import Any
 
 import pandas as pd
 
-from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.policy import MODEL_RULES, judge
+from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule, role_of
+from guardbit.monitor.policy import judge
 from guardbit.records import Alarm, Sample, Verdict
 
 #: More heads than any attention has; beyond it a number is no head.
@@ -38,7 +39,22 @@ class Replay:
     why: str
 
 
-def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Replay:
+def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:
+    """Returns the sites of a run where the size of W_Q does not reach the scores (QK norm)."""
+    sites = metadata.get("sites")
+    known = sites.items() if isinstance(sites, Mapping) else ()
+    return frozenset(
+        name
+        for name, facts in known
+        if isinstance(facts, Mapping) and facts.get("normalises_queries") is True
+    )
+
+
+def replay(
+    frame: pd.DataFrame,
+    rules: tuple[Rule, ...] = DEFAULT_RULES,
+    normalised: frozenset[str] = frozenset(),
+) -> Replay:
     """Runs rules over the telemetry of one run.
 
     Args:
@@ -46,6 +62,7 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
             run), layer, head (from 0; -1 for the whole run), indicator, value. Of rows that
             repeat step, site, head and indicator the last counts.
         rules: The rules and their thresholds.
+        normalised: As `normalised_sites` returns.
 
     Returns:
         Alarms and verdict.
@@ -60,6 +77,7 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
         )
     frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
     detectors = Detectors(rules)
+    detectors.normalised = normalised
     alarms = detectors.update(samples(frame))
     sites = frame.loc[frame["site"] != "", "site"].nunique()
     verdict, why = judge(alarms, sites, ended=True)
@@ -67,7 +85,7 @@ def replay(frame: pd.DataFrame, rules: tuple[Rule, ...] = DEFAULT_RULES) -> Repl
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
         why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
-    of_heads = {rule.name for rule in rules} - MODEL_RULES
+    of_heads = {rule.name for rule in rules if role_of(rule) in ("head", "cause")}
     if of_heads and of_heads <= unjudged.keys():
         verdict = "unclear"
     return Replay(alarms, alarms[0].step if alarms else None, verdict, why)

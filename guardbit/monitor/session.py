@@ -13,11 +13,10 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
-import logging
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple
 from typing import Any, TypeVar
 
@@ -26,13 +25,15 @@ from torch import Tensor, nn
 from guardbit.kernels import switchboard
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
+from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
-from guardbit.monitor.policy import LOSS_RULE, Policy, judge
+from guardbit.monitor.policy import Policy, judge
+from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
-from guardbit.monitor.stages import FailedElsewhereError, Stages
+from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.records import (
     HEAD_INDICATORS,
     INDICATORS,
@@ -42,14 +43,15 @@ from guardbit.records import (
     Sample,
 )
 
-log = logging.getLogger("guardbit")
-
 T = TypeVar("T")
 
 # Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
 _MICRO_BATCHES = 1024
 
 _POLICY_SETTINGS = ("stabilizer", "scope", "agreeing_rules", "agreement_steps", "calm_steps")
+
+# The stage of all that no other stage holds; without it nothing more is watched.
+_WATCHING = "watching"
 
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
@@ -149,11 +151,20 @@ class MonitorSession:
         self._is_sampled = False
         self._first_alarms: dict[tuple[str, str], Alarm] = {}
         self._verdict = "stable"
+        self._coverage = Coverage(self.instrumentation)
+        self._running = Running(self.instrumentation)
+        # What is asked for and what runs, of sites that are not there: not yet, or not any more.
         self._loaded_stabilizers: dict[str, list[str]] = {}
+        self._left_running: dict[str, list[str]] = {}
+        self._refusals: dict[str, str | None] = {}
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
         self._closed = False
+        self._has_given_up = False
+        # Switches and the end of the session, asked for within a step; done when that has ended.
+        self._deferred: list[Callable[[], None]] = []
+        self.instrumentation.listen(self._capture_failed)
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -178,33 +189,43 @@ class MonitorSession:
         Once the session is closed, nothing happens any more.
 
         Raises:
-            ValueError: If the step is no whole number from 0, or, at the first call, if `dirpath`
-                is no place for a run's telemetry.
+            ValueError: If the step is no whole number from 0.
         """
         step = _checked_step(step)
+        is_new = step != self._step
+        if is_new:
+            self._do_deferred()
         if self._closed:
             if "closed" not in self._said:
                 self._said.add("closed")
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
+        # By itself, before anything can fail: all ranks have to agree on which steps are sampled.
+        if is_new:
+            self._is_sampled = self._is_due(step)
+            self._step, self._micro_batch = step, 0
+        else:
+            self._micro_batch += 1
+        self.attempt(_WATCHING, lambda: self._begin(step, is_new))
+        # The same in a recomputed forward, another one for every micro-batch.
+        offset = step * _MICRO_BATCHES + self._micro_batch
+        self.attempt("random numbers", lambda: switchboard.set_random_offset(offset))
+
+    def _begin(self, step: int, is_new: bool) -> None:
         told = self._journal.open(
-            step, lambda: self._remembered(step), is_resumed=self._last_ended is not None
+            step,
+            lambda: self._remembered(step),
+            is_resumed=self._last_ended is not None,
+            try_again=self._is_sampled and is_new,
         )
         if told is not None:
             # The next sample tells another verdict, if it is another.
             self._verdict = told
-        if step != self._step:
-            self._is_sampled = self._is_due(step)
-            self._step, self._micro_batch = step, 0
-            wanted = self._rest_unless(self._is_sampled)
-            if wanted:
-                self._measurement.begin()
-                self._capture.arm()
-        else:
-            self._micro_batch += 1
-        # The same in a recomputed forward, another one for every micro-batch.
-        offset = step * _MICRO_BATCHES + self._micro_batch
-        switchboard.set_random_offset(offset)
+        if is_new:
+            self.instrumentation.begin_step()
+        if is_new and self._rest_unless(self._is_sampled):
+            self._measurement.begin()
+            self._capture.arm()
 
     @property
     def is_sampled(self) -> bool:
@@ -232,15 +253,18 @@ class MonitorSession:
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
         step = self._step
-        # Once samples are off nobody would read it any more.
-        if step is not None and "samples" not in self._stages.off:
+        if step is not None and self._takes_scalars():
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         step = self._step
-        if step is not None and "samples" not in self._stages.off:
+        if step is not None and self._takes_scalars():
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
+
+    def _takes_scalars(self) -> bool:
+        # Once samples are off nobody would read them any more.
+        return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
     def end_step(self) -> list[Alarm]:
         """Is told that the optimizer step is done; on sampled steps measures, judges and acts.
@@ -251,64 +275,144 @@ class MonitorSession:
         if self._step is None:
             return []
         step = self._last_ended = self._step
-        # Not only when the next step begins: some loops run its forward before they say so.
-        self._rest_unless(self._is_due(step + 1))
-        if not self._is_sampled:
+        was_sampled, self._is_sampled = self._is_sampled, False
+        if not self._closed:
+            self.attempt("switch", self.instrumentation.end_step)
+            self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
+            self.attempt("switch", lambda: self._tell_what_ran(step))
+        self._do_deferred()
+        if not self._closed:
+            # Not only when the next step begins: some loops run its forward before they say so.
+            self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
+        if self._closed or not was_sampled or self._has_given_up:
             return []
-        self._is_sampled = False
+        self.attempt("capture", self._finish_capture)
+        # An error from here on is of one rank, and may not keep it from this.
+        self._has_given_up = not self.attempt("ranks", self._agree)
+        if self._has_given_up:
+            return []
+        return self.attempt(_WATCHING, lambda: self._measure_and_act(step)) or []
+
+    def _finish_capture(self) -> None:
         self._capture.disarm()
-        self.attempt("capture", self._measurement.finish)
-        # Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
-        for stage in ("capture", "metrics"):
+        self._measurement.finish()
+
+    def _agree(self) -> bool:
+        """Whether all ranks go on watching.
+
+        Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
+        """
+        for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self.attempt(stage, _failed_elsewhere)
+        if "parts" not in self._said:
+            self._said.add("parts")
+            self._compare_parts()
+        return _WATCHING not in self._stages.off
+
+    def _compare_parts(self) -> None:
+        """Says so where ranks hold different parts of a model, of which rank 0's is recorded.
+
+        Not where one only calls fewer of its modules than another, as with dropped layers.
+        """
+        modules, sites = self.instrumentation.modules, list(self.instrumentation.sites)
+        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
+        if not any(same):
+            why = (
+                "ranks hold different attention modules (pipeline parallelism?): only those of rank"
+                " 0 are watched, and of these only the weights' norms"
+                f" ({', '.join(sites) or 'none'}); heads of other ranks are NOT guarded"
+            )
+            self.record(Event(self._step or 0, "monitor_error", "", (), why))
+
+    def _lasting_refusals(self) -> dict[str, str | None]:
+        return {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
+
+    def _measure_and_act(self, step: int) -> list[Alarm]:
         columns = self.attempt("metrics", self._measure) or {}
         samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
-        samples = ranks.of_rank_zero(samples)
-        self.samples = samples
-        self.scalars = _largest(samples)
+        # A rank may have had another kind of batch; what is switched is switched on all. A batch
+        # whose calls cannot be switched is no reason to leave the next ones alone.
+        refusals = self.attempt("refusals", self._lasting_refusals) or {}
+        self.samples, self._refusals = samples, _ = ranks.of_rank_zero((samples, refusals))
+        self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
+        self.attempt("alarms", lambda: self._tell(alarms))
+        self.attempt("policy", lambda: self._decide(alarms, step))
+        self.attempt("verdict", lambda: self._judge(alarms, step))
+        return alarms
+
+    def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             self._first_alarms.setdefault((alarm.rule, alarm.site), alarm)
             why = alarm.why + self._switched_already(alarm)
             self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
-        self.attempt("policy", lambda: self._decide(alarms, step))
-        self.attempt("verdict", lambda: self._judge(alarms, step))
-        return alarms
 
     def abandon_step(self) -> None:
-        """Forgets the step that has begun, as after an error in it; it may begin again."""
-        self._capture.disarm()
-        self._measurement.discard()
-        self._measurement.forget_step(self._step)
-        self._step, self._is_sampled = None, False
+        """Forgets the step that has not ended, as after an error in it; it may begin again."""
+        if not self._is_within_step():
+            return
+        step, self._step, self._is_sampled = self._step, None, False
+        self.attempt("capture", self._capture.disarm)
+        self.attempt("capture", self._measurement.discard)
+        self.attempt("samples", lambda: self._measurement.forget_step(step))
+        self._do_deferred()
 
     def close(self) -> None:
-        """Writes what is left, and takes the instrumentation out of the model."""
-        if self._closed:
-            return
-        # Gone from the model in a moment; `state_dict` goes on telling it.
-        self._loaded_stabilizers = self._stabilizers()
-        self._closed, self._step = True, None
+        """Writes what is left, and takes the instrumentation out of the model.
+
+        Within a step it is taken out when that has ended, because a forward and its recomputation
+        must be alike. What could not be taken out, a second call tries again.
+        """
+        is_within_step = self._is_within_step() and not self._closed
+        self._closed, self._is_sampled = True, False
+        with ExitStack() as each:  # the last one first, and all of them whatever one raises
+            if is_within_step:
+                self._deferred.append(self._let_go)
+            else:
+                each.callback(self._let_go)
+            for last in (
+                self._coverage.close,
+                self._journal.close,
+                self._write_what_is_left,
+                self._drop_calls,
+                self._remember_stabilizers,
+            ):
+                each.callback(self._stages.always, "close", last)
+
+    def _is_within_step(self) -> bool:
+        return self._step is not None and self._step != self._last_ended
+
+    def _remember_stabilizers(self) -> None:
+        # Gone from the model in a moment; `state_dict` goes on telling them.
+        self._loaded_stabilizers, self._left_running = self._asked(), self._stabilizers()
+
+    def _drop_calls(self) -> None:
         self._capture.disarm()
         self._measurement.discard()
-        self._measurement.forget_step(None)
+
+    def _write_what_is_left(self) -> None:
         step = self._last_ended or 0
-        try:
-            left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
-            self._journal.add(left)
-            self._journal.close()
-        finally:
-            self.instrumentation.remove()
+        left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
+        self._journal.add(left)
+
+    def _let_go(self) -> None:
+        self._stages.always("close", self.instrumentation.remove)
+
+    def _do_deferred(self) -> None:
+        """Does what was asked for within the step that has ended."""
+        while self._deferred:
+            self._stages.always("switch", self._deferred.pop(0))
 
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
         """Switches heads by hand, from their next call on, and tells so.
 
-        A policy that has switched the same heads before may undo it after its calm.
+        Within a step it is done when that has ended, because a forward and its recomputation must
+        be alike. A policy that has switched the same heads before may undo it after its calm.
 
         Args:
             site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
@@ -321,12 +425,21 @@ class MonitorSession:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
             IndexError: If a head is out of range.
         """
-        before = self.instrumentation.stabilizers()
+        self.instrumentation.check_switch(site, stabilizer, heads)
+        if self._is_within_step():
+            self._deferred.append(lambda: self._switch(site, stabilizer, heads, why))
+        else:
+            self._switch(site, stabilizer, heads, why)
+
+    def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
+        before = self.instrumentation.asked()
         self.instrumentation.switch(site, stabilizer, heads)
         step = self._step if self._step is not None else self._last_ended or 0
-        for name, now in self.instrumentation.stabilizers().items():
+        for name, now in self.instrumentation.asked().items():
+            # A switch that did not fit the heads is dropped by a new one.
+            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
             switched = tuple(
-                h for h, (old, new) in enumerate(zip(before[name], now, strict=True)) if old != new
+                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
             )
             if switched:
                 self.record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
@@ -348,21 +461,36 @@ class MonitorSession:
         """
         return self._stages.attempt(stage, function)
 
+    def always(self, stage: str, function: Callable[[], T]) -> T | None:
+        """Runs what is to be tried each time, however often it has failed; else like `attempt`."""
+        return self._stages.always(stage, function)
+
     # --- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on as if never stopped; plain Python only."""
+        """Returns what a resumed run needs to go on as if never stopped; plain Python only.
+
+        "stabilizers" is what is asked for, "running" what the heads really ran in the latest step.
+        Where the rest cannot be had, what is asked for alone.
+        """
+        switched = self._stages.always("stabilizers", self._switched) or {}
+        state = self._stages.always("state", lambda: self._state(switched))
+        return {"stabilizers": switched} if state is None else state
+
+    def _switched(self) -> dict[str, list[str]]:
+        return {
+            name: list(names) for name, names in self._asked().items() if set(names) != {"none"}
+        }
+
+    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
         return {
             "format": _STATE_FORMAT,
             "last_step": self._last_ended,
             "detectors": self.detectors.state_dict(),
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
-            "stabilizers": {
-                name: list(names)
-                for name, names in self._stabilizers().items()
-                if set(names) != {"none"}
-            },
+            "stabilizers": switched,
+            "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
             "verdict": self._verdict,
@@ -376,6 +504,14 @@ class MonitorSession:
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
+        try:
+            self._load(state)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._stages.fail("state", error)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != _STATE_FORMAT:
             stabilizers = state.get("stabilizers", {})
             self.instrumentation.load_stabilizers(stabilizers)
@@ -397,8 +533,9 @@ class MonitorSession:
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         alarms = [
-            Alarm(step, site, tuple(heads), rule, why)
-            for step, site, heads, rule, why in state["first_alarms"]
+            # Those of before alarms had roles have that of the rule of their name.
+            Alarm(step, site, tuple(heads), rule, why, *(role or [self.detectors.role_of(rule)]))
+            for step, site, heads, rule, why, *role in state["first_alarms"]
         ]
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
@@ -413,9 +550,13 @@ class MonitorSession:
         ]
         return "".join(f"; {text}" for text in switched)
 
-    def _stabilizers(self) -> dict[str, list[str]]:
+    def _asked(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.
-        return {**self._loaded_stabilizers, **self.instrumentation.stabilizers()}
+        return {**self._loaded_stabilizers, **self.instrumentation.asked()}
+
+    def _stabilizers(self) -> dict[str, list[str]]:
+        """What the heads really run."""
+        return {**self._left_running, **self.instrumentation.stabilizers()}
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
@@ -428,7 +569,8 @@ class MonitorSession:
 
         Between steps only: a forward and its recomputation must be alike.
         """
-        wanted = self._measurement.needs_calls and not self._stages.off & {"capture", "metrics"}
+        unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
+        wanted = self._measurement.needs_calls and not unfit and not self._has_given_up
         self.instrumentation.rest(not (is_sampled and wanted))
         return is_sampled and wanted
 
@@ -445,15 +587,30 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), str(error)))
             return {}
-        self._journal.describe(self.instrumentation.sites, self.policy is not None)
+        sites = self.instrumentation.sites
+        self._journal.describe(sites, self.policy is not None)
+        self.detectors.normalised = frozenset(
+            name for name, site in sites.items() if site.normalises_queries
+        )
         return columns
+
+    def _tell_what_is_unseen(self, step: int) -> None:
+        for why in self._coverage.check():
+            self.record(Event(step, "monitor_error", "", (), why))
+            self._journal.note({"unseen": self._coverage.unseen})
+
+    def _tell_what_ran(self, step: int) -> None:
+        for event in self._running.check(step):
+            self.record(event)
+            if ranks.rank() > 0:  # where others than rank 0 log no events
+                log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         if self.policy is not None:
             called = self.instrumentation.sites
-            stabilizers = {name: site.stabilizers for name, site in called.items()}
+            stabilizers = {name: site.asked for name, site in called.items()}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
@@ -461,7 +618,7 @@ class MonitorSession:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
-            alarm.rule == LOSS_RULE and self._first_alarms[alarm.rule, alarm.site] is alarm
+            alarm.role == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
             for alarm in alarms
         )
         if verdict != self._verdict or departed:
@@ -470,16 +627,16 @@ class MonitorSession:
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites[decision.site]
-        refusal, heads, why = site.refusal, decision.heads, decision.why
+        refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self.dry_run:
             # Not what was refused when it was to be switched, or what somebody switched since.
-            ours = {head for head, name in enumerate(site.stabilizers) if name == stabilizer}
+            ours = {head for head, name in enumerate(site.asked) if name == stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
                 return
         refusal = "dry run" if self.dry_run else refusal
         if refusal is None:
-            self.instrumentation.switch(decision.site, decision.stabilizer, heads)
+            self.instrumentation.ask(decision.site, decision.stabilizer, heads)
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer
@@ -491,7 +648,7 @@ class MonitorSession:
         """What a run that goes on in a new folder tells first: alarms and switches it knows of."""
         for alarm in self._first_alarms.values():
             yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-        for site, names in self._stabilizers().items():
+        for site, names in self._asked().items():
             for stabilizer in dict.fromkeys(name for name in names if name != "none"):
                 heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
                 is_resumed = self._last_ended is not None
@@ -514,11 +671,13 @@ class MonitorSession:
 
     def _tell_failure(self, stage: str, error: Exception) -> None:
         if stage != "store":
-            self.record(Event(self._step or 0, "monitor_error", "", (), f"{stage}: {error}"))
+            why = f"{stage}: {error}" if str(error) else f"{stage}: {type(error).__name__}"
+            self.record(Event(self._step or 0, "monitor_error", "", (), why))
 
     def _capture_failed(self, error: Exception) -> None:
-        self._capture.disarm()
-        self._measurement.discard()
+        """Takes an error of what runs inside a forward or backward."""
+        with suppress(Exception):
+            self._drop_calls()
         self._stages.fail("capture", error)
 
 

@@ -13,24 +13,25 @@ import fnmatch
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import check_stabilizers
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.switchboard import AttentionCall, Clock
 from guardbit.monitor import interception
-from guardbit.monitor.layouts import Layout, LayoutUnavailable
-from guardbit.monitor.projections import Weights, settle
+from guardbit.monitor.interception import StepCalls
+from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
+from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
+from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 
-# Where wrappers of `torch.compile`, and of activation checkpointing as FSDP applies it, keep the
-# module they wrap: a site goes by the same name with them and without.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-
-# Hugging Face's names of attention that never reaches PyTorch's function.
-_UNSEEN_IMPLEMENTATIONS = ("eager", "flash_attention_", "flex_attention")
+# Where wrappers of `torch.compile`, of activation checkpointing as FSDP applies it, and of Fabric
+# keep the module they wrap: a site goes by the same name with them and without.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
 
 T = TypeVar("T")
 
@@ -62,6 +63,8 @@ class Site:
         self.number = number
         self._enclosing = [(number, module), *((site.number, site.module) for site in enclosing)]
         self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
+        self._settled_for: Sequence[tuple[object, ...]] = ()
+        self._unread: dict[Side, str] = {}
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
@@ -75,19 +78,43 @@ class Site:
     def num_heads(self) -> int:
         """Number of query heads; 0 before the first call, or where the call does not tell."""
         record = self._record()
-        return record.num_heads if record else 0
+        return record.calls.heads[0] if record else 0
 
     @property
     def refusal(self) -> str | None:
-        """Why the site's heads cannot be switched, or None."""
+        """Why none of the latest step's calls could be switched, or None."""
         record = self._record()
-        return record.refusal if record else "it has not been called yet"
+        return record.calls.refusal if record else "it has not been called yet"
+
+    @property
+    def lasting_refusal(self) -> str | None:
+        """Why no call so far could be switched, or None."""
+        record = self._record()
+        if record is None:
+            return self.refusal
+        calls = record.calls
+        return calls.conflict or (None if calls.was_switchable else calls.bypass)
+
+    @property
+    def latest_calls(self) -> StepCalls | None:
+        """What the calls of the latest step were like that made any; None before the first."""
+        record = self._record()
+        return record.calls if record else None
+
+    @property
+    def sharded(self) -> str | None:
+        """Why the site's heads are not all on this rank, so that nobody can number them, or None.
+
+        Known once the site was called.
+        """
+        record = self._record()
+        return record.sharded if record else None
 
     @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         dropout_p = switchboard.site_state(self.number).stock_dropout_p
-        if dropout_p == 0 or "none" not in self.stabilizers:
+        if dropout_p == 0 or "none" not in self.asked:
             return None
         return (
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not tell which, so"
@@ -105,11 +132,34 @@ class Site:
 
     @property
     def stabilizers(self) -> list[str]:
-        """The stabilizer in use, one name a head; "none" where its kernels failed."""
+        """The stabilizer in use, one name a head.
+
+        "none" while no call can be switched, and where the kernels of a switch failed.
+        """
+        record = self._record()
+        if record is not None and record.calls.refusal is not None:
+            return ["none"] * record.calls.heads[0]
         state = switchboard.site_state(self.number)
-        if state.requested:
-            return list(state.in_force)
-        return list(state.stabilizers or ["none"] * self.num_heads)
+        if state.failure is not None and len(state.requested) == self.num_heads:
+            return list(state.requested)
+        return self.asked
+
+    @property
+    def asked(self) -> list[str]:
+        """The stabilizer asked for, one name a head: in use as soon as calls can be switched."""
+        state = switchboard.site_state(self.number)
+        switched, num_heads = state.stabilizers, self.num_heads
+        if switched is not None and num_heads in (0, len(switched)):
+            return list(switched)
+        if len(state.requested) == num_heads:
+            return list(state.requested)
+        return ["none"] * num_heads
+
+    @property
+    def outgrown(self) -> tuple[str, ...] | None:
+        """The switch that does not fit the latest calls, as these have other heads, or None."""
+        switched, num_heads = switchboard.site_state(self.number).stabilizers, self.num_heads
+        return switched if switched is not None and num_heads not in (0, len(switched)) else None
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights.
@@ -125,47 +175,91 @@ class Site:
             TypeError: If the head is no whole number.
             LayoutUnavailable: If it cannot be known which rows they are, saying why.
         """
-        layout, weights = self._settled_layout()
-        return layout.query.weight(weights.of(layout.query.parameter), head)
+        rows, parameters = self._rows("query")
+        return rows.weight(parameters, head)
 
     def query_weights(self) -> Tensor:
         """Returns W_Q of all heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
-        layout, weights = self._settled_layout()
-        return layout.query.weights(weights.of(layout.query.parameter))
+        rows, parameters = self._rows("query")
+        return rows.weights(parameters)
 
     def key_weights(self) -> Tensor:
         """Returns W_K of all key heads, FP32 `(H_kv, d_head, d_model)`; see `query_weight`."""
-        layout, weights = self._settled_layout()
-        return layout.key_rows.weights(weights.of(layout.key_rows.parameter))
+        rows, parameters = self._rows("key")
+        return rows.weights(parameters)
 
     def settle_layout(self) -> str | None:
         """Finds out where W_Q and W_K lie, if that was not done yet.
 
         Returns:
-            Why it cannot be known, or None.
+            Why they cannot be known, or could not be read when they were last asked for; or None.
         """
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
             return str(unavailable)
-        return str(layout.key) if isinstance(layout.key, LayoutUnavailable) else None
+        if isinstance(layout.key, LayoutUnavailable):
+            return str(layout.key)
+        return next(iter(self._unread.values()), None)
+
+    def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
+        """The heads' rows, and the current matrix that they are rows of."""
+        layout, weights = self._settled_layout()
+        rows = layout.query if side == "query" else layout.key_rows
+        try:
+            matrix = weights.of(rows.parameter)
+        except Exception as error:
+            self._unread[side] = str(error)
+            if isinstance(error, LayoutUnavailable):
+                raise
+            raise LayoutUnavailable(self._why(f"it could not be read: {error}")) from error
+        self._unread.pop(side, None)
+        return rows, matrix
+
+    @property
+    def normalises_queries(self) -> bool:
+        """Whether the size of a head's rows of W_Q is known not to reach the scores (QK norm)."""
+        try:
+            return self._settled_layout()[0].normalises_queries
+        except LayoutUnavailable:
+            return False
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
-        if self._layout is None:
+        if self.sharded is not None:
+            raise LayoutUnavailable(self._why(self.sharded))
+        parameters = self._parameters()
+        if self._layout is None or parameters != self._settled_for:
             if self._record() is None:
                 raise LayoutUnavailable(
                     f"site '{self.name}' has not been called yet; run a training step first"
                 )
-            self._layout = self._find_layout()
+            self._layout, self._settled_for = self._find_layout(), parameters
+            self._unread.clear()
         if isinstance(self._layout, LayoutUnavailable):
             raise self._layout
         return self._layout
 
+    def _parameters(self) -> Sequence[tuple[object, ...]]:
+        """What pruning, adapters and the like change, so that W_Q has to be looked for anew."""
+        for _, module in self._enclosing:
+            found = [
+                (name, type(p), None if is_lazy(p) else p.shape)
+                for name, p in module.named_parameters()
+            ]
+            if found:
+                return found
+        return []
+
+    def _why(self, reason: str) -> str:
+        return f"W_Q of site '{self.name}' is unavailable: {reason}"
+
     @torch.inference_mode(False)  # which would leave no history to read
     def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
         """Asks the innermost module that has weight matrices, then those around it."""
+        reason = why_sharded([module for _, module in self._enclosing])
+        if reason is not None:
+            return LayoutUnavailable(self._why(reason))
         record = self._record()
-        reason: str | None = None
         for module, inputs in record.modules if record else []:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
@@ -176,12 +270,13 @@ class Site:
                 reason = reason or str(unavailable)
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
-        reason = reason or "the inputs of its module could not be recorded"
-        return LayoutUnavailable(f"W_Q of site '{self.name}' is unavailable: {reason}")
+        reason = why_quantised(self.module) or reason
+        return LayoutUnavailable(
+            self._why(reason or "the inputs of its module could not be recorded")
+        )
 
     def _record(self) -> interception.SiteRecord | None:
-        seen_by_op = len(switchboard.site_state(self.number).requested)
-        return interception.site_record(self._enclosing, seen_by_op)
+        return interception.site_record(self._enclosing)
 
 
 class Instrumentation:
@@ -192,25 +287,86 @@ class Instrumentation:
         if sites is not None:
             candidates = _select(candidates, sites, "module")
         else:
-            _refuse_unseen(model, candidates)
+            refuse_unseen(candidates)
         if not candidates:
-            raise ValueError(
+            raise UnseenAttentionError(
                 f"{type(model).__name__} has no module that could call attention; GuardBit watches"
                 " calls of F.scaled_dot_product_attention inside a model's own modules"
             )
+        self._model = model
         self._sites: dict[str, Site] = {}
         self._at_rest = False
-        interception.install()
-        for name, module in candidates.items():
-            around = [self._sites[outer] for outer in _around(name, model) if outer in self._sites]
-            site = Site(name, module, switchboard.add_site(name), around)
-            self._sites[name] = site
-            interception.attach(module, site.number)
+        self._clock = Clock()
+        self._switched: list[Site] = []
+        # What is to be undone, last first; what fails is tried again by the next `remove`.
+        self._installed: list[Callable[[], None]] = []
+        try:
+            self._installed += [interception.restore, interception.release]
+            interception.install()
+            for name, module in candidates.items():
+                outer = [self._sites[o] for o in _around(name, model) if o in self._sites]
+                number = switchboard.add_site(name, self._clock)
+                self._attach(Site(name, module, number, outer))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, site: Site) -> None:
+        self._sites[site.name] = site
+        self._installed.append(functools.partial(switchboard.remove_site, site.number))
+        self._installed.append(functools.partial(interception.detach, site.module, site.number))
+        interception.attach(site.module, site.number)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that may call attention, in the order of the model."""
+        return list(self._sites)
 
     @property
     def sites(self) -> dict[str, Site]:
         """The sites that were called at least once, by name, in the order of the model."""
-        return {name: site for name, site in self._sites.items() if site.was_called}
+        return {name: site for name, site in self._present().items() if site.was_called}
+
+    @property
+    def candidates(self) -> dict[str, Site]:
+        """All modules that could call attention, be it that they did or not."""
+        return dict(self._sites)
+
+    @property
+    def switched(self) -> list[Site]:
+        """The sites at which a stabilizer is asked for, be it in use or not."""
+        return list(self._switched)
+
+    def lost(self) -> list[Site]:
+        """The called sites whose module is no longer in the model: it was replaced or removed."""
+        present = self._present()
+        return [s for name, s in self._sites.items() if name not in present and s.was_called]
+
+    def alike(self, names: Iterable[str]) -> list[str]:
+        """Names of all modules of the same types as some sites', in the order of the model."""
+        types = {type(self._sites[name].module) for name in names}
+        return [name for name, site in self._sites.items() if type(site.module) in types]
+
+    def check_switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> dict[int, tuple[str, ...]]:
+        """Returns what `switch` would make of each site, by number, or raises what it would."""
+        if not isinstance(site, str):
+            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
+        matching = _select(self.sites, [site], "attention site")
+        # Whatever a site is like now, its heads can go back.
+        refused = [
+            target
+            for target in matching.values()
+            if target.refusal is not None and stabilizer != "none"
+        ]
+        if refused and (not _is_pattern(site) or len(refused) == len(matching)):
+            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+        return _with(stabilizer, heads, [t for t in matching.values() if t not in refused])
+
+    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
+        """Switches heads of one site from the next call on that can be switched, see `switch`."""
+        self._ask(_with(stabilizer, heads, [self._sites[site]]))
 
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
@@ -231,43 +387,31 @@ class Instrumentation:
             IndexError: If a head is out of range.
             TypeError: If the site is no text.
         """
-        if not isinstance(site, str):
-            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
-        matching = _select(self.sites, [site], "attention site")
-        # Whatever a site is like now, its heads can go back.
-        refused = [
-            target
-            for target in matching.values()
-            if target.refusal is not None and stabilizer != "none"
-        ]
-        if refused and (not _is_pattern(site) or len(refused) == len(matching)):
-            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
-        switched: dict[int, tuple[str, ...]] = {}
-        for target in matching.values():
-            if target in refused:
-                continue
-            chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
-            for head in chosen:
-                if not 0 <= head < target.num_heads:
-                    raise IndexError(
-                        f"head {head} is out of range; site '{target.name}' has heads 0 to"
-                        f" {target.num_heads - 1}"
-                    )
-            names = list(switchboard.site_state(target.number).asked) or target.stabilizers
-            given = check_stabilizers(stabilizer, len(chosen))
-            for head, name in zip(chosen, given, strict=True):
-                names[head] = name
-            switched[target.number] = tuple(names)
-        for number, names in switched.items():
-            switchboard.site_state(number).switch(names)
+        self._ask(self.check_switch(site, stabilizer, heads))
+
+    def give_back(self, site: Site) -> None:
+        """Forgets what is asked for at a site, whatever it is like now."""
+        self._ask({site.number: None})
 
     def stabilizers(self) -> dict[str, list[str]]:
-        """Returns the stabilizer in use: name of the site -> one name a head."""
-        in_use = {name: site.stabilizers for name, site in self._sites.items()}
+        """Returns the stabilizer in use: name of the site -> one name a head.
+
+        A switched head whose calls kept PyTorch's kernel in the latest step, because of a mask
+        say, is "none"; `asked` tells what it goes back to.
+        """
+        in_use = {name: site.stabilizers for name, site in self._present().items()}
         return {name: names for name, names in in_use.items() if names}
 
+    def asked(self) -> dict[str, list[str]]:
+        """Returns the stabilizer asked for: name of the site -> one name a head.
+
+        A switch that does not fit the latest calls, which have other heads, is asked for still.
+        """
+        asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
+        return {name: names for name, names in asked.items() if names}
+
     def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
-        """Sets what `stabilizers()` returned earlier, before or after the first forward.
+        """Asks for what `asked()` returned earlier, before or after the first forward.
 
         Raises:
             ValueError: If the model has no such module, or a name or the number of heads is wrong.
@@ -278,8 +422,31 @@ class Instrumentation:
                 raise ValueError(f"the model has no module '{name}' to switch")
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
-        for number, names in checked.items():
+        self._ask(checked)
+
+    def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
+        for number, names in stabilizers.items():
             switchboard.site_state(number).switch(names)
+        asked = ((s, switchboard.site_state(s.number).stabilizers) for s in self._sites.values())
+        self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
+
+    def _present(self) -> dict[str, Site]:
+        """The sites whose module is still in the model."""
+        modules = set(self._model.modules())
+        return {name: site for name, site in self._sites.items() if site.module in modules}
+
+    def begin_step(self) -> None:
+        """Is told that a training step begins; without, each call of the model is one."""
+        self._clock.tell()
+
+    def end_step(self) -> None:
+        """Is told that the step is over."""
+        self._clock.end_told()
+
+    @property
+    def latest_step(self) -> int:
+        """Number of the step that was over last, as `StepCalls` counts."""
+        return self._clock.done
 
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None for no longer."""
@@ -294,14 +461,31 @@ class Instrumentation:
                 switchboard.site_state(site.number).at_rest = at_rest
 
     def remove(self) -> None:
-        """Takes everything out of the model again; calling it twice is harmless."""
-        if not self._sites:
-            return
-        for site in self._sites.values():
-            interception.detach(site.module, site.number)
-            switchboard.remove_site(site.number)
-        self._sites.clear()
-        interception.uninstall()
+        """Takes everything out of the model again; calling it twice is harmless.
+
+        What cannot be taken out is left for the next call, and the error is raised once all else is
+        out.
+        """
+        to_undo, self._installed = self._installed, []
+        try:
+            with ExitStack() as each:  # the last one first
+                for undo in to_undo:
+                    each.callback(self._undo, undo)
+        finally:
+            self._sites.clear()
+            self._switched.clear()
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except BaseException:
+            self._installed.append(undo)
+            raise
+
+    def listen(self, listener: Callable[[Exception], None]) -> None:
+        """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
+        interception.listeners.append(listener)
+        self._installed.append(functools.partial(interception.listeners.remove, listener))
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
@@ -318,6 +502,8 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is a {type(model).__name__}; expected an nn.Module")
+    if _is_of_fabric(model):
+        model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
         if interception.is_attached(module):
             raise ValueError(f"the model is instrumented already (module '{name}')")
@@ -329,6 +515,12 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
     return Instrumentation(model, sites)
 
 
+def _is_of_fabric(module: nn.Module) -> bool:
+    """Whether a module is what `Fabric.setup` returns."""
+    owner = type(module).__module__
+    return type(module).__name__ == "_FabricModule" and owner.endswith("fabric.wrappers")
+
+
 def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         of_torch = type(module).__module__.startswith("torch.nn.modules.")
@@ -338,32 +530,10 @@ def _candidates(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
             continue  # a wrapper around the module that matters
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its calls never come back to Python
+        if _is_of_fabric(module):
+            continue  # as above; attributes that it is given go to the module it wraps
         parts = [part for part in name.split(".") if part not in _WRAPPERS]
         yield ".".join(parts) or type(module).__name__, module
-
-
-def _refuse_unseen(model: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
-    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
-
-    Other modules may call attention too, unless they only hold such a model.
-    """
-    unseen: dict[nn.Module, str] = {}
-    for module in candidates.values():
-        implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if type(module).__module__.startswith("transformers.") and isinstance(implementation, str):
-            if not implementation.startswith(_UNSEEN_IMPLEMENTATIONS):
-                return
-            unseen[module] = implementation
-    inside = {part for module in unseen for part in module.modules()}
-    holds_one = [
-        module for module in candidates.values() if not inside.isdisjoint(module.modules())
-    ]
-    if unseen and len(holds_one) == len(candidates):
-        module, implementation = next(iter(unseen.items()))
-        raise ValueError(
-            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
-        )
 
 
 def _around(name: str, model: nn.Module) -> Iterator[str]:
@@ -395,3 +565,24 @@ def _listed(heads: Iterable[int]) -> list[int]:
 
 def _is_pattern(name: str) -> bool:
     return any(character in name for character in "*?[")
+
+
+def _with(
+    stabilizer: str | Sequence[str], heads: Iterable[int] | None, targets: Iterable[Site]
+) -> dict[int, tuple[str, ...]]:
+    """What is asked for at each of some sites, by number, once heads of theirs are switched."""
+    switched: dict[int, tuple[str, ...]] = {}
+    for target in targets:
+        chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
+        for head in chosen:
+            if not 0 <= head < target.num_heads:
+                raise IndexError(
+                    f"head {head} is out of range; site '{target.name}' has heads 0 to"
+                    f" {target.num_heads - 1}"
+                )
+        names = target.asked
+        given = check_stabilizers(stabilizer, len(chosen))
+        for head, name in zip(chosen, given, strict=True):
+            names[head] = name
+        switched[target.number] = tuple(names)
+    return switched

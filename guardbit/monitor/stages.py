@@ -1,14 +1,30 @@
-"""The stages of a monitor: an error in one turns it off, and never reaches training."""
+"""The guard between training and the monitor: an error stays inside, and is told once.
+
+Whatever training calls goes through here: the session's methods and the frameworks' callbacks by
+`Stages`, hooks and replaced functions by `guardbit.monitor.interception.doors`, and all log lines
+by `log`. Errors are those of `Exception`, that of no memory included; `KeyboardInterrupt` and
+`SystemExit` are the user's and go their way.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
-
-log = logging.getLogger("guardbit")
+from contextlib import suppress
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+class _Log(logging.LoggerAdapter[logging.Logger]):
+    """GuardBit's logger; what a handler of the user's raises does not reach training."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with suppress(Exception):
+            super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
+
+
+log = _Log(logging.getLogger("guardbit"))
 
 
 class FailedElsewhereError(RuntimeError):
@@ -34,8 +50,10 @@ class Stages:
 
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
         """Runs a function of a stage; returns None if the stage is off or the function fails."""
-        if stage in self.off:
-            return None
+        return None if stage in self.off else self.always(stage, function)
+
+    def always(self, stage: str, function: Callable[[], T]) -> T | None:
+        """Runs what is to be tried each time, as the last words are; else like `attempt`."""
         try:
             return function()
         except Exception as error:
@@ -52,8 +70,10 @@ class Stages:
         log.warning(
             "the stage '%s' failed and is off for the rest of the run, which goes on: %s",
             stage,
-            error,
+            # Some errors, as that of no memory, have no text.
+            str(error) or type(error).__name__,
             # The system's errors say themselves where they come from.
             exc_info=not isinstance(error, FailedElsewhereError | OSError),
         )
-        self._on_failure(stage, error)
+        with suppress(Exception):
+            self._on_failure(stage, error)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -34,13 +35,23 @@ RUN_FOLDER = "guardbit"
 NO_PAST = -1
 
 #: What reading a broken file raises.
-UNREADABLE = (OSError, ValueError, pa.ArrowException)
+UNREADABLE = (
+    OSError,
+    ValueError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+    pa.ArrowException,
+)
+
+#: Seconds without a write after which a half-written file has no writer any more.
+_ABANDONED = 600.0
 
 _SEGMENT_NAME = re.compile(
-    r"(?P<kind>samples|events)-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})"
-    r"-(?P<first>\d{8,})-(?P<last>\d{8,})\.(parquet|jsonl)"
+    r"(?P<kind>samples|events)-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})"
+    r"-(?P<first>\d{8,12})-(?P<last>\d{8,12})\.(parquet|jsonl)"
 )
-_SESSION_NAME = re.compile(r"session-(?P<number>\d{4,})-(?P<token>[0-9a-f]{8})\.json")
+_SESSION_NAME = re.compile(r"session-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})\.json")
 
 
 class SessionKey(NamedTuple):
@@ -85,6 +96,19 @@ def list_folder(folder: Path) -> Listing:
         elif match := _SESSION_NAME.fullmatch(name):
             listing.sessions[SessionKey(int(match["number"]), match["token"])] = folder / name
     return listing
+
+
+def sweep(folder: Path) -> None:
+    """Removes what writers that were killed have left half-written.
+
+    A file that was written to lately may still be in the making, by another writer.
+    """
+    for path in folder.glob(".*.partial"):
+        name = path.name.removeprefix(".").removesuffix(".partial")
+        if _SEGMENT_NAME.fullmatch(name) or _SESSION_NAME.fullmatch(name):
+            with contextlib.suppress(OSError):
+                if time.time() - path.lstat().st_mtime > _ABANDONED:
+                    path.unlink()
 
 
 def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:

@@ -10,11 +10,28 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from guardbit.store.files import COLUMNS, UNREADABLE, Listing, Segment, SessionKey, list_folder
-from guardbit.store.reading import folder_of_run, last_steps
+from guardbit.store.bounds import check_file, good_rows
+from guardbit.store.files import (
+    COLUMNS,
+    SCHEMA,
+    UNREADABLE,
+    Listing,
+    Segment,
+    SessionKey,
+    list_folder,
+)
+from guardbit.store.reading import folder_of_run, last_steps, warn_of_rows
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16
+#: Names are dictionaries: each stands once in a batch.
+_BATCHES = pa.schema(
+    (
+        field.name,
+        pa.dictionary(pa.int32(), pa.string()) if field.type == pa.string() else field.type,
+    )
+    for field in SCHEMA
+)
 
 
 class RunFollower:
@@ -70,7 +87,8 @@ class RunFollower:
         """Yields the new samples in the order they were written, columns as in the store.
 
         Warns:
-            UserWarning: A segment cannot be read and is left out; once for each.
+            UserWarning: A segment cannot be read, or rows of it are beyond the bounds of
+                `guardbit.store.bounds`, and are left out; once for each.
         """
         plan = [
             (key, last_step, segment)
@@ -121,19 +139,23 @@ class RunFollower:
         start = rows_before.get(segment.first)
         known = rows_before.get(flush)
         skipped = known - start if start is not None and known is not None else 0
+        check_file(segment.path)
         with pq.ParquetFile(segment.path, read_dictionary=["site", "indicator"]) as file:
-            groups, passed = [], 0
+            groups, passed, read, left_out = [], 0, 0, 0
             for group in range(file.metadata.num_row_groups):
                 passed += file.metadata.row_group(group).num_rows
                 if passed > skipped:
                     groups.append(group)
             if groups:
-                for batch in file.iter_batches(_BATCH, row_groups=groups, columns=COLUMNS):
-                    if last_step == float("inf"):
-                        yield batch
-                    else:
-                        counted = batch["step"].to_numpy() <= last_step
-                        yield batch.filter(pa.array(counted))
+                for rows in file.iter_batches(_BATCH, row_groups=groups, columns=COLUMNS):
+                    batch = rows.cast(_BATCHES)
+                    good = good_rows(batch)
+                    read, left_out = read + len(good), left_out + int((~good).sum())
+                    if last_step != float("inf"):
+                        good &= batch["step"].fill_null(0).to_numpy() <= last_step
+                    yield batch if good.all() else batch.filter(pa.array(good))
+            if left_out:
+                warn_of_rows(left_out, read, segment.path)
             if start is not None:
                 rows_before[segment.last + 1] = start + file.metadata.num_rows
         self._next_flush[key] = segment.last + 1

@@ -7,13 +7,26 @@ import io
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from guardbit.store.bounds import (
+    MAX_CSV,
+    MAX_EVENT,
+    MAX_JSON,
+    OUT_OF_BOUNDS,
+    check_file,
+    checked_event,
+    checked_session,
+    good_rows,
+    within_bounds,
+)
 from guardbit.store.files import (
     COLUMNS,
     EVENT_COLUMNS,
@@ -56,14 +69,14 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
             can be read.
 
     Warns:
-        UserWarning: A segment cannot be read (cut short, say), or the last line of a CSV is cut
-            short, and is left out.
+        UserWarning: A segment cannot be read (cut short, say), rows are beyond the bounds of
+            `guardbit.store.bounds`, or the last line of a CSV is cut short; they are left out.
     """
     path = _existing(path)
     if is_tensorboard_log(path) and not is_run(path):
-        return _tidy(read_tensorboard(path))
+        return _tidy(_bounded(read_tensorboard(path), path))
     if path.is_file():
-        return _tidy(_read_csv(path))
+        return _tidy(_bounded(_read_csv(path), path))
     parts = [
         part.loc[part["step"] <= last_step]
         for part, last_step in _read_segments(path, "samples", _load_samples)
@@ -87,7 +100,8 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
         ValueError: What is there is no run, or no segment of the run's events can be read.
 
     Warns:
-        UserWarning: A segment cannot be read (cut short, say) and is left out.
+        UserWarning: A segment cannot be read (cut short, say), or some of its events, and they
+            are left out. Kinds of events this version does not know are kept.
     """
     path = _existing(path)
     rows: list[dict[str, Any]] = []
@@ -149,6 +163,8 @@ def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
+    if not (path.is_file() or path.is_dir()):
+        raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
     return folder_of_run(path)
 
 
@@ -162,9 +178,9 @@ def _list_run(folder: Path) -> Listing:
 def _load_session(path: Path) -> dict[str, Any]:
     """Reads a session's file; one that is broken hides nothing and says nothing."""
     try:
-        session = json.loads(path.read_bytes())
-        return {"start_step": int(session["start_step"]), "metadata": dict(session["metadata"])}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        check_file(path, MAX_JSON)
+        return checked_session(json.loads(path.read_bytes()))
+    except UNREADABLE as error:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
         )
@@ -233,26 +249,56 @@ def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -
 
 
 def _load_samples(path: Path) -> pd.DataFrame:
+    check_file(path)
     with pq.ParquetFile(path) as file:
         _check_columns(file.schema_arrow.names, path)
-        return file.read(columns=COLUMNS).cast(SCHEMA).to_pandas()
+        table = file.read(columns=COLUMNS).cast(SCHEMA)
+    good = good_rows(table)
+    if not good.all():
+        table = table.filter(good)
+        warn_of_rows(int((~good).sum()), len(good), path)
+    return table.to_pandas()
+
+
+def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
+    """Says that rows are left out."""
+    warnings.warn(
+        f"left out {left_out:,} of {rows:,} rows of {path}: {OUT_OF_BOUNDS}", stacklevel=2
+    )
+
+
+def _bounded(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """The samples of a file that are within the bounds."""
+    step, layer, head = (frame[name].to_numpy() for name in ("step", "layer", "head"))
+    good = within_bounds(step, np.asarray(frame["site"] != "", dtype=bool), layer, head)
+    if good.all():
+        return frame
+    warn_of_rows(int((~good).sum()), len(good), path)
+    return frame.loc[good]
 
 
 def _load_events(path: Path) -> list[dict[str, Any]]:
+    check_file(path, MAX_JSON)
     # A binary file ends its lines at "\n" only; a text's lines also end at characters that JSON
     # leaves as they are inside a string, such as U+0085.
-    with open(path, "rb") as lines:
-        events = [json.loads(line) for line in lines]
-    for event in events:
-        if not isinstance(event, dict):
-            raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
-        missing = [name for name in EVENT_COLUMNS if name not in event]
-        if missing:
-            raise ValueError(f"an event lacks {', '.join(missing)}")
+    with open(path, "rb") as file:
+        lines = file.readlines()
+    events: list[dict[str, Any]] = []
+    first: Exception | None = None
+    for line in lines:
         try:
-            event["step"], event["heads"] = int(event["step"]), tuple(map(int, event["heads"]))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"an event's step and heads must be whole numbers: {error}") from error
+            if len(line) > MAX_EVENT:
+                raise ValueError(f"an event is larger than {MAX_EVENT >> 20} MiB")
+            events.append(checked_event(json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            first = first or error
+    if first is not None and not events:
+        raise ValueError(str(first)) from first
+    if first is not None:
+        warnings.warn(
+            f"left out {len(lines) - len(events):,} of {len(lines):,} events of {path}: {first}",
+            stacklevel=2,
+        )
     return events
 
 
@@ -263,8 +309,10 @@ def _read_csv(path: Path) -> pd.DataFrame:
         )
     try:
         with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
-            text = file.read()
-    except (OSError, EOFError) as error:
+            text = file.read(MAX_CSV + 1)
+        if len(text) > MAX_CSV:
+            raise ValueError(f"it is larger than {MAX_CSV >> 30} GiB")
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ValueError(f"cannot read a run from {path}: {error}") from error
     whole, newline, last = text.rpartition(b"\n")
     if newline and last:

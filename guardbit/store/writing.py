@@ -27,6 +27,7 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
     publish,
+    sweep,
 )
 
 _PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
@@ -156,6 +157,7 @@ class RunWriter:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"cannot write a run to {folder}: it is a file, a folder is needed")
         folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder)
         listing = list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)
         session = SessionKey(number, uuid.uuid4().hex[:8])
@@ -187,7 +189,7 @@ class RunWriter:
             ValueError: The writer is closed.
         """
         self._check_open()
-        updated = {**self._metadata, **metadata}
+        updated = {**self._metadata, **_sound(dict(metadata))}
         try:
             content = json.dumps({"start_step": self._start_step, "metadata": updated}, indent=2)
         except (TypeError, ValueError) as error:
@@ -209,6 +211,7 @@ class RunWriter:
         self._check_open()
         failed: OSError | None = None
         for sample in samples:
+            sample = dataclasses.replace(sample, site=_sound(sample.site))
             self._rows.extend(list(sample.rows()))
             self._pending += 1
             if self._pending >= self._flush_every and failed is None:
@@ -227,7 +230,7 @@ class RunWriter:
             OSError: It cannot be written.
         """
         self._check_open()
-        line = json.dumps(dataclasses.asdict(event), ensure_ascii=False) + "\n"
+        line = json.dumps(_sound(dataclasses.asdict(event)), ensure_ascii=False) + "\n"
         self._events.append(lambda stream: _write_text(stream, line))
         self._events.compact()
 
@@ -266,6 +269,20 @@ class RunWriter:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"the run's writer is closed: {self._session_path}")
+
+
+def _sound(value: Any) -> Any:
+    """Returns texts, and what is made of texts, in UTF-8 without lone surrogates.
+
+    Neither Parquet nor a terminal takes such; the name of a module may hold one.
+    """
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {_sound(key): _sound(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sound(item) for item in value]
+    return value
 
 
 def _write_text(stream: BinaryIO, text: str) -> None:

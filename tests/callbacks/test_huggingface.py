@@ -48,7 +48,7 @@ class Norms(TrainerCallback):
             self.logged[state.global_step - 1] = (logs["loss"], logs["grad_norm"])
 
 
-def train(folder, *callbacks, resume=None, steps=10, **settings):
+def train(folder, *callbacks, resume=None, steps=10, implementation="sdpa", **settings):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
@@ -59,6 +59,7 @@ def train(folder, *callbacks, resume=None, steps=10, **settings):
         use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True, save_steps=6,
         learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5, **settings,
     )  # fmt: skip
+    config._attn_implementation = implementation
     model = GPT2LMHeadModel(config)
     trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=resume)
@@ -146,6 +147,21 @@ def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch,
     with pytest.raises(OSError, match="No space left"):
         train(tmp_path / "strict", strict, steps=6)
     strict.session.close()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
+    tmp_path, same_weights, caplog, implementation
+):
+    settings = {"save_strategy": "no", "steps": 3, "implementation": implementation}
+    plain = train(tmp_path / "plain", **settings)
+    watched = train(tmp_path / "run", HuggingFaceMonitor(2), **settings)
+    assert same_weights(plain, watched)
+    said = "GuardBit does not watch this run, which goes on without it: GPT2LMHeadModel computes"
+    assert (said in caplog.text) == (implementation == "eager")
+    if implementation == "eager":
+        with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
+            train(tmp_path / "strict", HuggingFaceMonitor(2, strict=True), **settings)
 
 
 def test_settings_are_refused_when_it_is_made():

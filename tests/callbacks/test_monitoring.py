@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
 
 import guardbit
@@ -432,6 +432,31 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
         )
 
 
+class EagerGPT2(torch.nn.Module):
+    """Hugging Face's attention written out, which nobody sees."""
+
+    def __init__(self):
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        config = transformers.GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=1,
+                                         n_head=2, attn_implementation="eager")  # fmt: skip
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, tokens):
+        return self.model(tokens).logits
+
+
+def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(trains, tmp_path, caplog):
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "run")
+    _, trainer = trains.fit(monitor, AutoStabilizer(), model=trains.TinyGPT(EagerGPT2()))
+    assert trainer.global_step == 8
+    said = "GuardBit does not watch this run, which goes on without it: GPT2LMHeadModel computes"
+    assert said in caplog.text
+    strict = AttentionMonitor(2, dirpath=tmp_path / "strict", strict=True)
+    with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
+        trains.fit(strict, model=trains.TinyGPT(EagerGPT2()))
+
+
 def test_a_first_step_that_passes_attention_by_does_not_end_the_watch(trains, tmp_path):
     class SkipsTheFirst(trains.TinyGPT):
         def training_step(self, batch, batch_idx):
@@ -452,7 +477,20 @@ def test_one_trainer_has_one_monitor(trains):
         trains.fit(AttentionMonitor(), Mine())
 
 
-def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog):
+def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog, monkeypatch):
+    def none(_):
+        raise NotImplementedError("it has no norm")
+
+    monkeypatch.setattr("guardbit.callbacks.monitoring.get_total_norm", none)
+    trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"))
+    failed = [m for m in caplog.messages if "'grad_norm' failed" in m]
+    assert len(failed) == 1 and "it has no norm" in failed[0]
+    assert len(values(read_run(tmp_path / "run"), "loss")) == 8
+
+
+def test_sparse_gradients_have_the_norm_of_dense_ones(trains, tmp_path):
+    norms = []
+
     class Sparse(NoAttention):
         def __init__(self):
             super().__init__()
@@ -464,15 +502,16 @@ def test_gradients_without_a_norm_do_not_kill_the_run(trains, tmp_path, caplog):
 
     class SparseGPT(trains.TinyGPT):
         def on_before_optimizer_step(self, optimizer):
-            pass
+            dense = [p.grad.to_dense().flatten() for p in self.parameters() if p.grad is not None]
+            norms.append(torch.cat(dense).norm().item())
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"), model=SparseGPT(Sparse()))
-    failed = [m for m in caplog.messages if "'grad_norm' failed" in m]
-    assert len(failed) == 1
-    assert len(values(read_run(tmp_path / "run"), "loss")) == 8
+    recorded = values(read_run(tmp_path / "run"), "grad_norm")
+    # FP32 sums in another order.
+    assert recorded == pytest.approx({step: norms[step] for step in (0, 2, 4, 6)}, rel=1e-5)
 
 
 def test_a_failing_logger_does_not_kill_the_run(trains, tmp_path, caplog):
@@ -558,3 +597,23 @@ def test_a_file_for_a_folder_is_refused_before_the_first_step(trains, tmp_path):
     with pytest.raises(ValueError, match=r"thesis.txt', a file; a run needs a folder"):
         trains.fit(AttentionMonitor(dirpath=tmp_path / "thesis.txt"), model=model)
     assert model.raw_losses == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the models
+def test_a_logger_may_draw_the_graph_of_the_model(trains, same_weights, tmp_path):
+    class Drawn(trains.TinyGPT):
+        def __init__(self):
+            super().__init__()
+            self.example_input_array = torch.ones(1, 8, dtype=torch.long)
+
+        def forward(self, tokens):
+            return self.net(tokens)
+
+    def run(*callbacks):
+        logger = TensorBoardLogger(tmp_path / str(len(callbacks)), log_graph=True)
+        return trains.fit(*callbacks, model=Drawn(), max_steps=2, logger=logger)[0]
+
+    watch = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
+    assert same_weights(run(), run(watch))
+    assert set(HEAD_INDICATORS) <= set(read_run(tmp_path / "run").indicator)

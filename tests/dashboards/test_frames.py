@@ -170,18 +170,37 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
         assert watched[name].tolist() == [array[layer, head, -1] for layer, head in pairs]
 
 
-def test_before_and_after_average_five_samples_on_either_side(run):
+def test_before_and_after_are_of_the_alarmed_head(run):
     table = frames.before_and_after(run.frame, run.events).set_index("indicator")
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
-    before, after = slice(at - 4, at + 1), {3: slice(undone - 4, undone + 1), 7: slice(-5, None)}
+    end = {3: undone, 7: -1}
     for name, array in run.values.items():
-        for column, windows in (("before", {3: before, 7: before}), ("after", after)):
-            means = [array[2, head, window].mean() for head, window in windows.items()]
-            # Means are summed in another order.
-            assert table.loc[name, column] == pytest.approx(max(means, key=abs), rel=1e-12)
+        head = max((3, 7), key=lambda head: abs(array[2, head, at]))
+        row = table.loc[name]
+        assert (row["layer"], row["head"]) == (2, head)
+        assert (row["before"], row["after"]) == (array[2, head, at], array[2, head, end[head]])
     before = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(before, rel=1e-12)
     assert table.loc["grad_norm", "after"] == pytest.approx(run.grad_norm[-5:].mean(), rel=1e-12)
+
+
+def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
+    # Head (0, 1) jumps from 10 to 1,000 at the last sample before the switch and falls to 100 after
+    # it; head (1, 0), healthy, has twice as large logits and reaches 3,000 later.
+    rows = []
+    for step in range(0, 100, 10):
+        sick = 10.0 if step < 50 else 1000.0 if step == 50 else 100.0
+        healthy = 2000.0 if step <= 50 else 3000.0
+        for site, layer, values in (("a", 0, (1.0, sick)), ("b", 1, (healthy, 1.0))):
+            rows += [(step, site, layer, head, "max_logit", v) for head, v in enumerate(values)]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
+    alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
+    (row,) = frames.before_and_after(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
+    assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
+    # Without an alarm all count; the one that was largest is compared with itself.
+    (row,) = frames.before_and_after(frame, pd.DataFrame(switches)).itertuples(False)
+    assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
 
 
 def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(run):
@@ -214,7 +233,10 @@ def test_the_sample_of_the_switch_counts_before_it(run):
     table = frames.before_and_after(run.frame, switch).set_index("indicator")
     after = run.values["max_logit"][2, 7, run.steps > earlier]
     assert len(after) == 3 and last > earlier
-    assert table.loc["max_logit", "after"] == pytest.approx(after.mean(), rel=1e-12)
+    assert (
+        table.loc["max_logit", "before"] == run.values["max_logit"][2, 7, run.steps <= earlier][-1]
+    )
+    assert table.loc["max_logit", "after"] == after[-1]
 
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
@@ -269,3 +291,35 @@ def test_a_switch_that_was_not_made_is_none(run):
     switched = {(1, 0): "compensated", (1, 1): "compensated"}
     assert frames.current_stabilizers(run.frame, events) == switched
     assert [frames.what_of(event) for event in frames.journal(events)] == ["switch", "refusal"]
+
+
+def test_a_site_recorded_under_two_numbers_is_one_layer():
+    # By the order of the first calls: b was left out at step 0, and stands before c from then on.
+    rows = [
+        (step, f"h.{name}", layer, 0, "max_logit", float("abc".index(name) * 100 + step))
+        for step, order in ((0, "ac"), (10, "abc"), (20, "abc"))
+        for layer, name in enumerate(order)
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    before = frame.copy()
+    layers = frames.layer_of_site(frame)
+    assert layers == {"h.a": 0, "h.c": 1, "h.b": 2}
+    table = frames.by_head(frame, "max_logit")
+    for number, name in enumerate("abc"):
+        own = table[layers[f"h.{name}"], 0].dropna()
+        assert own.to_list() == [100 * number + step for step in own.index]
+    assert frames.latest_values(frame).shape == (3, 1)
+    watched = frames.heads_to_watch(frame, None).set_index("site")
+    assert watched["max_logit"].to_dict() == {"h.a": 20, "h.b": 120, "h.c": 220}
+    pd.testing.assert_frame_equal(frame, before)
+    assert frame.attrs == {}
+
+
+def test_a_name_that_several_layers_share_tells_none_of_them_apart():
+    rows = [
+        (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
+    ]
+    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    assert frames.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
+    watched = frames.heads_to_watch(frame, None)
+    assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

@@ -36,8 +36,8 @@ def test_buckets_keep_the_extremes_of_all_samples(samples, first, every, seed):
         strict=True,
     ):
         inside = values[(steps > before) & (steps <= step)]
-        np.testing.assert_array_equal(low, inside.min(axis=0))
-        np.testing.assert_array_equal(high, inside.max(axis=0))
+        np.testing.assert_array_equal(low, inside.min(axis=0).ravel())
+        np.testing.assert_array_equal(high, inside.max(axis=0).ravel())
 
 
 def test_a_short_run_is_kept_sample_by_sample():
@@ -46,7 +46,8 @@ def test_a_short_run_is_kept_sample_by_sample():
     fill(history, values, [0, 50, 100, 150])
     measured = history.steps >= 0
     np.testing.assert_array_equal(history.steps[measured], [0, 50, 100, 150])
-    np.testing.assert_array_equal(history.high["max_logit"][measured], values)
+    np.testing.assert_array_equal(history.high["max_logit"][measured], values.reshape(4, 6))
+    assert history.heads == [(layer, head) for layer in range(2) for head in range(3)]
 
 
 def test_taking_the_same_in_twice_changes_nothing():
@@ -65,7 +66,10 @@ def test_layers_and_heads_may_come_later():
     history.add("max_logit", np.array([3]), one, one, np.array([1.0]))
     history.add("max_logit", np.array([4]), one + 2, one + 1, np.array([5.0]))
     assert (history.num_layers, history.num_heads) == (3, 2)
-    assert history.high["max_logit"][0, 0, 0] == 1 and history.high["max_logit"][1, 2, 1] == 5
+    assert history.heads == [(0, 0), (2, 1)]
+    np.testing.assert_array_equal(history.of_head("max_logit", 0, 0), [[1, np.nan]] * 2)
+    np.testing.assert_array_equal(history.of_head("max_logit", 2, 1), [[np.nan, 5]] * 2)
+    np.testing.assert_array_equal(history.of_head("max_logit", 1, 1), [[np.nan, np.nan]] * 2)
     assert np.isfinite(history.high["max_logit"]).sum() == 2
 
 
@@ -103,6 +107,29 @@ def test_the_bucket_of_a_step(step, bucket):
     history = History(400)
     fill(history, np.ones((3, 1, 1)), [0, 10, 20])
     assert history.bucket_of(step) == bucket
+
+
+def test_a_far_head_costs_no_more_than_itself():
+    history = History(400)
+    fill(history, np.ones((3, 2, 4)), range(3))
+    far = np.array([1023])
+    history.add("max_logit", np.array([2]), far, far, np.array([9.0]))
+    # 400 buckets of 1024 * 1024 heads would be 1.6 GB an array.
+    assert history.high["max_logit"].shape == (400, 9)
+    excess, _, _ = history.excess()
+    assert excess.shape == (1024, 1024) and np.isfinite(excess).sum() == 9
+
+
+@pytest.mark.parametrize("step", [0, 1, 7])
+def test_the_first_step_of_a_long_run_is_in_the_first_bucket(step):
+    # Every bucket holds eight steps, of which it knows the last.
+    history = History(8)
+    fill(history, np.ones((60, 1, 1)), range(60))
+    assert history.steps[0] == 7
+    assert history.bucket_of(step) == 0
+    assert history.bucket_of(-1) == -1
+    excess, _, _ = history.excess(history.bucket_of(-1))
+    assert excess.shape == (1, 1) and np.isnan(excess).all()
 
 
 def test_an_empty_history_knows_nothing():

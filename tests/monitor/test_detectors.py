@@ -166,6 +166,28 @@ def test_logit_outlier_spares_logits_that_were_there_from_the_start():
     assert run(Detectors((LogitOutlier(),)), rows, "max_logit") == []
 
 
+def test_a_role_that_there_is_not_is_refused():
+    class Odd:
+        name, role = "odd", "everything"
+
+        def examine(self, frame, state):
+            return []
+
+    with pytest.raises(ValueError, match="the role of odd is 'everything'; it must be one of head"):
+        Detectors((Odd(),))
+
+
+def test_the_alarms_of_a_renamed_rule_carry_its_role():
+    detectors = Detectors(
+        (ModelLogits(name="mine"), LossDeparture(name="mine too"), DeltaBias(name="third"))
+    )
+    assert [detectors.role_of(n) for n in ("mine", "mine too", "third", "no rule")] == [
+        "model", "loss", "cause", "head"
+    ]  # fmt: skip
+    losses = [sample(step, "loss", [1.0 if step < 10 else 9.0], "") for step in range(20)]
+    assert {alarm.role for alarm in detectors.update(losses)} == {"loss"}
+
+
 def test_model_logits_need_three_quarters_of_the_layers():
     def alarms(high):
         rows = {
@@ -650,3 +672,20 @@ def test_steps_may_be_counted_from_below_zero():
 def test_a_loss_that_is_not_finite_is_a_departure(broken):
     losses = {"": [[1.0]] * 10 + [[broken]] * 10}
     assert [a.rule for a in run(Detectors(), losses, "loss")] == ["loss_departure"]
+
+
+@pytest.mark.parametrize("normalised, fires", [(False, True), (True, False)])
+def test_where_queries_are_normalised_a_norm_alone_says_nothing(normalised, fires):
+    detectors = Detectors((NormGrowth(),))
+    detectors.normalised = frozenset({"h.1"} if normalised else ())
+    alarms = []
+    for step in range(0, 2000, 50):
+        grown = 1.08 ** (step / 50)  # of head 1 of one of four layers; no logits are known
+        alarms += detectors.update(
+            [
+                sample(step, "w_q_spectral_norm", [1.0, grown if layer == 1 else 1.0], f"h.{layer}")
+                for layer in range(4)
+            ]
+        )
+    assert bool(alarms) is fires
+    assert {(alarm.site, alarm.heads) for alarm in alarms} <= {("h.1", (1,))}

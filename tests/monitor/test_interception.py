@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from typing import ClassVar
 
 import pytest
 import torch
@@ -210,6 +211,54 @@ def keeps_partial(tiny):
         attend_with = functools.partial(F.scaled_dot_product_attention, scale=0.25)
 
     return Keeps
+
+
+def keeps_in_a_dict(tiny):
+    class Keeps(tiny.Attention):
+        kernels: ClassVar = {"fused": F.scaled_dot_product_attention}
+
+        def attend_with(self, *args, **kwargs):
+            return self.kernels["fused"](*args, **kwargs)
+
+    return Keeps
+
+
+def keeps_as_a_default(tiny):
+    class Keeps(tiny.Attention):
+        def attend_with(self, *args, fused=F.scaled_dot_product_attention, **kwargs):
+            return fused(*args, **kwargs)
+
+    return Keeps
+
+
+def keeps_in_a_closure(tiny):
+    fused = F.scaled_dot_product_attention
+
+    class Keeps(tiny.Attention):
+        def attend_with(self, *args, **kwargs):
+            return fused(*args, **kwargs)
+
+    return Keeps
+
+
+@pytest.mark.parametrize("keeps", [keeps_in_a_dict, keeps_as_a_default, keeps_in_a_closure])
+def test_references_inside_methods_and_dicts_are_covered(keeps, tiny, tokens, instrument):
+    class Attention(keeps(tiny)):
+        def attend(self, x):
+            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            return self.proj(self.attend_with(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+    model = tiny.GPT(attention=Attention)
+    before = tiny.step(model, tokens)
+    inst = instrument(model)
+    assert tiny.equal(tiny.step(model, tokens), before)
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    inst.remove()
+    method = type(model.h[0].attn).attend_with
+    kept = [*getattr(type(model.h[0].attn), "kernels", {}).values()]
+    kept += [*(method.__kwdefaults__ or {}).values()]
+    kept += [cell.cell_contents for cell in method.__closure__ or ()]
+    assert kept == [STOCK[0]]
 
 
 @pytest.mark.parametrize("keeps", [keeps_static, keeps_plain, keeps_own, keeps_partial])
@@ -450,10 +499,10 @@ def test_calls_with_and_without_a_mask(how, masked, tiny, tokens, instrument):
             run(tokens, mask)
     sites = list(inst.sites.values())
     assert [site.num_heads for site in sites] == [4, 4]
-    if masked in ("in evaluation", "at first check"):
+    if masked in ("in evaluation", "at first check", "first"):
         assert [site.refusal for site in sites] == [None, None]
     else:
-        # Some training calls would keep PyTorch's kernel: such a switch would be half done.
+        # A refusal is about the latest training step.
         assert all("explicit attention mask" in site.refusal for site in sites)
 
 
@@ -835,13 +884,20 @@ def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens
     expected = F.scaled_dot_product_attention(q, q, q), other(tokens), twin(tokens)
     errors, results = [], []
 
+    class Shared:
+        """Probes run on copies of what hooks refer to, but for classes."""
+
+        took = staticmethod(results.append)
+        failed = staticmethod(errors.append)
+
     def elsewhere():
         try:
-            results.append(F.scaled_dot_product_attention(q, q, q))
-            results.extend((other(tokens), twin(tokens)))
+            Shared.took(F.scaled_dot_product_attention(q, q, q))
+            for run in (other, twin):
+                Shared.took(run(tokens))
             guardbit.flash_attention(q, q, q)
         except BaseException as error:  # the end of a probe is one, and must not come here
-            errors.append(error)
+            Shared.failed(error)
 
     def run_a_thread(*_):
         thread = threading.Thread(target=elsewhere)

@@ -675,3 +675,37 @@ def test_parameters_of_another_module_or_a_shard():
         LayoutUnavailable, match=r"shape \(24, 24\), which now has shape \(12, 24\)"
     ):
         layout.query_weights({"q_proj.weight": module.q_proj.weight[:12]})
+
+
+class Normed(nn.Module):
+    """Attention of two heads whose queries pass a norm, of each head or of all together."""
+
+    def __init__(self, norm, bias):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(32, 32, bias=bias), nn.Linear(32, 32)
+        self.norm = norm
+
+    def forward(self, x):
+        split = lambda y: y.unflatten(-1, (2, 16)).transpose(1, 2)  # noqa: E731
+        q = self.q_proj(x)
+        q = self.norm(q) if getattr(self.norm, "normalized_shape", [0])[0] == 32 else split(q)
+        q = split(q) if q.dim() == 3 else self.norm(q)
+        return q, split(self.k_proj(x))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "norm, expected",
+    [(nn.RMSNorm(16), True), (nn.LayerNorm(16), True), (nn.Identity(), False),
+     (nn.RMSNorm(32), False)],
+    ids=["each head", "each head, LayerNorm", "none", "full width"],
+)  # fmt: skip
+def test_whether_queries_are_normalised_is_found_by_doubling_their_weights(norm, expected, bias):
+    torch.manual_seed(0)
+    module = Normed(norm, bias)
+    x = torch.randn(1, 8, 32)
+    layout = find_layout(
+        lambda parameters: torch.func.functional_call(module, parameters, (x,)),
+        dict(module.named_parameters()),
+    )
+    assert layout.normalises_queries is expected

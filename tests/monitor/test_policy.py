@@ -3,13 +3,16 @@ import json
 
 import pytest
 
-from guardbit.monitor.detectors import DEFAULT_RULES
-from guardbit.monitor.policy import CAUSE_RULE, HOLD_STEPS, MODEL_RULES, SCOPES, Policy, judge
+from guardbit.monitor.detectors import DEFAULT_RULES, role_of
+from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy, judge
 from guardbit.records import Alarm
+
+#: Written by hand, for the tests' alarms.
+ROLES = {"model_logits": "model", "loss_departure": "loss", "delta_bias": "cause"}
 
 
 def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
-    return Alarm(step, site, heads, rule, "because")
+    return Alarm(step, site, heads, rule, "because", ROLES.get(rule, "head"))
 
 
 PLAIN = {f"h.{layer}": ["none"] * 12 for layer in range(8)}
@@ -23,8 +26,46 @@ def decided(decisions):
     return [(d.step, d.site, d.heads, d.stabilizer) for d in decisions]
 
 
-def test_the_rules_it_knows_by_name_exist():
-    assert MODEL_RULES | {CAUSE_RULE} <= {rule.name for rule in DEFAULT_RULES}
+def test_the_rules_have_their_roles():
+    known = {rule.name: role_of(rule) for rule in DEFAULT_RULES}
+    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], "head")
+    assert known == ROLES | of_heads
+
+
+def renamed(alarms):
+    return [dataclasses.replace(a, rule=f"my own {a.rule}") for a in alarms]
+
+
+def test_the_names_of_rules_are_the_users():
+    """A policy that is told other names does and says the same but for the names."""
+    runs = [
+        [alarm(100, "model_logits", f"h.{layer}", (layer,)) for layer in range(8)],
+        [alarm(100, "model_logits", "h.0"), alarm(200), alarm(300, "delta_bias", "h.1")],
+        [alarm(100, "loss_departure", "", ())],
+        [alarm(100), alarm(2500, "loss_departure", "", ()), alarm(2600, "delta_bias")],
+        [alarm(100), alarm(100, "delta_bias"), alarm(200, "loss_departure", "", ())],
+    ]
+    for alarms in runs:
+        policies, told = (Policy(), Policy()), (alarms, renamed(alarms))
+        for step in sorted({a.step for a in alarms}):
+            one, other = (
+                decide(policy, [a for a in some if a.step == step], step)
+                for policy, some in zip(policies, told, strict=True)
+            )
+            assert decided(one) == decided(other)
+        assert judge(alarms, 8).verdict == judge(renamed(alarms), 8).verdict
+    assert decided(decide(Policy(), renamed(runs[0]), 100)) == []
+    assert judge(renamed(runs[2]), 8).verdict == "unclear"
+
+
+def test_a_policy_goes_on_from_a_state_of_before_alarms_had_roles():
+    state = Policy().state_dict()
+    del state["causes"]
+    state["model_alarm"] = 0
+    state["alarmed"] = {"h.1": {"0": {"delta_bias": 90}}, "h.2": {"0": {"norm_growth": 90}}}
+    policy = Policy()
+    policy.load_state_dict(state)
+    assert decided(decide(policy, [], 100)) == [(100, "h.1", (0,), "compensated")]
 
 
 def test_one_alarm_switches_its_heads_to_compensated_once():
@@ -276,11 +317,11 @@ def loss(step):
         (everywhere(1200, "model_logits"), "learning-rate", "run away at once, at step"),
         ([*everywhere(1200, "model_logits"), alarm(1200)], "learning-rate", "12 of 12"),
         # The loss leads, comes at once, or follows.
-        ([loss(9000)], "unclear", "the loss departs at step"),
-        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "the loss departs"),
-        ([alarm(7000), loss(8000)], "unclear", "the loss departs"),
-        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "the loss departs"),
-        ([alarm(7000), loss(8001)], "rounding", "the loss departs"),
+        ([loss(9000)], "unclear", "alarm on the loss at step"),
+        ([loss(6900), alarm(7000), alarm(7000, "delta_bias")], "unclear", "alarm on the loss at"),
+        ([alarm(7000), loss(8000)], "unclear", "alarm on the loss at"),
+        ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "alarm on the loss at"),
+        ([alarm(7000), loss(8001)], "rounding", "alarm on the loss at"),
         ([alarm(7000)], "rounding", "no alarm on the loss"),
         # How many layers move.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),

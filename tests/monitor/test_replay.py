@@ -306,7 +306,7 @@ def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
                           "value": [3.0 if step < 2000 else 9.0 for step in steps]})  # fmt: skip
     result = replay(frame)
     assert result.verdict == "unclear" and result.first_alarm >= 2000
-    assert "the loss departs" in result.why and "not judged by norm_growth" in result.why
+    assert "alarm on the loss" in result.why and "not judged by norm_growth" in result.why
     assert result.why.count("max_logit") == 1
     # Who asks for the loss alone is told of the loss.
     assert replay(frame, (LossDeparture(),)).verdict == "learning-rate"

@@ -23,6 +23,7 @@ from guardbit.monitor import indicators, journal, measurement, metrics
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.records import HEAD_INDICATORS, Event
 from guardbit.store import RunWriter, is_run, read_metadata
 
@@ -396,8 +397,10 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
 class LossAtStep:
     """Says at every sample from one step on that the loss has departed."""
 
+    role: ClassVar = "loss"
+
     step: int
-    name: str = "loss_departure"
+    name: str = "my_loss"
 
     def examine(self, frame, state):
         due = frame.step >= self.step and frame.of("loss")
@@ -410,13 +413,26 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
     loop.run(range(0, 4000, 500))
     events = read_events(tmp_path)
-    departed = events[events["rule"] == "loss_departure"]
+    departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
     assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
-        "no alarm on the loss", "the loss departs at step 1500"
+        "no alarm on the loss", "alarm on the loss at step 1500"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("with_role", [True, False])
+def test_a_resumed_run_knows_what_its_first_alarms_were_about(with_role):
+    rules = (Always(2500), LossAtStep(500))
+    loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
+    state = json.loads(json.dumps(loop.session.state_dict()))
+    loop.session.close()
+    if not with_role:  # of an earlier version
+        state["first_alarms"] = [alarm[:5] for alarm in state["first_alarms"]]
+    resumed = Loop(every_n_train_steps=500, rules=rules)
+    resumed.session.load_state_dict(state)
+    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == ["loss"]
 
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
@@ -679,6 +695,83 @@ def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monke
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2))
     assert loop.session.samples, "the steps are watched all the same"
     assert any("Permission denied" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
+def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, caplog, error):
+    def refuse(*_):
+        raise OSError(error, "for now")
+
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
+    loop = Loop(dirpath=tmp_path, policy=Policy(), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", refuse)
+        if error == 24:
+            patch.setattr(journal, "is_run", refuse)
+        loop.run(range(4), close=False)
+    assert not is_run(tmp_path)
+    loop.run(range(4, 7))
+    assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
+    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_lone_surrogate_in_a_name_costs_nothing(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.register_module("sur\udc80", loop.model.layers.pop(0))
+    loop.model.forward = lambda x: loop.model.layers[0](getattr(loop.model, "sur\udc80")(x))
+    loop.session = MonitorSession(loop.model, every_n_train_steps=1, dirpath=tmp_path)
+    loop.run([0], close=False)
+    loop.session.switch("sur\udc80", "compensated", why="said by \udcff")
+    loop.run([1])
+    frame, (event,) = read_run(tmp_path), events_of(tmp_path, "switch").itertuples()
+    assert sampled(tmp_path) == [0, 1]
+    assert set(frame["site"]) == {"", "layers.0", "sur\\udc80"}
+    assert (event.site, event.why) == ("sur\\udc80", "said by \\udcff")
+    assert set(read_metadata(tmp_path)["sites"]) == {"layers.0", "sur\\udc80"}
+    assert not any("is off" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("what", ["switch", "close"])
+@pytest.mark.parametrize("ends", ["with the step", "by the next step", "by an error"])
+def test_what_comes_between_a_forward_and_its_recomputation_waits(
+    monkeypatch, tmp_path, what, ends
+):
+    def checkpointed(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not alike
+        return x
+
+    monkeypatch.setattr(Model, "forward", checkpointed)
+    loop = Loop(every_n_train_steps=100, dirpath=tmp_path, strict=True).run([0], close=False)
+    session, stock = loop.session, F.scaled_dot_product_attention
+    session.begin_batch(1)
+    loss = loop.model(torch.ones(1, 3, 32).bfloat16()).float().square().mean()
+    if what == "switch":
+        session.switch("layers.1", "row_max", heads=[2])
+        with pytest.raises(IndexError):
+            session.switch("layers.1", "row_max", heads=[9])
+    else:
+        session.close()
+    loss.backward()
+    assert session.instrumentation.stabilizers()[SITES[1]] == ["none"] * 4
+    if ends == "with the step":
+        session.end_step()
+    elif ends == "by an error":
+        session.abandon_step()
+    else:
+        session.begin_batch(2)
+    if what == "switch":
+        expected = ["none", "none", "row_max", "none"]
+        assert session.instrumentation.stabilizers()[SITES[1]] == expected
+        assert events_of(tmp_path, "switch")["heads"].tolist() == [(2,)]
+        session.abandon_step()
+        session.close()
+    assert F.scaled_dot_product_attention is not stock
+    assert not any(module._forward_hooks for module in loop.model.modules())
 
 
 def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
@@ -1179,6 +1272,66 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
 
 
+STAGES = textwrap.dedent(
+    """
+    import importlib.util, logging, sys
+    import torch
+    from torch import nn
+
+    rank, folder, path = int(sys.argv[1]), *sys.argv[2:]
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
+    )
+    specification = importlib.util.spec_from_file_location("test_session", path)
+    test_session = importlib.util.module_from_spec(specification)
+    sys.modules["test_session"] = test_session
+    specification.loader.exec_module(test_session)
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({str(rank): test_session.Attention()})
+
+        def forward(self, x):
+            return self.layers[str(rank)](x)
+
+    model = Stage()
+    session = test_session.MonitorSession(
+        model, every_n_train_steps=1, dirpath=f"{folder}/run" if rank == 0 else None
+    )
+    for step in range(3):
+        with session.step(step):
+            model(torch.randn(1, 4, 32)).square().mean().backward()
+    session.close()
+    torch.distributed.destroy_process_group()
+    """
+)
+
+
+def test_ranks_that_hold_different_stages_say_that_only_one_is_watched(tmp_path):
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", STAGES, str(rank), tmp_path, __file__],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [worker.communicate(timeout=120)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0, 0]
+    assert [text.count("ranks hold different attention modules") for text in said] == [1, 0]
+    (event,) = events_of(tmp_path / "run", "monitor_error").itertuples()
+    assert event.step == 0 and "heads of other ranks are NOT guarded" in event.why
+    assert "only the weights' norms (layers.0)" in event.why
+    # As it says: of the calls nothing, of the norms rank 0's.
+    frame = read_run(tmp_path / "run")
+    assert set(frame["site"]) == {"layers.0"} and set(frame["indicator"]) == NORMS
+
+
 def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     """The loop in the module's docstring, with a model and batches."""
     example = session_module.__doc__.split("plain loop.\n\n")[1]
@@ -1191,3 +1344,32 @@ def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
     exec(body, names)
     assert values(tmp_path / "runs" / "mine", "loss") == loop.losses
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, monkeypatch, normed):
+    """As in padded batches, the logits are not known: a mask is given."""
+    explicit = torch.ones(12, 12, dtype=torch.bool).tril()
+    monkeypatch.setattr(Attention, "masked", {"attn_mask": explicit})
+    loop = Loop(every_n_train_steps=50, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.layers.extend([Attention(), Attention()]).bfloat16()
+    for layer in loop.model.layers:
+        norm = nn.RMSNorm(16) if normed else nn.Identity()
+        layer.q_proj = nn.Sequential(
+            layer.q_proj, nn.Unflatten(-1, (layer.heads, 16)), norm, nn.Flatten(2)
+        )
+    loop.model.bfloat16()
+    loop.session = MonitorSession(loop.model, every_n_train_steps=50, dirpath=tmp_path)
+    for step in range(0, 1500, 50):
+        with loop.session.step(step), torch.no_grad():
+            loop.model.layers[1].q_proj[0].weight[16:32] *= 1.08
+            with torch.enable_grad():
+                loop.backward(step)
+    loop.session.close()
+    assert bool(len(events_of(tmp_path, "alarm"))) is not normed
+    assert (loop.session.state_dict()["verdict"] == "stable") is normed
+    sites = read_metadata(tmp_path)["sites"].values()
+    assert {site["normalises_queries"] for site in sites} == {normed}
+    replayed = replay(read_run(tmp_path), normalised=normalised_sites(read_metadata(tmp_path)))
+    assert (replayed.verdict == "stable") is normed

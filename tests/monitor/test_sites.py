@@ -89,6 +89,7 @@ def test_replicas_made_later_are_not_watched(model, inst, tiny, tokens):
     assert not site_stack
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_scripted_parts_are_passed_over(tiny):
     class Half(nn.Module):
@@ -315,6 +316,29 @@ def test_a_module_with_two_projections_has_no_w_q(tiny):
         inst.remove()
 
 
+def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny):
+    class Joint(nn.Module):
+        """As in Flux: text and image have projections of their own, and attend together."""
+
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = torch.cat([self.text(x[:, :2]), self.image(x[:, 2:])], dim=1)
+            q = y.unflatten(-1, (4, 16)).transpose(1, 2)
+            return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    model = nn.Sequential(Joint())
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, torch.randn(2, 5, 64))
+        with pytest.raises(guardbit.LayoutUnavailable, match="or each for other tokens, as in"):
+            inst.sites["0"].query_weight(0)
+    finally:
+        inst.remove()
+
+
 def test_calls_of_different_shapes_are_refused_and_say_so(tiny):
     model = nn.Sequential(TwoProjections(second_heads=2))
     inst = guardbit.instrument(model)
@@ -419,9 +443,10 @@ def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
         with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*mask"):
             inst.switch("h.0.attn", "stochastic")
         inst.switch("h.0.attn", "none", heads=[1, 2])
-        assert inst.stabilizers()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
+        assert inst.asked()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
+        assert inst.stabilizers()["h.0.attn"] == ["none"] * 4, "the mask keeps PyTorch's kernel"
         inst.switch("*", "none")
-        assert {name for names in inst.stabilizers().values() for name in names} == {"none"}
+        assert {name for names in inst.asked().values() for name in names} == {"none"}
     finally:
         inst.remove()
 

@@ -46,7 +46,7 @@ _SAMPLES = st.builds(
     Sample,
     step=st.integers(0, 2**40),
     site=_NAMES,
-    layer=st.integers(-1, 100),
+    layer=st.integers(0, 100),
     indicator=_NAMES,
     values=st.lists(st.floats(), min_size=1, max_size=4).map(tuple),
 )

@@ -420,3 +420,23 @@ def test_a_closed_writer_says_so(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=r"the run's writer is closed: .*session-0001"):
             call()
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.add([loss(1)])
+    (segment,) = tmp_path.glob("samples-*")
+    abandoned = [
+        tmp_path / f".{name}.partial" for name in (segment.name, *file_names(tmp_path, "session"))
+    ]
+    lately = tmp_path / f".{segment.name.replace('0000', '0001')}.partial"
+    foreign = tmp_path / ".notes.txt.partial"
+    for path in (*abandoned, lately, foreign):
+        path.write_bytes(b"half")
+    for path in (*abandoned, foreign):
+        os.utime(path, (time.time() - 3600,) * 2)
+    RunWriter(tmp_path, start_step=1).close()
+    assert not any(path.exists() for path in abandoned)
+    # Another writer may be at it; and other people's files are theirs.
+    assert lately.exists() and foreign.exists()
+    assert steps_and_values(tmp_path) == [(1, 0.0)]

@@ -6,7 +6,7 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import matplotlib
@@ -41,6 +41,8 @@ MARK_HEIGHTS: dict[Mark, float] = {"alarm": 0.06, "switch": 0.185, "undo": 0.185
 KEY_HEIGHT = 0.3
 #: Beyond this many, vertical lines would hide the data: only the first keeps its line.
 MOST_LINES = 6
+#: Markers that stand side by side above a panel without touching.
+MOST_MARKERS = 80
 
 #: 1,000 pixels wide at 100 dots an inch; 10 points are then 14 pixels.
 WIDTH, PANEL_HEIGHT = 10.0, 3.0
@@ -135,11 +137,13 @@ def finish(
     all_axes[-1].set_xlabel("optimizer step")
     all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
     all_axes[-1].xaxis.set_major_formatter(FuncFormatter(plain))
-    if steps is not None:
-        events = frames.between(events, first, last)
+    marked: dict[Mark, list[int]] = {
+        mark: [step for step in frames.marked_steps(events, mark) if first <= step <= last]
+        for mark in MARKS
+    }
     for axes in all_axes:
-        _mark_events(axes, events)
-    key = _event_key(events)
+        _mark_events(axes, marked, max(last - first, 1) / MOST_MARKERS)
+    key = _event_key(marked)
     if key:
         place_key(all_axes[0], key)
 
@@ -168,13 +172,13 @@ def above(axes: Axes, inches: float) -> float:
     return 1 + inches / panel_inches(axes)
 
 
-def _mark_events(axes: Axes, events: pd.DataFrame | None) -> None:
+def _mark_events(axes: Axes, marked: Mapping[Mark, Sequence[int]], gap: float) -> None:
     # Over a map the line needs a halo to be seen; under curves it needs none and hides no jump.
     over_map = bool(axes.collections) and axes.collections[0].get_gid() == "map"
     halo = [withStroke(linewidth=3, foreground=PAPER, alpha=0.8)] if over_map else []
     for mark in MARKS:
         marker, line_style, face = MARK_STYLES[mark]
-        steps = frames.marked_steps(events, mark)
+        steps = marked[mark]
         for step in steps if len(steps) <= MOST_LINES else steps[:1]:
             axes.axvline(
                 step,
@@ -185,9 +189,10 @@ def _mark_events(axes: Axes, events: pd.DataFrame | None) -> None:
                 zorder=3 if over_map else 1.2,
                 gid=mark,
             )
+        drawn = _apart(steps, gap)
         axes.plot(
-            steps,
-            [above(axes, MARK_HEIGHTS[mark])] * len(steps),
+            drawn,
+            [above(axes, MARK_HEIGHTS[mark])] * len(drawn),
             transform=axes.get_xaxis_transform(),
             linestyle="none",
             marker=marker,
@@ -197,6 +202,15 @@ def _mark_events(axes: Axes, events: pd.DataFrame | None) -> None:
             clip_on=False,
             gid=f"{mark}-markers",
         )
+
+
+def _apart(steps: Sequence[int], gap: float) -> list[int]:
+    """Ascending steps without those that stand nearer than a gap to the one before."""
+    kept: list[int] = []
+    for step in steps:
+        if not kept or step - kept[-1] >= gap:
+            kept.append(step)
+    return kept
 
 
 def mark_handle(mark: Mark, label: str) -> Line2D:
@@ -214,10 +228,9 @@ def mark_handle(mark: Mark, label: str) -> Line2D:
     )
 
 
-def _event_key(events: pd.DataFrame | None) -> list[Line2D]:
+def _event_key(marked: Mapping[Mark, Sequence[int]]) -> list[Line2D]:
     key: list[Line2D] = []
-    for mark in MARKS:
-        steps = frames.marked_steps(events, mark)
+    for mark, steps in marked.items():
         if steps:
             where = f"step {steps[0]:,}" if len(steps) == 1 else f"first at step {steps[0]:,}"
             key.append(mark_handle(mark, f"{mark}, {where}"))

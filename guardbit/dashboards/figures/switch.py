@@ -38,8 +38,9 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     """The switched heads' indicators and the loss around the first switch.
 
     Of the first to be switched at most three are drawn, the alarmed ones before those that are
-    farthest above their own normal. Dotted lines are the medians of the first of them, and of the
-    loss, on either side; their numbers stand above the panel.
+    farthest above their own normal. A dotted line goes on from the last sample before the switch of
+    the first of them; of the loss, whose single samples are noise, there is a median on either
+    side. The numbers stand above the panel.
     """
     switched = frames.first_events(frame, events, "switch")
     if not switched:
@@ -71,7 +72,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
             dict(PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
         )
         axes.margins(y=0.2)
-        _draw_medians(axes, shown.iloc[:, 0].dropna(), step)
+        _draw_change(axes, shown.iloc[:, 0].dropna(), step, medians=indicator == "loss")
     finish(all_axes, frame, events, (first, last))
     for axes in all_axes:
         label_ends(axes)
@@ -110,22 +111,27 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
     return cast(pd.DataFrame, table[[head for head in heads if head in table.columns]])
 
 
-def _draw_medians(axes: Axes, series: pd.Series, step: int) -> None:
-    """The median on either side of the step, dotted, and the numbers above the panel."""
-    numbers: dict[str, str] = {}
+def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
+    """What stood before the step and after it, dotted, and the numbers above the panel.
+
+    Before the switch a sick head grows: its median would be that of a healthy one.
+    """
     # The sample of the switch's own step was measured before the switch took effect.
-    for side, part in (("before", series.loc[:step]), ("after", series.loc[step + 1 :])):
+    sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}
+    numbers: dict[str, str] = {}
+    for side, part in sides.items():
         if part.empty:
             continue
-        median = float(part.median())
-        axes.hlines(
-            median, part.index[0], part.index[-1], color=INK, linewidth=1, linestyle=":", gid=side
-        )
-        numbers[side] = f"{median:.3g}"
+        value = float(part.median() if medians else part.iloc[-1])
+        numbers[side] = f"{value:.3g}"
+        if medians or side == "before":
+            first, last = (part if medians else series.loc[part.index[-1] :]).index[[0, -1]]
+            axes.hlines(value, first, last, color=INK, linewidth=1, linestyle=":", gid=side)
+    what = "median" if medians else "last sample"
     axes.text(
         1,
         above(axes, NUMBERS_HEIGHT),
-        f"median {numbers.get('before', '–')} → {numbers.get('after', '–')}",
+        f"{what} {numbers.get('before', '–')} → {numbers.get('after', '–')}",
         transform=axes.transAxes,
         ha="right",
         fontsize=9,

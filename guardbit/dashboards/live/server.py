@@ -9,6 +9,7 @@ refused, which is what a page uses that has pointed its own name at this machine
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import socket
@@ -26,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from guardbit.dashboards.live.connections import MOST_CONNECTIONS, PatientConnection, say_in_a_line
 from guardbit.dashboards.live.watcher import RunWatcher
 
 HOST = "127.0.0.1"
@@ -78,7 +80,7 @@ class LiveServer:
         try:
             self._socket.bind((HOST, port))
             # From here on the address works: who asks early waits until `run` answers.
-            self._socket.listen(128)
+            self._socket.listen(MOST_CONNECTIONS)
         except OSError as error:
             self._socket.close()
             why = f"cannot listen on {HOST}, port {port}: {error.strerror}"
@@ -87,9 +89,17 @@ class LiveServer:
         token = secrets.token_urlsafe(18)
         self.address = f"http://{HOST}:{self.port}/{token}/"
         config = uvicorn.Config(
-            application(watcher, token), log_level="error", access_log=False, server_header=False
+            application(watcher, token),
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            loop="asyncio",
+            http=PatientConnection,
+            ws="none",
+            # As many are taken in before the oldest are closed.
+            backlog=MOST_CONNECTIONS,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Server(config)
 
     def run(self) -> None:
         """Serves until interrupted (Ctrl-C), or until `stop`."""
@@ -105,6 +115,14 @@ class LiveServer:
     def stop(self) -> None:
         """Ends `run`, which may be in another thread."""
         self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Says in one line what goes wrong below the requests, such as too many open files."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(say_in_a_line())
+        await super().startup(sockets)
 
 
 def application(watcher: RunWatcher, token: str) -> Starlette:

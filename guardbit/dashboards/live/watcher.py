@@ -17,23 +17,25 @@ import pyarrow as pa
 from guardbit.dashboards import frames
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
+from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
 from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
 from guardbit.store import RunFollower, read_events
+from guardbit.store.bounds import MAX_LAYERS
 
 log = logging.getLogger("guardbit")
 
+Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 Json = dict[str, Any]
 
 #: Seconds between two looks at the folder, and between two pictures while a long run is read.
 LOOK_EVERY = 1.0
-#: No model has more; rows beyond are broken and would cost memory.
-_MOST_LAYERS = _MOST_HEADS = 4096
 #: Heads named in the list of the worst, and drawn in a curve.
 _WORST, _DRAWN = 12, len(HIGHLIGHTS)
-#: Events the page is told, the newest; alarms of a run that has failed come by the thousand.
+#: Events the page is told, the newest, beside all that it marks; alarms of a run that has failed
+#: come by the thousand.
 _MOST_EVENTS = 200
 #: Heads that the typical range of an indicator is taken from, evenly spread.
 _TYPICAL_HEADS = 1024
@@ -54,7 +56,8 @@ class RunWatcher:
         self._buckets = buckets
         self._follower = RunFollower(self.folder)
         self._history = History(buckets)
-        self._sites: dict[int, str] = {}
+        self._layers = Layers()
+        self._shared: set[str] = set()
         self._event_files: tuple[str, ...] = ()
         self._events: list[Event] = []
         self._version = 0
@@ -81,7 +84,7 @@ class RunWatcher:
         """Reads what is new; called by the thread, once in a while."""
         if self._follower.look():
             with self._lock:
-                self._history, self._sites = History(self._buckets), {}
+                self._history, self._layers = History(self._buckets), Layers()
         changed = False
         pictured = time.monotonic()
         self._reading = True
@@ -127,29 +130,32 @@ class RunWatcher:
         """
         with self._lock:
             history = self._history
-            if not (0 <= layer < history.num_layers and 0 <= head < history.num_heads):
+            if history.column_of(layer, head) < 0:
                 raise LookupError(f"no head {head} in layer {layer} was measured")
-            used = history.used
+            site = self._site(layer)
+            events = [
+                event
+                for event in self._events
+                if event.site == site and head in (event.heads or (head,))
+            ]
+            indicators: Json = {}
+            for name in [name for name in HEAD_INDICATORS if name in history.high]:
+                low, high = history.of_head(name, layer, head)
+                if not np.isnan(high).all():
+                    typical = _numbers(self._typical(name, (0.5,))[0])
+                    indicators[name] = {
+                        "low": _numbers(low),
+                        "high": _numbers(high),
+                        "typical": typical,
+                    }
             return {
                 "layer": layer,
                 "head": head,
-                "site": self._sites.get(layer, ""),
+                "site": site,
                 "steps": _steps(history),
-                "indicators": {
-                    name: {
-                        "low": _numbers(history.low[name][:used, layer, head]),
-                        "high": _numbers(history.high[name][:used, layer, head]),
-                        "typical": _numbers(self._typical(name, (0.5,))[0]),
-                    }
-                    for name in HEAD_INDICATORS
-                    if name in history.high
-                    and not np.isnan(history.high[name][:used, layer, head]).all()
-                },
-                "events": [
-                    _event(event)
-                    for event in self._events
-                    if event.site == self._sites.get(layer) and head in (event.heads or (head,))
-                ][-_MOST_EVENTS:],
+                "indicators": indicators,
+                "events": [_event(event) for event in _worth_telling(events)],
+                "marks": _marks([*events, *_of_run(self._events)]),
             }
 
     def curves(self, indicator: str) -> Json:
@@ -162,23 +168,20 @@ class RunWatcher:
             history = self._history
             if indicator not in history.high:
                 raise LookupError(f"the indicator {indicator} was not recorded")
-            used = history.used
             low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
+            heads: list[Json] = []
+            for layer, head in self._notable():
+                lowest, highest = (
+                    _numbers(values) for values in history.of_head(indicator, layer, head)
+                )
+                heads.append({"layer": layer, "head": head, "low": lowest, "high": highest})
             return {
                 "indicator": indicator,
                 "steps": _steps(history),
                 "typical_low": _numbers(low),
                 "typical": _numbers(middle),
                 "typical_high": _numbers(high),
-                "heads": [
-                    {
-                        "layer": layer,
-                        "head": head,
-                        "low": _numbers(history.low[indicator][:used, layer, head]),
-                        "high": _numbers(history.high[indicator][:used, layer, head]),
-                    }
-                    for layer, head in self._notable()
-                ],
+                "heads": heads,
             }
 
     def _run(self) -> None:
@@ -207,17 +210,41 @@ class RunWatcher:
         indicators = batch["indicator"]
         names, codes = indicators.dictionary.to_pylist(), indicators.indices.to_numpy()
         steps, values = batch["step"].to_numpy(), batch["value"].to_numpy(zero_copy_only=False)
-        layers, heads = batch["layer"].to_numpy(), batch["head"].to_numpy()
-        of_heads = (layers >= 0) & (layers < _MOST_LAYERS) & (heads >= 0) & (heads < _MOST_HEADS)
+        sites, heads = batch["site"].indices.to_numpy(), batch["head"].to_numpy()
+        named = batch["site"].dictionary.to_pylist()
+        of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
+        recorded = np.where(of_heads, batch["layer"].to_numpy(), 0)
+        layers = self._layers_of(named, sites, recorded, steps)
         for code, name in enumerate(names):
-            chosen = codes == code
-            if name in HEAD_INDICATORS:
-                chosen &= of_heads
+            chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
             if chosen.any():
-                columns = (column[chosen] for column in (steps, layers, heads, values))
-                self._history.add(name, *columns)
-        for layer in np.setdiff1d(layers[of_heads], list(self._sites)):
-            self._sites[int(layer)] = batch["site"][int(np.argmax(layers == layer))].as_py()
+                self._history.add(
+                    name, steps[chosen], layers[chosen], heads[chosen], values[chosen]
+                )
+
+    def _layers_of(
+        self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
+    ) -> Integers:
+        """The layer of each row's site, which is the one recorded unless a site has two."""
+        place = sites.astype(np.int64) * MAX_LAYERS + recorded
+        layers = np.zeros(len(names) * MAX_LAYERS, dtype=np.int64)
+        found = np.zeros(len(layers), dtype=bool)
+        found[place] = True
+        pairs = np.flatnonzero(found)
+        several = np.bincount(pairs // MAX_LAYERS, minlength=len(names)) > 1
+        for site in np.flatnonzero(several).tolist():
+            of_site = sites == site
+            if is_shared(steps[of_site], recorded[of_site]):
+                self._shared.add(names[site])
+        for pair in pairs.tolist():
+            site, layer = divmod(pair, MAX_LAYERS)
+            name = names[site]
+            if name:
+                layers[pair] = self._layers.layer(name, layer, is_shared=name in self._shared)
+        return layers[place]
+
+    def _site(self, layer: int) -> str:
+        return next((site for site, at in self._layers.of.items() if at == layer), "")
 
     def _picture(self) -> None:
         """Composes what the page shows first, so that answering costs next to nothing."""
@@ -230,19 +257,20 @@ class RunWatcher:
                 "title": place_of_run(self.folder).name,
                 "layers": history.num_layers,
                 "heads": history.num_heads,
-                "sites": {str(layer): site for layer, site in self._sites.items()},
+                "sites": {str(layer): site for site, layer in self._layers.of.items()},
                 "steps": _steps(history),
                 "last_step": history.last_step,
                 "map": newest,
                 "worst": self._worst(newest),
                 "indicators": [name for name in HEAD_INDICATORS if name in history.high],
-                "events": [_event(event) for event in self._events[-_MOST_EVENTS:]],
+                "events": [_event(event) for event in _worth_telling(self._events)],
+                "marks": _marks(self._events),
                 "num_events": len(self._events),
                 "verdict": self._verdict(),
                 "run": {
                     name: {
-                        "low": _numbers(history.run_low[name][: history.used]),
-                        "high": _numbers(history.run_high[name][: history.used]),
+                        "low": _numbers(history.run_low[name][history.known]),
+                        "high": _numbers(history.run_high[name][history.known]),
                     }
                     for name in RUN_INDICATORS
                     if name in history.run_high
@@ -292,7 +320,7 @@ class RunWatcher:
         return self._maps[key]
 
     def _marks(self, step: int) -> tuple[set[tuple[int, int]], Mapping[tuple[int, int], str]]:
-        layer_of = {site: layer for layer, site in self._sites.items()}
+        layer_of = self._layers.of
         alarmed: set[tuple[int, int]] = set()
         stabilized: dict[tuple[int, int], str] = {}
         for event in self._events:
@@ -317,7 +345,7 @@ class RunWatcher:
             if np.isnan(excess[layer, head]):
                 continue
             name = names[int(which[layer, head])]
-            values = history.high[name][: history.used, layer, head]
+            _, values = history.of_head(name, int(layer), int(head))
             worst.append(
                 {
                     "layer": int(layer),
@@ -330,7 +358,7 @@ class RunWatcher:
         return worst
 
     def _notable(self) -> list[tuple[int, int]]:
-        layer_of = {site: layer for layer, site in self._sites.items()}
+        layer_of = self._layers.of
         alarmed = [
             (layer_of[event.site], head)
             for event in self._events
@@ -343,11 +371,10 @@ class RunWatcher:
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         """Quantiles over heads by bucket."""
         history = self._history
-        middle = history.high[indicator][: history.used]
+        middle = history.high[indicator][history.known]
         if indicator not in EXCESS_INDICATORS:
             # Signed sums, and the entropy, whose small values matter.
-            middle = (middle + history.low[indicator][: history.used]) / 2
-        middle = middle.reshape(history.used, -1)
+            middle = (middle + history.low[indicator][history.known]) / 2
         middle = np.sort(middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)], axis=1)
         count = (~np.isnan(middle)).sum(axis=1)
         rows = np.arange(len(middle))
@@ -355,7 +382,7 @@ class RunWatcher:
 
 
 def _steps(history: History) -> list[int]:
-    return history.steps[: history.used].tolist()
+    return history.steps[history.known].tolist()
 
 
 def _numbers(values: Floats) -> list[float | None]:
@@ -365,6 +392,23 @@ def _numbers(values: Floats) -> list[float | None]:
         float(f"{value:.4g}") if known else None
         for value, known in zip(values.tolist(), finite.tolist(), strict=True)
     ]
+
+
+def _worth_telling(events: Sequence[Event]) -> list[Event]:
+    """The newest events, and all that are marked however old."""
+    marked = {id(event) for event, _ in frames.marks(events)}
+    newest = len(events) - _MOST_EVENTS
+    return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
+
+
+def _marks(events: Sequence[Event]) -> list[Json]:
+    """What charts mark: each kind once a step."""
+    marked = dict.fromkeys((event.step, mark) for event, mark in frames.marks(events))
+    return [{"step": step, "kind": mark} for step, mark in sorted(marked)]
+
+
+def _of_run(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if not event.site]
 
 
 def _event(event: Event) -> Json:

@@ -50,7 +50,8 @@ def write_report(
 
     Raises:
         ValueError: `output` is a folder where a file is needed, or the reverse, or is named as a
-            file of another format; the format is unknown; a table lacks a column.
+            file of another format, or is a symbolic link, as any of the pictures; the format is
+            unknown; a table lacks a column.
     """
     return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
 
@@ -86,12 +87,14 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
             f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
             f" the format {meant!r}, or another name."
         )
+    _refuse_links(output)
     document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
     folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
     output.parent.mkdir(parents=True, exist_ok=True)
     if format == "pdf":
         write_pdf(document, output)
         return output
+    _refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
     _write_pictures(document, folder)
     if format == "html":
         output.write_text(to_html(document), encoding="utf-8")
@@ -100,6 +103,23 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
     else:
         text_pages(document)[0].savefig(folder / "summary.png", dpi=STYLE["savefig.dpi"])
     return output
+
+
+def _refuse_links(*paths: Path) -> None:
+    """Raises where a file would be written through a link to somewhere else.
+
+    A run's folder may be another person's, and what lies in it point at a file of the reader's.
+    """
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(
+                f"The report is not written through the link {path} to {path.readlink()}: remove "
+                "it, or give another output."
+            )
+
+
+def _names(document: Document) -> list[str]:
+    return [picture.name for picture in document.pictures]
 
 
 def _write_pictures(document: Document, folder: Path) -> None:

@@ -60,7 +60,8 @@ class Run:
 
 def document_of(run: Run) -> Document:
     """Summary first, then the heads to watch, the timeline, the figures and the settings."""
-    frame, events, journal = run.frame, run.events, frames.journal(run.events)
+    frame, events = frames.check_samples(run.frame), run.events
+    journal = frames.journal(events)
     return Document(
         run.title,
         extent(frame),
@@ -190,12 +191,14 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
     table = frames.before_and_after(frame, events)
     if table.empty:
         return []
+    heads = frames.heads_of_layer(frame)
     rows: list[list[str]] = []
-    for indicator, before, after in table.itertuples(index=False):
+    for indicator, layer, head, before, after in table.itertuples(index=False):
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
         rows.append(
             [
                 words.LABELS[indicator],
+                frames.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
                 words.value(indicator, before),
                 words.value(indicator, after),
                 f"× {after / before:.3g}" if comparable else "–",
@@ -204,13 +207,14 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
     return [
         Heading("What the switch did"),
         Paragraph(
-            "The worst of the switched heads, and the run as a whole: the mean of the last "
-            f"{frames.SAMPLES_AVERAGED} samples before the switch and of the last "
-            f"{frames.SAMPLES_AVERAGED} recorded, before heads were given back, if they were. A "
+            "Of the heads that had alarmed and were switched (of all switched ones where none had) "
+            "the one with the largest value before: its last sample before the switch, and the "
+            "same head's last one recorded, before it was given back, if it was. Of the run the "
+            f"mean of {frames.SAMPLES_AVERAGED} samples on either side. A "
             "switch that helps takes the delta bias away at once; logits fall within some thousand "
             "steps, and norms rise no faster than those of other heads."
         ),
-        Table(["", "before the switch", "at the end", "change"], rows, numbers_from=1),
+        Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2),
     ]
 
 

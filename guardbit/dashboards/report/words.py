@@ -17,7 +17,7 @@ HEADLINES = {
 }
 #: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
 UNJUDGED = "This run could not be judged"
-NO_HEAD_SAYS_WHY = "The loss departs, and no head says why"
+NO_HEAD_SAYS_WHY = "There is an alarm on the loss, and no head says why"
 LABELS = {
     "w_q_spectral_norm": "W_Q spectral norm",
     "w_k_spectral_norm": "W_K spectral norm",
@@ -40,6 +40,7 @@ PERCENTAGES = ("multiple_maxima", "multiple_maxima_bf16")
 def what(events: Sequence[Event]) -> str:
     """An event in a few words, or several that differ in their heads alone."""
     event = events[0]
+    kind = frames.what_of(event)
     happened = {
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",
@@ -47,7 +48,7 @@ def what(events: Sequence[Event]) -> str:
         "refusal": "Not switched",
         "verdict": f"Verdict: {event.rule}",
         "monitor_error": "Error in the monitor",
-    }[frames.what_of(event)]
+    }.get(kind, kind.replace("_", " ").capitalize())  # of a newer version's journal
     if len(events) > 1:
         counted = count(len(events), "site")
         if all(one.heads for one in events):

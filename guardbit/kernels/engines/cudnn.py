@@ -82,7 +82,8 @@ class CuDNN(Engine):
 
 # PyTorch's own conversion for cuDNN put -65504 in the place of -inf until 2.11, which makes a row
 # that sees no key attend to all of them.
-_FORBIDDEN = -math.inf if torch.__version__ >= (2, 11) else -65504.0
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_FORBIDDEN = -math.inf if _RELEASE >= (2, 11) else -65504.0
 
 
 def _additive(spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:

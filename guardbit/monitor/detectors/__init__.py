@@ -24,6 +24,7 @@ from guardbit.monitor.detectors.frames import (
     State,
     Values,
     from_plain,
+    role_of,
     to_plain,
 )
 from guardbit.monitor.detectors.rules import (
@@ -35,7 +36,7 @@ from guardbit.monitor.detectors.rules import (
     MultipleMaxima,
     NormGrowth,
 )
-from guardbit.records import INDICATORS, Alarm, Sample
+from guardbit.records import INDICATORS, ROLES, Alarm, Role, Sample
 
 __all__ = [
     "DEFAULT_RULES",
@@ -49,6 +50,7 @@ __all__ = [
     "MultipleMaxima",
     "NormGrowth",
     "Rule",
+    "role_of",
 ]
 
 
@@ -59,8 +61,13 @@ class Detectors:
         rules: The rules, each with its own name; none where samples are only to be recorded.
         cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
 
+    Attributes:
+        normalised: Sites where the size of W_Q does not reach the scores, as under QK norm; to be
+            set by who knows the model.
+
     Raises:
-        ValueError: If something is no rule, two rules share a name, or the cool-down is negative.
+        ValueError: If something is no rule, two rules share a name, a role is unknown, or the
+            cool-down is negative.
     """
 
     def __init__(
@@ -71,6 +78,11 @@ class Detectors:
         for rule in rules:
             if not isinstance(getattr(rule, "name", None), str) or not hasattr(rule, "examine"):
                 raise ValueError(f"{rule!r} is no rule: it needs a name and a method examine")
+            if role_of(rule) not in ROLES:
+                raise ValueError(
+                    f"the role of {rule.name} is {role_of(rule)!r}; it must be one of"
+                    f" {', '.join(ROLES)}"
+                )
         names = [rule.name for rule in rules]
         if len(set(names)) < len(names):
             raise ValueError(f"each rule of Detectors needs a name of its own, got {names}")
@@ -78,6 +90,7 @@ class Detectors:
             raise ValueError(f"cool_down_steps of Detectors must be >= 0, got {cool_down_steps}")
         self.rules = tuple(rules)
         self.cool_down_steps = cool_down_steps
+        self.normalised: frozenset[str] = frozenset()
         self._rule_states: dict[str, State] = {name: {} for name in names}
         self._last_step: dict[str, dict[str, int]] = {}
         self._latest: dict[str, dict[str, Values]] = {}
@@ -109,7 +122,8 @@ class Detectors:
                         why = finding.why if isinstance(finding.why, str) else finding.why(heads)
                         errors = measured_errors(frame, finding.site, heads)
                         why = f"{why}; {errors}" if errors else why
-                        alarms.append(Alarm(step, finding.site, heads, rule.name, why))
+                        alarm = Alarm(step, finding.site, heads, rule.name, why, role_of(rule))
+                        alarms.append(alarm)
         return alarms
 
     def unjudged(self, indicators: Collection[str]) -> dict[str, list[str]]:
@@ -123,6 +137,11 @@ class Detectors:
             for rule in self.rules
         }
         return {rule: names for rule, names in missing.items() if names}
+
+    def role_of(self, name: str) -> Role:
+        """Returns what the rule of that name judges; "head" if there is none."""
+        roles: list[Role] = [role_of(rule) for rule in self.rules if rule.name == name]
+        return roles[0] if roles else "head"
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
@@ -178,7 +197,7 @@ class Detectors:
                 sites[site] = values = _widened(values, self._widths[site])
                 before = _widened(latest.get(site, values), len(values))
                 latest[site] = np.where(np.isnan(values), before, values)
-        return Frame(step, now, self._latest)
+        return Frame(step, now, self._latest, self.normalised)
 
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""

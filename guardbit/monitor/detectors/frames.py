@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from guardbit.records import Role
+
 Values = NDArray[np.float64]
 State = dict[str, Any]
 
@@ -27,11 +29,13 @@ class Frame:
             for +-inf; what was measured at this very step. All arrays of a site are as long as
             its highest head so far.
         latest: The same, every site with its last known values, this step's included.
+        normalised: Sites where the size of W_Q does not reach the scores, as under QK norm.
     """
 
     step: int
     now: Mapping[str, Mapping[str, Values]]
     latest: Mapping[str, Mapping[str, Values]]
+    normalised: frozenset[str] = frozenset()
 
     def of(self, indicator: str) -> Mapping[str, Values]:
         """Returns site -> this step's values; empty where the indicator was not measured."""
@@ -78,7 +82,8 @@ class Rule(Protocol):
     """One-sided test for one kind of trouble; holds thresholds only, its state is handed in.
 
     It may have `reads`, the indicators without which it says nothing: what lacks them is then told
-    to be not judged by it.
+    to be not judged by it. And it may have `role`, one of `guardbit.records.ROLES`, which tells the
+    policy what it judges; without one it is a rule of heads.
     """
 
     @property
@@ -89,6 +94,11 @@ class Rule(Protocol):
     def examine(self, frame: Frame, state: State) -> list[Finding]:
         """Updates `state`, a dict of plain JSON values, and returns what is wrong at this step."""
         ...
+
+
+def role_of(rule: Rule) -> Role:
+    """Returns what a rule judges."""
+    return getattr(rule, "role", "head")
 
 
 def finite(values: Values) -> list[float]:

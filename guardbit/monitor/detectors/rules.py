@@ -27,6 +27,7 @@ from guardbit.monitor.detectors.frames import (
     from_plain,
     to_plain,
 )
+from guardbit.records import Role
 
 
 def _heads(mask: np.ndarray) -> tuple[int, ...]:
@@ -78,7 +79,8 @@ class NormGrowth:
     A norm that grows for the bad raises the scores with it, so the head's largest logit must be
     `logit` and `logit_ratio` times the typical top. In healthy runs other heads take the lead
     within 1,000 steps too, with logits of a few hundreds. Where logits are not known, as in calls
-    with a mask, the rise must be `rise_alone`.
+    with a mask, the rise must be `rise_alone`; and where queries are normalised between W_Q and the
+    scores, the norm alone says nothing.
 
     Largest rise in the stable runs 0.53 (at a rate of 1e-3, step 2,200; logits 820) and 0.15 in
     the shifted one; largest logit and ratio 1,930 and 18. All thresholds divided by 2 still spare
@@ -127,7 +129,8 @@ class NormGrowth:
                 past.append([frame.step, math.log(typical), to_plain(excess)])
             logits = frame.last_of("max_logit", site, len(norms))
             confirmed = (rises >= self.rise) & (logits >= loud)
-            if heads := _heads(confirmed | (np.isnan(logits) & (rises >= self.rise_alone))):
+            alone = np.isnan(logits) & (rises >= self.rise_alone)
+            if heads := _heads(confirmed | (alone & (site not in frame.normalised))):
                 why = partial(self._why, norms, typical, rises, since, logits)
                 findings.append(Finding(site, heads, why))
         return findings
@@ -234,6 +237,8 @@ class ModelLogits:
     """
 
     reads: ClassVar[tuple[str, ...]] = ("max_logit",)
+
+    role: ClassVar[Role] = "model"
 
     name: str = "model_logits"
     level: float = 1024.0
@@ -353,6 +358,8 @@ class DeltaBias:
 
     reads: ClassVar[tuple[str, ...]] = ("delta_bias", "delta_bias_abs")
 
+    role: ClassVar[Role] = "cause"
+
     name: str = "delta_bias"
     tolerated: float = 0.15
     samples_to_false_alarm: float = 1e4
@@ -423,6 +430,8 @@ class LossDeparture:
     """
 
     reads: ClassVar[tuple[str, ...]] = ("loss",)
+
+    role: ClassVar[Role] = "loss"
 
     name: str = "loss_departure"
     rise: float = 1.0

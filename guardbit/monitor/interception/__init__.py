@@ -11,7 +11,10 @@ and compile every layer anew.
 From the bottom up; each file imports from those before it only:
 
 - `frames`: the instrumented modules, and the stack of those that are running.
+- `calls`: what the calls of a site did in the latest step.
+- `sharding`: whether ranks share the heads of a module.
 - `inputs`: what a module's inputs look like, and others like them.
+- `doors`: the guard of all that runs inside a model's forward.
 - `records`: what was learned about each site, from eager calls and from traced ones.
 - `rerunning`: running a module once more, to see where its queries come from.
 - `tracing`: learning from a compiler; the calls it traces do not come back to Python.
@@ -20,18 +23,26 @@ From the bottom up; each file imports from those before it only:
 - `hooks`: keeping the stack, by hooks on each instrumented module.
 """
 
+from guardbit.monitor.interception.calls import StepCalls
+from guardbit.monitor.interception.doors import listeners
+from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
-from guardbit.monitor.interception.installation import install, uninstall
-from guardbit.monitor.interception.records import SiteRecord, site_record
+from guardbit.monitor.interception.installation import install, release, restore
+from guardbit.monitor.interception.records import SiteRecord, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
     "SiteRecord",
+    "StepCalls",
     "attach",
     "detach",
+    "entries",
     "install",
     "is_attached",
+    "listeners",
+    "ran",
+    "release",
     "rerun",
+    "restore",
     "site_record",
-    "uninstall",
 ]

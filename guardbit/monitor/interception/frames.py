@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.attention import calling, is_owner_running, own_site_stack, site_stack
 
 #: Where an instrumented module keeps the number of its site, a 0-d CPU tensor.
 SITE_ATTRIBUTE = "_guardbit_site"
@@ -27,6 +26,27 @@ class Frame(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class Entries:
+    """Notes which instrumented modules run eagerly, as long as anybody wants to know."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+        self.num_listeners = 0
+
+    def start(self) -> None:
+        """Begins to note, for one listener more."""
+        self.num_listeners += 1
+
+    def stop(self) -> None:
+        """Is told that a listener knows enough."""
+        self.num_listeners -= 1
+        if not self.num_listeners:
+            self.numbers.clear()
+
+
+#: The modules that ran, by number of the site.
+entries = Entries()
+
 #: Modules that are running eagerly, outermost first, in step with `site_stack`.
 frame_stack: list[Frame] = []
 
@@ -36,13 +56,24 @@ def site_number(module: nn.Module) -> int:
     return int(getattr(module, SITE_ATTRIBUTE))
 
 
-@contextmanager
-def inside(site: Tensor, frame: Frame) -> Iterator[None]:
-    """Lets what runs in the context count as running inside a module."""
-    site_stack.append(site)
+def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
+    """Notes that a module begins to run, called by the Python frame `caller`."""
+    drop_stale()
+    if not frame_stack:
+        own_site_stack(calling(caller))
     frame_stack.append(frame)
-    try:
-        yield
-    finally:
-        site_stack.pop()
+    site_stack.append(site)
+
+
+def pop(module: nn.Module) -> None:
+    """Notes that a module has ended, if it is the one that began last."""
+    if frame_stack and frame_stack[-1].module is module:
         frame_stack.pop()
+        site_stack.pop()
+
+
+def drop_stale() -> None:
+    """Forgets modules that were never left: PyTorch runs no hooks after KeyboardInterrupt."""
+    if frame_stack and not is_owner_running():
+        frame_stack.clear()
+        site_stack.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -9,12 +11,24 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from guardbit.kernels import switchboard
-from guardbit.kernels.attention import is_other_thread, own_site_stack, site_stack
+from guardbit.kernels.attention import (
+    calling,
+    is_jit_traced,
+    is_other_thread,
+    is_owner_running,
+    own_site_stack,
+    site_stack,
+)
 from guardbit.monitor.interception import records
+from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Frame,
+    drop_stale,
+    entries,
     frame_stack,
+    pop,
+    push,
     site_modules,
     site_number,
 )
@@ -25,36 +39,69 @@ from guardbit.monitor.interception.tracing import note_traced_inputs
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         note_traced_inputs(module, args, kwargs)
-    elif "_is_replica" in vars(module):
-        return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
-    elif frame_stack and is_other_thread():
-        return  # as above: calls of the model that came second keep PyTorch's function
+        # One function for all modules, which reads the number off the module: the compiler then
+        # sees an input of the graph and can serve many layers with one.
+        site_stack.append(getattr(module, SITE_ATTRIBUTE))
     else:
-        if frame_stack and frame_stack[0].module is module:
-            # The outermost module was never left: PyTorch runs no hooks after KeyboardInterrupt.
-            frame_stack.clear()
-            site_stack.clear()
-        if not frame_stack:
-            own_site_stack()
-        frame_stack.append(Frame(module, args, kwargs))
-    # One function for all modules, which reads the number off the module: the compiler then sees
-    # an input of the graph and can serve many layers with one.
-    site_stack.append(getattr(module, SITE_ATTRIBUTE))
+        _enter_eagerly(sys._getframe(1), module, args, kwargs)
+
+
+@guarded
+def _enter_eagerly(
+    caller: FrameType, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if is_jit_traced():
+        return
+    if "_is_replica" in vars(module):
+        return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
+    drop_stale()
+    if frame_stack and is_other_thread():
+        return  # as above: calls of the model that came second keep PyTorch's function
+    if not frame_stack:
+        _begin_step(module)
+    if entries.num_listeners:
+        entries.numbers.add(site_number(module))
+    push(getattr(module, SITE_ATTRIBUTE), Frame(module, args, kwargs), caller)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
         site_stack.pop()
-    elif frame_stack and frame_stack[-1].module is module and not is_other_thread():
-        # Else another hook failed before `_enter`.
-        frame_stack.pop()
-        site_stack.pop()
+    else:
+        _leave_eagerly(module)
+
+
+@guarded
+def _leave_eagerly(module: nn.Module) -> None:
+    if is_other_thread():
+        return
+    is_outermost = len(frame_stack) == 1 and frame_stack[0].module is module
+    pop(module)
+    if is_outermost:
+        _end_step(module)
+
+
+def _begin_step(module: nn.Module) -> None:
+    clock = switchboard.site_state(site_number(module)).clock
+    # A forward that is recomputed in the backward belongs to the step of the first one.
+    if not clock.is_told and torch._C._current_graph_task_id() == -1:
+        clock.begin()
+
+
+def _end_step(module: nn.Module) -> None:
+    clock = switchboard.site_state(site_number(module)).clock
+    if not clock.is_told:
+        clock.end()
 
 
 # Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
 # compiled, they would be compiled anew for every shape, and so would what they call. Inside a
 # compiled module they are inlined.
-for _function in (_enter, _leave, is_other_thread, own_site_stack):
+for _function in (
+    *(_enter, _leave, _begin_step, _end_step, calling, drop_stale, is_jit_traced, is_other_thread),
+    *(is_owner_running, own_site_stack, pop, push, site_number, switchboard.site_state),
+    *(switchboard.Clock.begin, switchboard.Clock.end),
+):
     skip_code(_function.__code__)
 
 # The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that
@@ -116,9 +163,9 @@ def is_attached(module: nn.Module) -> bool:
 
 def detach(module: nn.Module, number: int) -> None:
     """Undoes `attach`."""
-    for hooks, _, shared_id in _hook_entries(module, 0, 0):
+    for hooks, _, shared_id in _hook_entries(module, 0, 0) if _hook_ids else ():
         hooks.pop(shared_id, None)
-    delattr(module, SITE_ATTRIBUTE)
-    delattr(module, _COPIES_ATTRIBUTE)
+    vars(module).pop(SITE_ATTRIBUTE, None)
+    vars(module).pop(_COPIES_ATTRIBUTE, None)
     site_modules.pop(number, None)
     records.forget(number)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 
 class TensorSpec(NamedTuple):
@@ -33,13 +34,24 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
     )
 
 
-def describe(x: Any) -> Any:
-    """Replaces tensors by their description and drops what cannot be made again (caches)."""
+def describe(x: Any, around: tuple[int, ...] = ()) -> Any:
+    """Replaces tensors by their description and drops what cannot be made again (caches).
+
+    Args:
+        x: The input.
+        around: Ids of the containers around it, which may contain themselves.
+    """
     if isinstance(x, Tensor):
-        return TensorSpec(tuple(present_size(n) for n in x.shape), x.dtype, x.device)
-    if isinstance(x, tuple | list):
-        return tuple(describe(item) for item in x)
+        return _describe_tensor(x)
+    if isinstance(x, tuple | list) and id(x) not in around:
+        return tuple(describe(item, (*around, id(x))) for item in x)
     return x if isinstance(x, bool | int | float | str) else None
+
+
+def _describe_tensor(x: Tensor) -> TensorSpec | None:
+    if x.is_nested or x.layout is not torch.strided or is_lazy(x):
+        return None
+    return TensorSpec(tuple(present_size(n) for n in x.shape), x.dtype, x.device)
 
 
 def present_size(n: int | torch.SymInt) -> int:
@@ -49,13 +61,15 @@ def present_size(n: int | torch.SymInt) -> int:
 
 
 def make_up(
-    inputs: ModuleInputs, generator: torch.Generator
+    inputs: ModuleInputs, generator: torch.Generator, cut: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes inputs such as those described, on the generator's device.
 
-    Real and complex numbers are single precision, and the batch is cut to one.
+    Real and complex numbers are single precision. With `cut` the first axis, the batch as a rule,
+    has one entry.
     """
-    make = functools.partial(_make, batch=_batch_size(inputs), generator=generator)
+    batch = _batch_size(inputs) if cut else None
+    make = functools.partial(_make, batch=batch, generator=generator)
     args = tuple(make(x) for x in inputs.args)
     return args, {name: make(x) for name, x in inputs.kwargs.items()}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -38,17 +40,47 @@ def install() -> None:
 
 def uninstall() -> None:
     """Puts everything back when the last instrumented model is released."""
+    release()
+    restore()
+
+
+def release() -> None:
+    """Says that one instrumented model fewer needs the replacements."""
     global _installations
     _installations -= 1
-    if _installations == 0:
-        while _restore:
-            _restore.pop()()
-        # `from ... import` may have taken these in the meantime.
-        _replace_everywhere(
-            replacements.scaled_dot_product_attention, engines.scaled_dot_product_attention
-        )
-        _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
-        _restore.clear()
+
+
+def restore() -> None:
+    """Puts everything back, if no model needs the replacements; calling it again is harmless.
+
+    What cannot be put back is left for the next call, and the error is raised once all else is.
+    """
+    if _installations > 0:
+        return
+    to_undo = _restore.copy()
+    _restore.clear()
+    with ExitStack() as each:  # the last one first
+        each.callback(_replace_what_is_left)
+        for undo in to_undo:
+            each.callback(_undo, undo)
+
+
+def _undo(undo: Callable[[], None]) -> None:
+    try:
+        undo()
+    except BaseException:
+        _restore.append(undo)
+        raise
+
+
+def _replace_what_is_left() -> None:
+    # `from ... import` may have taken these in the meantime.
+    failed = _restore.copy()
+    _replace_everywhere(
+        replacements.scaled_dot_product_attention, engines.scaled_dot_product_attention
+    )
+    _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
+    _restore[:] = failed
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
@@ -59,7 +91,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
     """Replaces a function in all modules: `from ... import` made further references to it."""
-    own = (replacements.__name__, engines.__name__, engines.whole.__name__)
+    own = (replacements.__name__, engines.__name__, f"{engines.__name__}.whole")
     for module in [m for name, m in sys.modules.items() if name not in own]:
         for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is original:
@@ -67,15 +99,51 @@ def _replace_everywhere(original: Callable[..., Any], replacement: Callable[...,
 
 
 def redirect_references(module: nn.Module) -> None:
-    """Replaces PyTorch's attention where a module or its class keeps it as an attribute."""
+    """Replaces PyTorch's attention where a module or its class keeps it.
+
+    As an attribute, in a dict that is one, or as a default argument or in the closure of a method.
+    """
     for owner in (module, *type(module).__mro__):
+        if owner in (nn.Module, object):
+            continue
         for name, value in list(vars(owner).items()):
+            if isinstance(value, dict):
+                _redirect_items(value)
+            elif isinstance(value, types.FunctionType):
+                _redirect_inside(value)
             redirected = _redirected(value)
             if redirected is replacements.scaled_dot_product_attention and owner is not module:
                 redirected = staticmethod(redirected)  # PyTorch's is built in: it takes no `self`
             if redirected is not None:
                 setattr(owner, name, redirected)
                 _restore.append(functools.partial(setattr, owner, name, value))
+
+
+def _redirect_items(table: dict[Any, Any]) -> None:
+    for key, value in list(table.items()):
+        redirected = _redirected(value)
+        if redirected is not None:
+            table[key] = redirected
+            _restore.append(functools.partial(table.__setitem__, key, value))
+
+
+def _redirect_inside(function: types.FunctionType) -> None:
+    """Replaces PyTorch's attention among default arguments, and in what a function closes over."""
+    defaults = function.__defaults__ or ()
+    redirected = tuple(_redirected(value) or value for value in defaults)
+    if redirected != defaults:
+        function.__defaults__ = redirected
+        _restore.append(functools.partial(setattr, function, "__defaults__", defaults))
+    _redirect_items(function.__kwdefaults__ or {})
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        redirected = _redirected(value)
+        if redirected is not None:
+            cell.cell_contents = redirected
+            _restore.append(functools.partial(setattr, cell, "cell_contents", value))
 
 
 def _redirected(value: Any) -> Any:

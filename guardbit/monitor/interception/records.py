@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
-from guardbit.monitor.interception.frames import frame_stack, site_modules, site_number
+from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.calls import Heads, StepCalls
+from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
+from guardbit.monitor.interception.sharding import why_sharded
 
 T = TypeVar("T")
-
-#: Query heads, key heads and head size of a call; zeros where it does not tell.
-Heads = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -24,29 +24,29 @@ class SiteRecord:
     Attributes:
         number: Number of the site.
         modules: Modules on the way to the call, innermost first, with their inputs.
-        num_heads: Query heads, 0 before the first call.
-        num_key_heads: Key heads.
-        head_dim: Size of a head.
-        refusal: Why calls of this site keep PyTorch's function, or None.
+        calls: What the calls of the latest step were like.
         with_gradients: Whether this was learned in training; what evaluation does, with padded
             batches say, counts only as long as nothing else is known.
+        sharded: Why the site's heads are not all on this rank, or None.
     """
 
     number: int
     modules: list[tuple[nn.Module, ModuleInputs]]
-    num_heads: int = 0
-    num_key_heads: int = 0
-    head_dim: int = 0
-    refusal: str | None = None
+    calls: StepCalls
     with_gradients: bool = False
+    sharded: str | None = None
 
 
 class TracedRefusal(NamedTuple):
-    """Why a call that a compiler traced keeps PyTorch's function."""
+    """Why a call that a compiler traced keeps PyTorch's function.
+
+    Where ranks share the heads it does not, as the compiler cannot ask; its heads are refused.
+    """
 
     why: str
     heads: Heads
     with_gradients: bool
+    is_sharded: bool = False
 
 
 # By number of the site.
@@ -57,31 +57,31 @@ _traced_inputs: dict[int | type, ModuleInputs] = {}
 _traced_refusals: dict[int | type, TracedRefusal] = {}
 
 
-def note_call(number: int, heads: Heads, refusal: str | None) -> None:
+def note_call(number: int, heads: Heads, refusal: str | None) -> str | None:
     """Remembers what kind of calls the running module makes.
 
     Args:
         number: Number of the site.
         heads: Heads of the call.
         refusal: Why the call keeps PyTorch's function, or None.
+
+    Returns:
+        The refusal, which the site may have where the call has none.
     """
     if number not in site_modules:  # a copy of an instrumented module
-        return
+        return refusal
     record = _records.get(number)
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
         innermost_first = reversed(frame_stack)
         modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        _records[number] = SiteRecord(number, modules, *heads, refusal, with_gradients)
-    elif record.refusal is None and with_gradients == record.with_gradients:
-        known = (record.num_heads, record.head_dim)
-        if refusal is None and known != (heads[0], heads[2]):
-            refusal = (
-                f"it is called with {known[0]} heads of {known[1]} and with {heads[0]} heads of"
-                f" {heads[2]}"
-            )
-        record.num_heads, record.num_key_heads, record.head_dim = heads
-        record.refusal = refusal
+        sharded = why_sharded(site_modules[number])
+        record = SiteRecord(number, modules, StepCalls(), with_gradients, sharded)
+        _records[number] = record
+    refusal = refusal or record.sharded
+    if with_gradients == record.with_gradients:
+        record.calls.note(site_state(number).clock.now, heads, refusal)
+    return refusal
 
 
 def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
@@ -106,17 +106,28 @@ def forget(number: int) -> None:
         noted.pop(number, None)
 
 
-def site_record(enclosing: list[tuple[int, nn.Module]], num_heads: int) -> SiteRecord | None:
+def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     """Returns what is known of a site, or None if it was never called.
+
+    A compiled call that keeps PyTorch's function leaves no trace when it runs. Where a compiler
+    has traced one, a step in which the op did not run is taken for one of such calls.
 
     Args:
         enclosing: Number and module of the site and of the hooked modules around it, innermost
             first.
-        num_heads: Query heads the op has seen; tells of calls that only a compiler traced.
     """
     number, module = enclosing[0]
-    if number in _records:
-        return _records[number]
+    state = site_state(number)
+    num_heads = len(state.requested)
+    record = _records.get(number)
+    if record is not None:
+        if state.ran_at <= record.calls.step:
+            return record
+        # Compiled calls came later.
+        heads = (num_heads, *record.calls.heads[1:])
+        can = record.sharded is None
+        calls = StepCalls(state.ran_at, heads, can, record.sharded, was_switchable=can)
+        return replace(record, calls=calls)
     if num_heads and number in _traced_inputs:
         # The module was traced itself: what was noted of another one of its type is not about it.
         refusal = _traced_refusals.get(number)
@@ -129,9 +140,28 @@ def site_record(enclosing: list[tuple[int, nn.Module]], num_heads: int) -> SiteR
     inputs = [(module, _traced(_traced_inputs, number, module)) for number, module in enclosing]
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
-        return SiteRecord(number, modules, num_heads)
-    heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
-    return SiteRecord(number, modules, *heads, refusal.why)
+        heads = (num_heads, 0, 0)
+        calls = StepCalls(state.ran_at, heads, is_switchable=True, was_switchable=True)
+    else:
+        heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
+        last = max(state.ran_at, state.clock.done)
+        was_switchable = state.ran_at >= 0 and not refusal.is_sharded
+        is_switchable = was_switchable and state.ran_at == last
+        calls = StepCalls(
+            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable
+        )
+    sharded = refusal.why if refusal is not None and refusal.is_sharded else None
+    return SiteRecord(number, modules, calls, sharded=sharded)
+
+
+def ran(number: int, module: nn.Module) -> bool:
+    """Whether a module ran while `entries` were noted, or a compiler traced it or one of its type.
+
+    Args:
+        number: Number of the site.
+        module: The module.
+    """
+    return number in entries.numbers or _traced(_traced_inputs, number, module) is not None
 
 
 def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | None:

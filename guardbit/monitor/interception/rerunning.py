@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
 from guardbit.kernels import switchboard
-from guardbit.kernels.attention import own_site_stack, site_stack
+from guardbit.kernels.attention import calling, own_site_stack, site_stack
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.interception.inputs import ModuleInputs, make_up
 from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.rehearsal import rehearsal
 
 
 class _CalledAgain(BaseException):
@@ -47,66 +52,81 @@ def rerun(
     module: nn.Module,
     inputs: ModuleInputs,
     parameters: dict[str, Tensor],
+    prepare: Callable[[nn.Module], None] = lambda _: None,
     generator_seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Runs a module on made-up inputs, with other parameters, to see its attention call.
+    """Runs a copy of a module on made-up inputs, with other parameters, to see its attention call.
 
-    Everything is FP32, the batch is cut to one, the global random state and the module's buffers
-    are left as they are, and no gradient reaches the model.
+    Everything is FP32. The batch is cut to one, unless the module needs it as it was, as one does
+    that keeps a memory of each sequence, or one whose inputs have another axis first. The module
+    and what it can reach stay as they are, see `guardbit.monitor.rehearsal`.
 
     Args:
         number: Number of the site.
         module: The module to run, eagerly.
         inputs: What its inputs look like.
         parameters: Tensors to use for its parameters, by name.
+        prepare: Is given the copy before it runs.
         generator_seed: Seed of the made-up inputs.
 
     Returns:
-        q `(1, H, N, D)` and k `(1, H_kv, M, D)` with their history.
+        q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their history.
 
     Raises:
         RuntimeError: If the module does not reach the attention call.
-        LayoutUnavailable: If it reaches it twice: then q may have more than one origin.
+        LayoutUnavailable: If it reaches it twice: then q may have more than one origin. Or if it
+            cannot be run without a trace.
     """
     device = next(module.parameters()).device
-    generator = torch.Generator(device).manual_seed(generator_seed)
-    args, kwargs = make_up(inputs, generator)
-    buffers = {
-        name: x.detach().clone().float() if x.is_floating_point() else x.detach().clone()
-        for name, x in module.named_buffers()
-    }
+    failure: Exception | None = None
+    for cut in (True, False):
+        generator = torch.Generator(device).manual_seed(generator_seed)
+        args, kwargs = make_up(inputs, generator, cut)
+        # It may have failed after the attention call, which does not matter: what follows may not
+        # bear made-up inputs.
+        with (
+            rehearsal(module, parameters, torch.float32) as stand_in,
+            _probing(number, module, sys._getframe()),
+        ):
+            prepare(stand_in)
+            try:
+                stand_in.forward(*args, **kwargs)
+            except _CalledAgain:
+                raise LayoutUnavailable(
+                    f"{type(module).__name__} calls attention more than once at this site, so its"
+                    " queries may come from several weights"
+                ) from None
+            except Exception as error:
+                failure = failure or error
+        if probe.calls:
+            return probe.calls.pop()
+    raise failure or RuntimeError("the module did not call attention when it was run again")
+
+
+@contextmanager
+def _probing(number: int, module: nn.Module, caller: FrameType) -> Iterator[None]:
+    """Collects the calls of a site, which are not to look like calls of the model.
+
+    Args:
+        number: Number of the site.
+        module: Its module.
+        caller: The Python frame in which the module is to run.
+    """
     depth, num_frames = len(site_stack), len(frame_stack)
     state = switchboard.site_state(number)
-    launches, requested = state.launches.copy(), state.requested
-    owner = own_site_stack()
+    before = replace(state, launches=state.launches.copy())
+    owner = own_site_stack(calling(caller))
     probe.site = number
     probe.calls.clear()
     site_stack.append(torch.tensor(number))
     frame_stack.append(Frame(module, (), {}))
     try:
-        with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
-            torch.autocast(device.type, enabled=False),
-            torch.compiler.set_stance("force_eager"),
-            torch.nn.utils.stateless._reparametrize_module(module, {**parameters, **buffers}),
-            torch.enable_grad(),
-        ):
-            module.forward(*args, **kwargs)
-    except _CalledAgain:
-        raise LayoutUnavailable(
-            f"{type(module).__name__} calls attention more than once at this site, so its queries"
-            " may come from several weights"
-        ) from None
-    except Exception:
-        if not probe.calls:
-            raise
-        # What follows the attention call does not matter, and may not bear made-up inputs.
+        with torch.enable_grad():
+            yield
     finally:
         probe.site = None
-        state.launches, state.requested = launches, requested
+        for each in fields(state):
+            setattr(state, each.name, getattr(before, each.name))
         del site_stack[depth:]
         del frame_stack[num_frames:]
         own_site_stack(owner)
-    if not probe.calls:
-        raise RuntimeError("the module did not call attention when it was run again")
-    return probe.calls.pop()

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
-from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.interception.calls import Heads
+from guardbit.monitor.interception.frames import drop_stale, frame_stack, site_modules
 from guardbit.monitor.interception.inputs import (
     ModuleInputs,
     describe,
@@ -22,11 +23,20 @@ from guardbit.monitor.interception.inputs import (
     present_size,
 )
 from guardbit.monitor.interception.records import (
-    Heads,
     TracedRefusal,
     keep_traced_inputs,
     keep_traced_refusal,
 )
+from guardbit.monitor.interception.sharding import why_sharded
+
+
+def drop_stale_traced() -> None:
+    """Forgets, while it is traced, modules that were never left."""
+    comptime(_drop_stale)
+
+
+def _drop_stale(_: Any) -> None:
+    drop_stale()
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -71,11 +81,14 @@ def _read_call(context: Any) -> None:
         number = int(site.as_proxy().node.meta["grapharg"].example)
         num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
         heads = num_heads, num_key_heads, head_dim
-        refusal = TracedRefusal(why, heads, torch.is_grad_enabled())
+        sharded = why_sharded(site_modules[number]) if number in site_modules else None
     except Exception:
         # Then the site is missing from those that are listed.
         return
-    if why is not None:
+    refused = why or sharded
+    if refused is not None:
+        is_sharded = refused is sharded
+        refusal = TracedRefusal(refused, heads, torch.is_grad_enabled(), is_sharded)
         keep_traced_refusal(number, refusal)
 
 

@@ -277,15 +277,32 @@ def test_events_are_marked_the_same_way_everywhere(drawn, chart):
 
 
 def test_many_alarms_keep_their_markers_but_one_line(run):
+    # Each head's first alarm; the later ones say nothing new.
     steps = list(range(1000, 3000, 100))
     many = pd.DataFrame(
-        [(step, "alarm", "h.2.attn", (7,), "", "", "") for step in steps], columns=EVENTS
+        [
+            (step, "alarm", f"h.{head}.attn", (7,), "", "", "")
+            for head, first in enumerate(steps)
+            for step in range(first, 5000, 10)
+        ],
+        columns=EVENTS,
     )
     axes = figures.max_logit(run.frame, many).axes[0]
     lines = [line for line in axes.get_lines() if line.get_gid() == "alarm"]
     markers = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
     assert [line.get_xdata()[0] for line in lines] == [1000]
     assert list(markers[0].get_xdata()) == steps
+
+
+def test_the_markers_of_a_run_that_fails_everywhere_do_not_touch(run):
+    alarms = [(10 * n, "alarm", f"h.{n}.attn", (0,), "", "", "") for n in range(400)]
+    axes = figures.max_logit(run.frame, pd.DataFrame(alarms, columns=EVENTS)).axes[0]
+    (markers,) = [line for line in axes.get_lines() if line.get_gid() == "alarm-markers"]
+    steps = np.asarray(markers.get_xdata())
+    places = axes.transData.transform(np.column_stack([steps, np.ones(len(steps))]))[:, 0]
+    size = markers.get_markersize() / 72 * axes.figure.dpi
+    assert steps[0] == 0 and len(steps) > 40
+    assert (np.diff(places) > size).all()
 
 
 @over_steps

@@ -33,17 +33,18 @@ def test_the_switched_heads_around_the_switch(run):
             np.testing.assert_array_equal(line.get_ydata(), run.values[indicator][2, head, shown])
 
 
-def test_the_medians_are_those_on_either_side(run):
-    axes = before_and_after(run.frame, run.events).axes[0]
+def test_the_numbers_are_the_last_sample_before_and_the_same_heads_last(run):
+    axes, *_, of_loss = before_and_after(run.frame, run.events).axes
     values = run.values["delta_bias_abs"][2, 7]
-    expected = {
-        "before": np.median(values[(run.steps >= 1150) & (run.steps <= 3100)]),
-        "after": np.median(values[run.steps > 3100]),
-    }
-    for side, median in expected.items():
-        (line,) = [drawn for drawn in axes.collections if drawn.get_gid() == side]
-        assert set(line.get_segments()[0][:, 1]) == {median}
-    numbers = "median {before:.3g} → {after:.3g}".format(**expected)
+    before, after = values[run.steps <= 3100][-1], values[-1]
+    (line,) = axes.collections
+    assert line.get_gid() == "before" and set(line.get_segments()[0][:, 1]) == {before}
+    assert line.get_segments()[0][:, 0].tolist() == [3100, 4950]
+    shown = (run.loss_steps >= 1150) & (run.loss_steps <= 4950)
+    for side, of_side in (("before", run.loss_steps <= 3100), ("after", run.loss_steps > 3100)):
+        (line,) = [drawn for drawn in of_loss.collections if drawn.get_gid() == side]
+        assert set(line.get_segments()[0][:, 1]) == {np.median(run.loss[shown & of_side])}
+    numbers = f"last sample {before:.3g} → {after:.3g}"
     (text,) = [text for text in axes.texts if text.get_text() == numbers]
     # Above the panel, where it hides no curve, and clear of the marks of events and their key.
     box = text.get_window_extent()
@@ -102,4 +103,4 @@ def test_heads_without_samples_do_no_harm(run):
         (3100, "switch", "h.2.attn", tuple(range(12)), "", "", "compensated"),
     ]
     (axes, *_) = before_and_after(frame, pd.DataFrame(events, columns=EVENTS)).axes
-    assert any("median" in text.get_text() for text in axes.texts)
+    assert any("last sample" in text.get_text() for text in axes.texts)

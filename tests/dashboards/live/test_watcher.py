@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
 
 from guardbit.dashboards.live import RunWatcher
-from guardbit.records import Sample
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
 
 
 def measured(values):
@@ -171,3 +173,71 @@ def test_a_run_that_is_killed_leaves_what_it_wrote(tmp_path):
     assert before <= state["last_step"] and max([20, *written]) <= state["last_step"]
     assert state["status"]["problem"] == ""
     assert watcher.head(0, 1)["indicators"]["max_logit"]["high"][0] == 2
+
+
+def test_the_first_step_of_a_run_with_more_samples_than_buckets_has_a_map(recorder, tmp_path):
+    watcher = RunWatcher(tmp_path)
+    with recorder(tmp_path, layers=1, heads=2) as writer:
+        writer.record(range(400))
+        watcher.look()
+        first = watcher.state(-1, None)["steps"][0]
+        writer.record([400])
+        watcher.look()
+    shown = watcher.state(-1, first)["map"]
+    assert first == 0 and shown["step"] == 1  # gathered with the sample after it
+    assert None not in shown["excess"]
+
+
+def test_first_alarms_switches_and_departures_are_told_however_many_events_follow(
+    recorder, tmp_path
+):
+    told = [
+        Event(10, "alarm", "h.1.attn", (2,), "first", rule="norm_growth"),
+        Event(20, "alarm", "", (), "the loss has risen", rule="loss_departure"),
+        Event(20, "alarm", "h.2.attn", (0, 1), "first of two heads", rule="norm_growth"),
+        Event(30, "switch", "h.1.attn", (2,), "alarmed", stabilizer="compensated"),
+        Event(40, "switch", "h.1.attn", (2,), "not so any more", stabilizer="none"),
+    ]
+    later = [
+        Event(step, "alarm", site, heads, "again", rule="norm_growth")
+        for step in range(50, 450)
+        for site, heads in (("h.1.attn", (2,)), ("h.2.attn", (1,)))
+    ]
+    with recorder(tmp_path) as writer:
+        writer.record(range(0, 450, 10))
+    (samples,) = tmp_path.glob("samples-*")
+    name = samples.name.replace("samples", "events").replace("parquet", "jsonl")
+    lines = [json.dumps(dataclasses.asdict(event)) + "\n" for event in told + later]
+    (tmp_path / name).write_text("".join(lines))
+    watcher = RunWatcher(tmp_path)
+    watcher.look()
+    state = watcher.state(-1, None)
+    marks = [(mark["step"], mark["kind"]) for mark in state["marks"]]
+    assert marks == [(10, "alarm"), (20, "alarm"), (30, "switch"), (40, "undo")]
+    events = [(event["step"], event["site"]) for event in state["events"]]
+    assert events[:5] == [(event.step, event.site) for event in told]
+    assert events[5:] == [(event.step, event.site) for event in later[-200:]]
+    assert state["num_events"] == 805
+    # A head's own charts mark what concerns it, and the loss.
+    head = watcher.head(2, 1)
+    assert [(mark["step"], mark["kind"]) for mark in head["marks"]] == [(20, "alarm")]
+    assert head["events"][0]["why"] == "first of two heads"
+
+
+def test_a_site_recorded_under_two_numbers_keeps_its_own_curves(tmp_path):
+    # By the order of the first calls: b was left out at step 0, and stands before c from then on.
+    orders = {0: "ac", 10: "abc", 20: "abc"}
+    with RunWriter(tmp_path) as writer:
+        for step, order in orders.items():
+            for layer, name in enumerate(order):
+                value = float("abc".index(name) * 100 + step)
+                writer.add([Sample(step, f"h.{name}", layer, "max_logit", (value,))])
+    watcher = RunWatcher(tmp_path)
+    watcher.look()
+    state = watcher.state(-1, None)
+    layers = {site: int(layer) for layer, site in state["sites"].items()}
+    assert layers.keys() == {"h.a", "h.b", "h.c"} and len(set(layers.values())) == 3
+    for name, expected in (("a", [0, 10, 20]), ("b", [None, 110, 120]), ("c", [200, 210, 220])):
+        head = watcher.head(layers[f"h.{name}"], 0)
+        assert head["site"] == f"h.{name}"
+        assert head["indicators"]["max_logit"]["high"] == expected

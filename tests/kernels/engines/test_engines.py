@@ -34,7 +34,7 @@ def masks(shape, dtype, generator):
         "padding": padding,
         "rows without keys": nothing,
         "additive": torch.randn(1, heads, rows, keys, generator=generator).to(dtype),
-        "additive padding": torch.zeros(batch, 1, 1, keys).masked_fill(~padding, -math.inf).to(dtype),
+        "additive padding": torch.where(padding, 0.0, -math.inf).to(dtype),
     }  # fmt: skip
 
 

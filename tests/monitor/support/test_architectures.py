@@ -26,6 +26,7 @@ pytestmark = [
 Slices = Callable[[nn.Module], list[Tensor]]
 
 MASK = "it is called with an explicit attention mask"
+WIDTHS = "its keys and values differ in shape"
 
 
 class Architecture(NamedTuple):
@@ -134,8 +135,9 @@ T5 = {
     "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 4, "dropout_rate": 0.0,
     "vocab_size": 32, "decoder_start_token_id": 0,
 }  # fmt: skip
+# Values are narrower than queries and keys, as in the real one: 128 against 192.
 LATENT = {
-    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
     "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 
@@ -352,6 +354,7 @@ ZOO: dict[str, Architecture] = {
         "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
         "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
         language,
+        WIDTHS,
     ),
     "DeepSeek-V3, queries not compressed": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
@@ -359,6 +362,7 @@ ZOO: dict[str, Architecture] = {
         at(CONSECUTIVE, "q_proj", "weight"),
         "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together",
         language,
+        WIDTHS,
     ),
     "nn.TransformerEncoderLayer": Architecture(
         encoder_layer,

@@ -160,26 +160,43 @@ function wheelAndPan() {
   }] } };
 }
 
-// The same marks as in the figures: a line at the step, a sign above the panel.
-function eventMarks(events) {
+// The same marks as in the figures: a line at the step, a sign above the panel, as long as signs of
+// one kind do not touch.
+function eventMarks(marks) {
   return { hooks: { draw: [(plot) => {
-    const pen = plot.ctx, dots = window.devicePixelRatio || 1, seen = new Set();
+    const pen = plot.ctx, dots = window.devicePixelRatio || 1, last = {};
+    let lines = 0;
+    plot.drawnMarks = [];
     pen.save();
     pen.strokeStyle = pen.fillStyle = view.state.palette.ink; pen.lineWidth = dots;
     pen.font = `${11 * dots}px system-ui, sans-serif`; pen.textAlign = "center"; pen.textBaseline = "bottom";
-    for (const event of events()) {
-      const sign = MARKS[event.kind], key = `${event.kind} ${event.step}`;
-      if (!sign || seen.has(key) || event.step < plot.scales.x.min || event.step > plot.scales.x.max) continue;
-      seen.add(key);
-      const x = plot.valToPos(event.step, "x", true);
-      if (seen.size <= 8) {
-        pen.setLineDash(event.kind === "alarm" ? [5 * dots, 4 * dots] : event.kind === "undo" ? [2 * dots, 3 * dots] : []);
+    for (const { kind, step } of marks()) {
+      if (step < plot.scales.x.min || step > plot.scales.x.max) continue;
+      const x = plot.valToPos(step, "x", true);
+      if (x - (last[kind] ?? -Infinity) < 9 * dots) continue;
+      last[kind] = x;
+      if (++lines <= 8) {
+        pen.setLineDash(kind === "alarm" ? [5 * dots, 4 * dots] : kind === "undo" ? [2 * dots, 3 * dots] : []);
         pen.beginPath(); pen.moveTo(x, plot.bbox.top); pen.lineTo(x, plot.bbox.top + plot.bbox.height); pen.stroke();
       }
-      pen.fillText(sign, x, plot.bbox.top - (event.kind === "alarm" ? 0 : 11 * dots));
+      pen.fillText(MARKS[kind], x, plot.bbox.top - (kind === "alarm" ? 0 : 11 * dots));
+      plot.drawnMarks.push({ kind, step });
     }
     pen.restore();
   }] } };
+}
+
+// Indicators are sampled at steps of their own: each line shows its sample nearest to the pointer, and
+// the step is the nearest at which any line of the chart has one.
+function nearest(plot, series, hovered, at) {
+  const steps = plot.data[0], distance = (index) => Math.abs(steps[index] - at);
+  const has = series > 0 ? (index) => plot.data[series][index] != null
+    : (index) => plot.data.slice(1).some((values) => values[index] != null);
+  let found = hovered;
+  for (let index = 0; index < steps.length; index++) {
+    if (has(index) && (!has(found) || distance(index) < distance(found))) found = index;
+  }
+  return found;
 }
 
 const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
@@ -207,17 +224,17 @@ function prepared(title, steps, lines, log) {
   return { title, series, data, bands, log, key: JSON.stringify([title, series.map((one) => one.label), log]) };
 }
 
-function chart(place, { title, series, data, bands, log, key }, events) {
+function chart(place, { title, series, data, bands, log, key }, marks) {
   const box = element("div", null, "chart");
   box.append(element("h3", title));
   place.append(box);
   const plot = new uPlot({
     width: Math.max(box.clientWidth, 280), height: 230, series, bands, padding: [24, 12, 0, 0],
-    cursor: { sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
+    cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
     axes: [{ values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
       { size: 68, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : number(tick)) }],
-    plugins: [eventMarks(events), wheelAndPan()],
+    plugins: [eventMarks(marks), wheelAndPan()],
   }, data, box);
   for (const row of box.querySelectorAll(".u-legend .u-series")) {
     if (row.querySelector(".u-label").textContent === RANGE) row.style.display = "none";
@@ -226,11 +243,11 @@ function chart(place, { title, series, data, bands, log, key }, events) {
 }
 
 // Where only data has changed a chart keeps its element, and in any case its zoom.
-function drawCharts(place, wanted, events) {
+function drawCharts(place, wanted, marks) {
   const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
   const drawn = wanted.map(({ name, title, steps, lines }) => {
     const next = prepared(title ?? LABELS[name], steps, lines, view.log && !SIGNED.has(name)), old = kept.find((one) => one.key === next.key);
-    if (!old) return chart(place, next, events);
+    if (!old) return chart(place, next, marks);
     old.plot.setData(next.data, !zoom);
     place.append(old.box);
     return old;
@@ -267,7 +284,7 @@ async function drawRun() {
       ] });
     }
   }
-  drawCharts($("run-charts"), wanted, () => view.state.events);
+  drawCharts($("run-charts"), wanted, () => view.state.marks);
 }
 
 async function drawHead() {
@@ -279,12 +296,13 @@ async function drawHead() {
   $("detail-note").textContent = alarms.length
     ? `First alarm at step ${alarms[0].step.toLocaleString("en")}: ${alarms[0].why.replace(/\.$/, "")}.` + (switched.length ? ` Switched to ${switched.at(-1).stabilizer} at step ${switched.at(-1).step.toLocaleString("en")}.` : "")
     : "No alarm. Coloured: this head; grey: the median head.";
+  $("detail").marks = found.marks;
   drawCharts($("detail-charts"), Object.entries(found.indicators).map(([name, values]) => ({
     name, steps: found.steps, lines: [
       { label: "median head", high: values.typical, colour: "#8c939e", width: 1 },
       { label: nameOf(layer, head), low: values.low, high: values.high, colour: palette.lines[0] },
     ],
-  })), () => found.events);
+  })), () => $("detail").marks);
 }
 
 function select(head) {
@@ -321,7 +339,7 @@ function drawWords() {
     : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
   $("headline").textContent = headline;
   const sentences = [];
-  if (alarms.length && num_events <= events.length) {
+  if (alarms.length) {
     // The verdict quotes the alarms it rests on: what it says is not said twice.
     const said = verdict?.why.includes(alarms[0].why);
     sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where([alarms[0]])}${said ? "" : `: ${alarms[0].why}`}.`);
@@ -345,7 +363,7 @@ function drawWords() {
     row.onkeydown = (event) => event.key === "Enter" && row.onclick();
     return row;
   }));
-  $("event-count").textContent = num_events > events.length ? `the newest ${events.length} of ${num_events}` : "";
+  $("event-count").textContent = num_events > events.length ? `${events.length} of ${num_events.toLocaleString("en")}: the newest, and all first alarms and switches` : "";
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
     const [event] = line, item = element("li", null, event.kind);
@@ -376,7 +394,8 @@ function drawStatus(status) {
 function drawSlider() {
   const slider = $("step"), { steps, map } = view.state;
   slider.max = Math.max(steps.length - 1, 0);
-  if (view.step == null) slider.value = slider.max;
+  // While a long run goes on, steps are gathered: the same step moves to the left.
+  slider.value = view.step == null ? slider.max : Math.max(steps.findLastIndex((step) => step <= map.step), 0);
   $("step-label").textContent = view.step == null ? "newest" : map.step.toLocaleString("en");
 }
 

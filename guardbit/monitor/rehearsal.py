@@ -1,0 +1,196 @@
+"""Running a module without a trace: on a copy of whatever it can reach.
+
+An attention module may draw from a generator of its own, count its calls, keep a memory, or do so
+in an object that it shares with others. A run more than training asked for would change all that.
+So the module is copied with everything that hangs on it, as far as Python objects go: attributes,
+hooks, closures, objects outside that it refers to, and the global variables that its code reads.
+Code, classes and what belongs to the process (process groups, streams, loggers) are shared.
+
+Where the code would change a global variable, or something cannot be copied, the rehearsal ends
+with the reason before anything has happened. What no copy can hold is what a module does outside
+of Python: files, the network, the state of an extension.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import random
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.monitor.copying import TRUSTED, CannotCopyError, Copier, is_state, package_of
+from guardbit.monitor.layouts import LayoutUnavailable
+
+_Owner = type | types.ModuleType
+
+
+class _Ended(BaseException):
+    """Ends a rehearsal; code that catches errors must not catch it."""
+
+
+@contextmanager
+def rehearsal(
+    module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
+) -> Iterator[nn.Module]:
+    """Gives a copy of a module that may be run, eagerly and without autocast.
+
+    The random states of Python, NumPy and PyTorch are set back in the end.
+
+    Args:
+        module: The module; it is only looked at.
+        tensors: What the copy has in place of parameters, by name. They are not copied.
+        dtype: Of all other real tensors in the copy.
+
+    Raises:
+        LayoutUnavailable: If the module reaches what cannot be copied, or changes what cannot be
+            held apart.
+    """
+    substitutes = {id(p): tensors[name] for name, p in module.named_parameters() if name in tensors}
+    try:
+        copier = Copier(substitutes, dtype)
+        stand_in = _copied(copier, module)
+        device = next(module.parameters()).device
+        with ExitStack() as stack:
+            stack.enter_context(_random_states_kept())
+            cuda = [device] if device.type == "cuda" else []
+            stack.enter_context(torch.random.fork_rng(devices=cuda))
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_without_global_hooks())
+            stack.enter_context(_globals_held_apart(copier, module))
+            yield stand_in
+    except _Ended as ended:
+        raise LayoutUnavailable(
+            f"{type(module).__name__} cannot be run once more without a trace: {ended}"
+        ) from None
+
+
+def _copied(copier: Copier, x: Any) -> Any:
+    try:
+        return copier.copy(x)
+    except CannotCopyError as error:
+        raise _Ended(str(error)) from None
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[None]:
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def _without_global_hooks() -> Iterator[None]:
+    """Keeps hooks on all modules, profilers' say, from seeing the rehearsal."""
+    everywhere = [
+        nn.modules.module._global_forward_pre_hooks,
+        nn.modules.module._global_forward_hooks,
+    ]
+    before = [hooks.copy() for hooks in everywhere]
+    for hooks in everywhere:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in zip(everywhere, before, strict=True):
+            hooks.update(kept)
+
+
+@contextmanager
+def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
+    """Lets code find copies in the global variables that it reads; ends it before it sets one.
+
+    Each function's variables are looked at just before it is run for the first time. In a class or
+    an imported module an attribute that was set is put back, and ends the rehearsal too.
+    """
+    if sys.getprofile() is not None:
+        raise _Ended("a profiler is running, which would see the run")
+    owners: dict[int, tuple[_Owner, dict[str, Any]]] = {}
+    replaced: list[tuple[_Owner | dict[str, Any], str, Any]] = []
+    seen: set[tuple[types.CodeType, int]] = set()
+
+    def find_copies(names: tuple[str, ...], owner: _Owner | dict[str, Any]) -> None:
+        variables = owner if isinstance(owner, dict) else vars(owner)
+        for name in names:
+            value = variables.get(name)
+            if isinstance(value, _Owner) and _is_users(value):
+                if id(value) not in owners:
+                    owners[id(value)] = (value, dict(vars(value)))
+                    find_copies(names, value)
+            elif name in variables and is_state(value):
+                replaced.append((owner, name, value))
+                made = _copied(copier, value)
+                _set(owner, name, made)
+                if not isinstance(owner, dict):
+                    owners[id(owner)][1][name] = made
+
+    def before_each_call(frame: types.FrameType, event: str, _: object) -> None:
+        code, variables = frame.f_code, frame.f_globals
+        if event != "call" or (code, id(variables)) in seen:
+            return
+        seen.add((code, id(variables)))
+        if package_of(variables.get("__name__")) in TRUSTED:
+            return
+        changed = _globals_set(code)
+        if changed:
+            raise _Ended(f"{code.co_qualname} sets the global variable '{changed[0]}'")
+        find_copies(code.co_names, variables)
+
+    for cls in {cls for part in module.modules() for cls in type(part).__mro__ if _is_users(cls)}:
+        owners[id(cls)] = (cls, dict(vars(cls)))
+    sys.setprofile(before_each_call)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        changed = [name for owner in owners.values() for name in _put_back(*owner)]
+        for owner, name, value in reversed(replaced):
+            _set(owner, name, value)
+    if changed:
+        raise _Ended(f"it sets '{changed[0]}', which is not its own")
+
+
+def _set(owner: _Owner | dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _is_users(owner: _Owner) -> bool:
+    name = owner.__module__ if isinstance(owner, type) else owner.__name__
+    return package_of(name) not in TRUSTED
+
+
+def _put_back(owner: _Owner, before: dict[str, Any]) -> list[str]:
+    """Sets the attributes of a class or module as they were; returns those that changed."""
+    now = dict(vars(owner))
+    changed = [name for name, value in before.items() if name not in now or now[name] is not value]
+    for name in changed:
+        setattr(owner, name, before[name])
+    added = [name for name in now if name not in before]
+    for name in added:
+        delattr(owner, name)
+    return [f"{owner.__name__}.{name}" for name in changed + added]
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_set(code: types.CodeType) -> list[str]:
+    return [
+        step.argval
+        for step in dis.get_instructions(code)
+        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    ]

@@ -1,0 +1,73 @@
+"""Attention that never reaches the functions GuardBit stands in for: what looks like it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+# Hugging Face's names of attention that never reaches PyTorch's function. Kernels of its hub are
+# named after their repository, with a slash.
+_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flash_attention_|flex_attention|.*/")
+
+_LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
+
+
+class UnseenAttentionError(ValueError):
+    """The model calls no attention where GuardBit sees it, so that nothing can be watched."""
+
+
+def looks_like_attention(module: nn.Module) -> bool:
+    """Whether a module is called as attention is and has a weight matrix, its own or below it."""
+    is_named_so = _LOOKS_LIKE_ATTENTION.search(type(module).__name__) is not None
+    return is_named_so and any(parameter.dim() >= 2 for parameter in module.parameters())
+
+
+def unseen_implementation(module: nn.Module) -> str | None:
+    """Hugging Face's name of how a module computes attention, where that is not to be seen."""
+    implementation = _implementation(module)
+    if implementation is not None and _UNSEEN_IMPLEMENTATIONS.match(implementation):
+        return implementation
+    return None
+
+
+def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
+    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
+
+    Other modules may call attention too, unless they only hold such a model.
+
+    Args:
+        candidates: The modules that could call attention, by name.
+
+    Raises:
+        UnseenAttentionError: If it is so.
+    """
+    unseen: dict[nn.Module, str] = {}
+    for module in candidates.values():
+        if _implementation(module) is not None:
+            name = unseen_implementation(module)
+            if name is None:
+                return
+            unseen[module] = name
+    inside = {part for module in unseen for part in module.modules()}
+    holds_one = [
+        module for module in candidates.values() if not inside.isdisjoint(module.modules())
+    ]
+    if unseen and len(holds_one) == len(candidates):
+        module, implementation = next(iter(unseen.items()))
+        if not any(looks_like_attention(part) for part in inside):
+            raise UnseenAttentionError(
+                f"{type(module).__name__} has no module that looks like attention, so there are no"
+                " heads to watch"
+            )
+        raise UnseenAttentionError(
+            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
+            " which GuardBit does not see; it sees 'sdpa', where the model has it"
+        )
+
+
+def _implementation(module: nn.Module) -> str | None:
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    of_transformers = type(module).__module__.startswith("transformers.")
+    return implementation if of_transformers and isinstance(implementation, str) else None

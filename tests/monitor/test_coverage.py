@@ -1,0 +1,190 @@
+"""What GuardBit did not see of a model's attention is said after the first step that called it."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import guardbit
+from guardbit import MonitorSession, read_events
+from guardbit.store import read_metadata
+
+
+class Attention(nn.Module):
+    """Written with PyTorch's function; others compute the same otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+
+
+class WrittenOutAttention(Attention):
+    def attend(self, q, k, v):
+        scores = q @ k.transpose(-1, -2) / 4 + torch.full((8, 8), -torch.inf).triu(1)
+        return scores.softmax(-1) @ v
+
+
+class AtenAttention(Attention):
+    def attend(self, q, k, v):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, True)[0]
+
+
+_KERNELS = {"fused": torch._C._nn.scaled_dot_product_attention}
+
+
+class TableAttention(Attention):
+    def attend(self, q, k, v):
+        return _KERNELS["fused"](q, k, v, is_causal=True)
+
+
+class AttentionScale(nn.Module):
+    """Named like attention, and without a matrix to project with."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(32))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Never(nn.Module):
+    """Holds attention that never runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = WrittenOutAttention()
+
+    def forward(self, x):
+        return x
+
+
+def watched(path, *layers, run=None, steps=2):
+    model = nn.Sequential(*layers)
+    session = MonitorSession(model, every_n_train_steps=100, dirpath=path, strict=True)
+    run = model if run is None else run(model)
+    for step in range(steps):
+        with session.step(step):
+            run(torch.randn(2, 8, 32)).square().mean().backward()
+    sites = list(session.instrumentation.sites)
+    session.close()
+    return sites
+
+
+def told(path):
+    events = read_events(path)
+    errors = events[events.kind == "monitor_error"]
+    assert set(errors.site) <= {""}
+    return list(zip(errors.step, errors.why, strict=True))
+
+
+@pytest.mark.parametrize("unseen", [WrittenOutAttention, AtenAttention, TableAttention])
+def test_unseen_attention_beside_seen_is_told_once(unseen, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        sites = watched(tmp_path, Attention(), unseen(), AttentionScale(), Never())
+    assert sites == ["0"]
+    ((step, why),) = told(tmp_path)
+    assert step == 0
+    assert why.startswith("1 module that looks like attention ran and was not seen to call it")
+    assert f"1 ({unseen.__name__})" in why
+    assert why in caplog.text
+    assert read_metadata(tmp_path)["unseen"] == ["1"]
+
+
+def test_of_many_a_few_are_named(tmp_path):
+    watched(tmp_path, Attention(), *(WrittenOutAttention() for _ in range(7)))
+    ((_, why),) = told(tmp_path)
+    assert "7 modules that look like attention" in why
+    assert "1, 2, 3, 4 more (WrittenOutAttention)" in why
+    assert read_metadata(tmp_path)["unseen"] == list("1234567")
+
+
+def test_seen_attention_is_not_told_of(tmp_path):
+    class MyAttentionBlock(nn.Sequential):
+        """Holds attention that is seen."""
+
+    sites = watched(tmp_path, MyAttentionBlock(Attention(), nn.Linear(32, 32)), AttentionScale())
+    assert sites == ["0.0"]
+    assert told(tmp_path) == []
+    assert "unseen" not in read_metadata(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
+def test_unseen_attention_of_a_compiled_model(tmp_path):
+    def run(model):
+        return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+    watched(tmp_path, Attention(), WrittenOutAttention(), run=run)
+    torch._dynamo.reset()
+    ((_, why),) = told(tmp_path)
+    assert "1 (WrittenOutAttention)" in why
+
+
+def test_a_language_model_that_is_eager_beside_a_vision_tower_that_is_not(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    text = {
+        "model_type": "gemma2", "hidden_size": 32, "intermediate_size": 32, "vocab_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    }  # fmt: skip
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 32,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+    }  # fmt: skip
+    config = transformers.PaliGemmaConfig(
+        text_config=text, vision_config=vision, projection_dim=32, image_token_index=63,
+        hidden_size=32,
+    )  # fmt: skip
+    config.text_config._attn_implementation = "eager"
+    config.vision_config._attn_implementation = "sdpa"
+    model = transformers.PaliGemmaForConditionalGeneration(config).train()
+    ids = torch.tensor([[63] * 4 + [3, 4, 5, 6]])
+    batch = {
+        "input_ids": ids, "labels": ids, "pixel_values": torch.randn(1, 3, 16, 16),
+        "token_type_ids": torch.tensor([[0] * 4 + [1] * 4]),
+    }  # fmt: skip
+    session = MonitorSession(model, every_n_train_steps=100, dirpath=tmp_path, strict=True)
+    with session.step(0):
+        model(**batch).loss.backward()
+    seen = list(session.instrumentation.sites)
+    session.close()
+    assert seen
+    assert all("vision" in name for name in seen)
+    ((_, why),) = told(tmp_path)
+    assert "(Gemma2Attention, attn_implementation='eager')" in why
+    unseen = read_metadata(tmp_path)["unseen"]
+    assert len(unseen) == 2
+    assert all("language_model" in name for name in unseen)
+
+
+def test_a_model_without_attention_is_said_to_have_none():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Mamba2Config(
+        num_heads=4, head_dim=16, hidden_size=32, vocab_size=16, num_hidden_layers=1, state_size=8,
+        n_groups=1,
+    )  # fmt: skip
+    model = transformers.Mamba2ForCausalLM(config)
+    with pytest.raises(ValueError, match="Mamba2ForCausalLM has no module that looks like atten"):
+        guardbit.instrument(model)
+
+
+def test_kernels_of_hugging_faces_hub_are_refused_at_setup():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=2, intermediate_size=16, num_hidden_layers=1,
+        vocab_size=8,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.config._attn_implementation = "kernels-community/flash-attn"
+    with pytest.raises(ValueError, match="'kernels-community/flash-attn', which GuardBit does not"):
+        guardbit.instrument(model)

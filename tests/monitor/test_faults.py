@@ -1,0 +1,312 @@
+"""Faults below every entry from training: the run keeps its bits, hears of it once, and ends."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from guardbit import MonitorSession, flash_attention, read_events
+from guardbit.kernels import switchboard
+from guardbit.kernels.attention import site_stack
+from guardbit.monitor import capture, journal, measurement, policy, ranks, sites
+from guardbit.monitor import session as session_module
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.interception import doors, hooks, installation, records, replacements
+from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.metrics import AttentionMetrics
+from guardbit.monitor.policy import Policy
+
+ERRORS = [
+    MemoryError(),
+    RecursionError("maximum recursion depth exceeded"),
+    OverflowError("int too large"),
+    torch.OutOfMemoryError("out of memory"),
+    KeyError("on purpose"),
+]
+
+
+class Attention(nn.Module):
+    """Calls attention in each way that GuardBit stands in for."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+        self.multi_head = nn.MultiheadAttention(32, 2, batch_first=True)
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        y = checkpoint(self.attend, q, k, v, use_reentrant=False)
+        y = y + flash_attention(q, k, v, causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        return x + y + self.multi_head(y, y, y)[0]
+
+
+def train(session_of=None, steps=2):
+    """Trains one layer for some steps in a plain loop; returns the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = session_of and session_of(model)
+    for step in range(steps):
+        if session:
+            session.begin_batch(step)
+        loss = model(torch.randn(1, 4, 32)).square().mean()
+        loss.backward()
+        if session:
+            session.loss(loss)
+            session.grad_norm(1.0)
+            session.end_step()
+            session.state_dict()
+        optimizer.step()
+        optimizer.zero_grad()
+    if session:
+        session.close()
+    return model
+
+
+@pytest.fixture(scope="module")
+def unwatched():
+    return [p.detach().clone() for p in train().parameters()]
+
+
+def hooks_and_patches(model):
+    """What is left of GuardBit in a model and in this process."""
+    left = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
+    left += [m for m in model.modules() if hooks.SITE_ATTRIBUTE in vars(m)]
+    left += [installation._installations] if installation._installations else []
+    left += installation._restore + doors.listeners + site_stack + frame_stack
+    ours = (
+        replacements.scaled_dot_product_attention, replacements.checkpoint,
+        replacements.multi_head_attention_forward,
+    )  # fmt: skip
+    # The references that everyone has, and those that `from ... import` made, as in this file.
+    left += [f for f in (F.scaled_dot_product_attention, checkpoint) if f in ours]
+    return left + [f for f in (F.multi_head_attention_forward,) if f in ours]
+
+
+#: Entry -> what lies below it, and is made to fail.
+BELOW = {
+    "begin_batch: sampling": (sites.Instrumentation, "rest"),
+    "begin_batch: measuring": (measurement.Measurement, "begin"),
+    "begin_batch: listening": (sites.Instrumentation, "observe"),
+    "begin_batch: random numbers": (switchboard, "set_random_offset"),
+    "begin_batch: opening the journal": (journal, "is_run"),
+    "begin_batch: the folder": (journal, "RunWriter"),
+    "begin_batch: what is remembered": (session_module.MonitorSession, "_remembered"),
+    "begin_batch: the journal so far": (journal, "_told"),
+    "loss": (measurement.Measurement, "loss"),
+    "grad_norm": (measurement.Measurement, "grad_norm"),
+    "end_step: agreeing": (ranks, "all_agree"),
+    "end_step: capture": (measurement.Measurement, "finish"),
+    "end_step: metrics": (measurement.Measurement, "columns"),
+    "end_step: samples": (measurement.Measurement, "samples"),
+    "end_step: rank 0": (ranks, "of_rank_zero"),
+    "end_step: largest": (session_module, "_largest"),
+    "end_step: writing": (journal.Journal, "add"),
+    "end_step: detectors": (session_module.Detectors, "update"),
+    "end_step: policy": (policy.Policy, "decide"),
+    "end_step: verdict": (session_module, "judge"),
+    "end_step: sites": (journal.Journal, "describe"),
+    "state_dict: detectors": (session_module.Detectors, "state_dict"),
+    "state_dict: measurement": (measurement.Measurement, "state_dict"),
+    "state_dict: stabilizers": (sites.Instrumentation, "stabilizers"),
+    "close: listening": (capture.Capture, "disarm"),
+    "close: the journal": (journal.Journal, "close"),
+    "hook: entering": (hooks, "push"),
+    "hook: leaving": (hooks, "pop"),
+    "hook: threads": (hooks, "is_other_thread"),
+    "call: its site": (replacements, "is_inside_site"),
+    "call: its refusal": (replacements, "_refusal"),
+    "call: noting it": (replacements, "note_call"),
+    "call: noting it first": (records, "describe_inputs"),
+    "call: its state": (replacements, "site_state"),
+    "call: recomputing": (replacements, "push"),
+    "call in backward": (AttentionMetrics, "update"),
+}
+
+
+def fails_with(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("entry", BELOW)
+def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
+    entry, error, unwatched, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(doors, "_told_of", set())
+
+    def session_of(model):
+        session = MonitorSession(
+            model, every_n_train_steps=1, policy=Policy(), dirpath=tmp_path, num_rows=1
+        )
+        monkeypatch.setattr(*BELOW[entry], fails_with(error))
+        return session
+
+    model = train(session_of)
+    monkeypatch.undo()
+    assert all(map(torch.equal, model.parameters(), unwatched))
+    assert hooks_and_patches(model) == []
+    failed = [line for line in caplog.messages if line.startswith("the stage '")]
+    # A function that many call may fail in three stages, in each once.
+    assert failed and len({line.split("'")[1] for line in failed}) == len(failed) <= 3
+    assert all(str(error) in line for line in failed)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(
+    "below", [(records, "forget"), (hooks, "_hook_entries"), (installation, "setattr")], ids=str
+)
+def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeypatch, caplog):
+    model = nn.Sequential(Attention(), Attention())
+    session = MonitorSession(model)
+    with monkeypatch.context() as broken:
+        broken.setattr(*below, fails_with(error), raising=False)
+        session.close()
+    assert sum("the stage 'close' failed" in line for line in caplog.messages) == 1
+    if below[0] is not installation:
+        assert F.scaled_dot_product_attention is not replacements.scaled_dot_product_attention
+    session.close()
+    assert hooks_and_patches(model) == []
+    MonitorSession(model).close()
+
+
+def test_one_module_that_cannot_be_freed_keeps_no_other(monkeypatch):
+    model = nn.Sequential(Attention(), Attention())
+    session = MonitorSession(model)
+    original, failing = records.forget, []
+
+    def forget(number):
+        failing.append(number)
+        if len(failing) == 1:
+            raise KeyError("on purpose")
+        original(number)
+
+    monkeypatch.setattr(records, "forget", forget)
+    session.close()
+    assert hooks_and_patches(model) == []
+
+
+def test_a_logging_handler_that_raises_costs_nothing(unwatched, tmp_path):
+    class Raising(logging.Handler):
+        def emit(self, record):
+            raise MemoryError
+
+    logger, handler = logging.getLogger("guardbit"), Raising()
+    logger.addHandler(handler)
+
+    class Always:
+        name = "always"
+
+        def examine(self, frame, state):
+            if not frame.of("max_logit"):
+                return []
+            return [Finding("0", (1,), "it always does")]
+
+    try:
+        model = train(
+            lambda model: MonitorSession(
+                model, every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),)
+            )
+        )
+    finally:
+        logger.removeHandler(handler)
+    assert all(map(torch.equal, model.parameters(), unwatched))
+    assert read_events(tmp_path)["kind"].tolist() == ["alarm", "verdict"]
+
+
+@pytest.mark.parametrize("entry", ["hook: entering", "call: noting it", "end_step: largest"])
+def test_a_strict_session_raises(entry, monkeypatch):
+    def session_of(model):
+        session = MonitorSession(model, every_n_train_steps=1, strict=True)
+        monkeypatch.setattr(*BELOW[entry], fails_with(OverflowError("on purpose")))
+        made.append(session)
+        return session
+
+    made = []
+    with pytest.raises(OverflowError, match="on purpose"):
+        train(session_of)
+    monkeypatch.undo()
+    made[0].abandon_step()
+    made[0].close()
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+class Interrupted(nn.Module):
+    """Attention that is interrupted after its call, while `on` holds."""
+
+    def __init__(self, interrupt):
+        super().__init__()
+        self.qkv, self.interrupt, self.on = nn.Linear(32, 96), interrupt, False
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v)
+        if self.on:
+            raise self.interrupt
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def others_attention(x):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, compiled):
+    model = nn.Sequential(Interrupted(interrupt))
+    x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model.bfloat16()
+    session = MonitorSession(model, every_n_train_steps=1)
+    with session.step(0):
+        model(x).float().square().mean().backward()
+    session.switch("0", "row_max")
+    site = session.instrumentation.sites["0"]
+    model[0].on = True
+    with pytest.raises(interrupt), session.step(1):
+        model(x)
+    launches = site.launches
+    function = others_attention
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(others_attention, backend="eager", fullgraph=True)
+    q = torch.randn(1, 2, 8, 16).bfloat16()
+    assert torch.equal(function(q), replacements.stock.scaled_dot_product_attention(q, q, q))
+    assert site.launches == launches
+    # The model itself goes on as if nothing had been.
+    model[0].on = False
+    with session.step(1):
+        model(x).float().square().mean().backward()
+    assert site.launches["forward", "row_max"] == launches["forward", "row_max"] + 1
+    assert not site_stack and not frame_stack
+    session.close()
+
+
+def test_an_interruption_costs_no_recompilation():
+    torch._dynamo.reset()
+    model = nn.Sequential(Interrupted(KeyboardInterrupt)).bfloat16()
+    session = MonitorSession(model, every_n_train_steps=100)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    x = torch.randn(1, 8, 32).bfloat16()
+    run(x)
+    counted = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    hook = model.register_forward_pre_hook(fails_with(KeyboardInterrupt()))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            model(x)  # eagerly
+    finally:
+        hook.remove()
+    run(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == counted
+    session.close()

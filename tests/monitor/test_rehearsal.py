@@ -1,0 +1,409 @@
+"""Whatever an attention module keeps, a watched run ends with the bits of the unwatched one."""
+
+import collections
+import contextlib
+import random
+import threading
+import types
+import weakref
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import LayoutUnavailable, MonitorSession
+
+WIDTH, HEADS = 32, 4
+
+calls = 0
+log = []
+shared = {"calls": 0}
+outside = types.ModuleType("outside")
+outside.calls = 0
+
+
+class Attention(nn.Module):
+    """Queries depend on the number that `disturbed` makes of whatever it keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def disturbed(self, x):
+        return 1.0
+
+    def past(self, x):
+        return x
+
+    def forward(self, x):
+        x = x * self.disturbed(x)
+        heads = lambda y: y.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # noqa: E731
+        q = heads(self.qkv(x)[..., :WIDTH])
+        k, v = (heads(y) for y in self.qkv(self.past(x))[..., WIDTH:].chunk(2, -1))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def kept(self):
+        """What the module reaches, besides its parameters."""
+        return ()
+
+
+class PythonRandom(Attention):
+    def disturbed(self, x):
+        return 1 + random.random()
+
+    def kept(self):
+        return random.getstate()
+
+
+class NumpyRandom(Attention):
+    def disturbed(self, x):
+        return 1 + np.random.rand()  # noqa: NPY002
+
+    def kept(self):
+        return np.random.get_state()[1].tolist()  # noqa: NPY002
+
+
+class OwnGenerator(Attention):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def disturbed(self, x):
+        return 1 + torch.rand((), generator=self.generator)
+
+    def kept(self):
+        return self.generator.get_state().tolist()
+
+
+class OwnRandom(Attention):
+    def __init__(self):
+        super().__init__()
+        self.random, self.numpy = random.Random(1), np.random.default_rng(1)
+
+    def disturbed(self, x):
+        return 1 + self.random.random() + self.numpy.random()
+
+    def kept(self):
+        return self.random.getstate(), self.numpy.bit_generator.state["state"]
+
+
+class Counter(Attention):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def disturbed(self, x):
+        self.calls += 1
+        return 1 + self.calls / 8
+
+    def kept(self):
+        return self.calls
+
+
+class PlainTensor(Attention):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def disturbed(self, x):
+        self.mean.mul_(0.9).add_(x.detach().abs().mean())
+        return self.mean.clone()
+
+    def kept(self):
+        return self.mean.item()
+
+
+class RegisteredBuffer(Attention):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def disturbed(self, x):
+        self.mean = 0.9 * self.mean + x.detach().abs().mean()
+        return self.mean
+
+    def kept(self):
+        return self.mean.item()
+
+
+class ListAndDict(Attention):
+    def __init__(self):
+        super().__init__()
+        self.list, self.dict = [], collections.defaultdict(int)
+
+    def disturbed(self, x):
+        self.list.append(len(self.list))
+        self.dict["calls"] += 1
+        return 1 + sum(self.list) / 8
+
+    def kept(self):
+        return list(self.list), dict(self.dict)
+
+
+class Memory(Attention):
+    """Transformer-XL: keys of the batch before, of the same number of sequences."""
+
+    memory = None
+
+    def past(self, x):
+        both = x if self.memory is None else torch.cat([self.memory, x], 1)
+        self.memory = x.detach()
+        return both
+
+    def kept(self):
+        return self.memory.tolist()
+
+
+class SharedObject(Attention):
+    store = types.SimpleNamespace()
+
+    def __init__(self):
+        super().__init__()
+        self.store.memory = torch.ones(())
+        self.lock = threading.Lock()
+
+    def disturbed(self, x):
+        with self.lock:
+            self.store.memory = self.store.memory + 1
+        return self.store.memory / 8
+
+    def kept(self):
+        return self.store.memory.item()
+
+
+class Parent(Attention):
+    """Counts in the module around it, by a reference and by a weak one."""
+
+    def disturbed(self, x):
+        self.around[0].calls += 1
+        self.weakly().calls += 1
+        return 1 + self.around[0].calls / 8
+
+    def kept(self):
+        return self.around[0].calls
+
+
+class GlobalCounter(Attention):
+    def disturbed(self, x):
+        global calls
+        calls += 1
+        return 1 + calls / 8
+
+    def kept(self):
+        return calls
+
+
+class GlobalList(Attention):
+    def disturbed(self, x):
+        log.append(1)
+        shared["calls"] += 1
+        return 1 + len(log) / 8
+
+    def kept(self):
+        return list(log), dict(shared)
+
+
+class ImportedModule(Attention):
+    def disturbed(self, x):
+        outside.calls += 1
+        return 1 + outside.calls / 8
+
+    def kept(self):
+        return outside.calls
+
+
+class Statistics:
+    sizes: ClassVar = []
+
+
+class AnotherClass(Attention):
+    def disturbed(self, x):
+        Statistics.sizes.append(1)
+        return 1 + len(Statistics.sizes) / 8
+
+    def kept(self):
+        return list(Statistics.sizes)
+
+
+class ClassCounter(Attention):
+    calls = 0
+
+    def disturbed(self, x):
+        type(self).calls += 1
+        return 1 + self.calls / 8
+
+    def kept(self):
+        return self.calls
+
+
+class ClassList(Attention):
+    list: ClassVar = []
+
+    def disturbed(self, x):
+        self.list.append(1)
+        return 1 + len(self.list) / 8
+
+    def kept(self):
+        return list(self.list)
+
+
+def counting(function):
+    """A decorator that counts in its closure."""
+    seen = []
+
+    def wrapper(*args):
+        seen.append(1)
+        return len(seen) / 8 * function(*args)
+
+    wrapper.seen = seen
+    return wrapper
+
+
+class Decorated(Attention):
+    @counting
+    def disturbed(self, x):
+        return 1.0
+
+    def kept(self):
+        return len(type(self).disturbed.seen)
+
+
+class Patched(Attention):
+    def __init__(self):
+        super().__init__()
+        self.disturbed = counting(self.disturbed)
+
+    def kept(self):
+        return len(self.disturbed.seen)
+
+
+class Hooks(Attention):
+    """Hooks of a submodule count, one in a list and one in a global variable."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.qkv.register_forward_hook(lambda *_: self.seen.append(1))
+        self.qkv.register_forward_hook(lambda *_: log.append(2))
+
+    def disturbed(self, x):
+        return 1 + len(self.seen) / 8
+
+    def kept(self):
+        return list(self.seen), list(log)
+
+
+class OpenFile(Attention):
+    def __init__(self):
+        super().__init__()
+        self.file, self.calls = open(__file__), 0  # noqa: SIM115
+        weakref.finalize(self, self.file.close)
+
+    def disturbed(self, x):
+        self.calls += 1
+        self.file.readline()
+        return 1 + self.calls / 8
+
+    def kept(self):
+        return self.calls, self.file.tell()
+
+
+class PythonGenerator(Attention):
+    def __init__(self):
+        super().__init__()
+        self.numbers = iter(n for n in range(1000))
+
+    def disturbed(self, x):
+        return 1 + next(self.numbers) / 8
+
+    def kept(self):
+        # Of a copy that was made and a number that was drawn nothing may be left.
+        return next(self.numbers)
+
+
+CERTAIN = [
+    PythonRandom,
+    NumpyRandom,
+    OwnGenerator,
+    OwnRandom,
+    Counter,
+    PlainTensor,
+    RegisteredBuffer,
+    ListAndDict,
+    Memory,
+    SharedObject,
+    Parent,
+    GlobalList,
+    ClassList,
+    AnotherClass,
+    Decorated,
+    Patched,
+    Hooks,
+]
+UNCERTAIN = {
+    GlobalCounter: "sets the global variable 'calls'",
+    ImportedModule: "sets 'outside.calls', which is not its own",
+    ClassCounter: "sets 'ClassCounter.calls', which is not its own",
+    OpenFile: "refers to what cannot be copied",
+    PythonGenerator: "refers to what cannot be copied",
+}
+
+
+class Around(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.attention, self.calls = kind(), 0
+        self.attention.around = (self,)
+        self.attention.weakly = weakref.ref(self)
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+def forget():
+    global calls
+    calls = outside.calls = ClassCounter.calls = shared["calls"] = 0
+    log.clear()
+    ClassList.list.clear()
+    Statistics.sizes.clear()
+    Decorated.disturbed.seen.clear()
+
+
+def train(kind, watched):
+    forget()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(0)
+    model = Around(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = MonitorSession(model, every_n_train_steps=1) if watched else None
+    for step in range(3):
+        with session.step(step) if session else contextlib.nullcontext():
+            optimizer.zero_grad()
+            model(torch.randn(2, 5, WIDTH)).square().mean().backward()
+            optimizer.step()
+    attention = model.attention
+    found = session and session.instrumentation.sites["attention"]
+    rows = unavailable = None
+    if found:
+        try:
+            rows = found.query_weights()
+        except LayoutUnavailable as error:
+            unavailable = str(error)
+        session.close()
+    kept = attention.kept(), torch.get_rng_state().tolist()
+    return [p.detach().clone() for p in model.parameters()], kept, rows, unavailable
+
+
+@pytest.mark.parametrize("kind", [*CERTAIN, *UNCERTAIN], ids=lambda kind: kind.__name__)
+def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
+    expected, kept, _, _ = train(kind, watched=False)
+    weights, kept_watched, rows, unavailable = train(kind, watched=True)
+    assert kept_watched == kept
+    assert all(map(torch.equal, weights, expected))
+    if kind in UNCERTAIN:
+        assert UNCERTAIN[kind] in unavailable
+    else:
+        assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))

@@ -1,0 +1,290 @@
+"""What switched heads really run is what is told, step by step."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events
+from guardbit.monitor import running
+from guardbit.monitor.interception import StepCalls
+from guardbit.monitor.interception.calls import CAPTURED
+from guardbit.store import read_metadata
+
+MASK = torch.ones(12, 12, dtype=torch.bool).tril()
+SITE = "layers.1"
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x, mask=None):
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x, mask=None):
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class Run:
+    """A watched model, switched where it is told to be; counts what its kernels did."""
+
+    def __init__(self, path, **settings):
+        torch.manual_seed(0)
+        self.path, self.model = path, Model()
+        settings = {"every_n_train_steps": 1000, "dirpath": path, "strict": True, **settings}
+        self.session = MonitorSession(self.model, **settings)
+        self.run, self.step = self.model, 0
+
+    def steps(self, *masks):
+        """A step for each mask; for a tuple of them one with as many micro-batches."""
+        for step, batches in enumerate(masks, self.step):
+            with self.session.step(step) as session:
+                for i, mask in enumerate(batches if isinstance(batches, tuple) else (batches,)):
+                    if i:
+                        session.begin_batch(step)
+                    self.run(torch.randn(2, 12, 32), mask).square().mean().backward()
+        self.step += len(masks)
+        return self
+
+    def switched_launches(self):
+        return self.session.instrumentation.sites[SITE].launches.get(("forward", "compensated"), 0)
+
+    def stabilizers(self):
+        return self.session.instrumentation.stabilizers()[SITE]
+
+    def events(self, kind):
+        events = read_events(self.path)
+        events = events[events.kind == kind]
+        return list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True))
+
+    def reasons(self, kind):
+        events = read_events(self.path)
+        return list(events[events.kind == kind].why)
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    yield run
+    run.session.close()
+    torch._dynamo.reset()
+
+
+def test_a_masked_batch_after_the_switch_is_told_at_once_and_so_is_the_next_without(run, caplog):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    run.steps(None)
+    assert run.switched_launches() == 1
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        run.steps(MASK)
+    assert run.switched_launches() == 1, "PyTorch's kernel ran"
+    assert run.stabilizers() == ["none", "none"]
+    assert run.events("switch")[1:] == [(2, SITE, (1,), "none")]
+    assert (
+        "PyTorch's kernel runs instead of compensated: it is called with an explicit"
+        in (run.reasons("switch")[-1])
+    )
+    assert SITE in caplog.text
+    assert "explicit attention mask" in caplog.text
+    state = run.session.state_dict()
+    assert state["stabilizers"] == {SITE: ["none", "compensated"]}, "what is asked for"
+    assert state["running"][SITE] == ["none", "none"], "what ran"
+    run.steps(MASK, None)
+    assert run.switched_launches() == 2
+    assert run.stabilizers() == ["none", "compensated"]
+    assert run.events("switch")[2:] == [(4, SITE, (1,), "compensated")]
+    assert run.events("monitor_error") == []
+
+
+def test_a_head_that_is_switched_while_masks_come_is_told_of_too(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    run.steps(MASK)
+    run.session.instrumentation.ask(SITE, "compensated", [0])  # as a policy does
+    run.steps(MASK, MASK)
+    assert run.events("switch")[1:] == [(1, SITE, (1,), "none"), (2, SITE, (0,), "none")]
+
+
+def test_one_masked_batch_refuses_no_later_switch(run):
+    run.steps(MASK)
+    with pytest.raises(ValueError, match="explicit attention mask"):
+        run.session.switch(SITE, "compensated")
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    run.steps(None)
+    assert run.switched_launches() == 1
+    assert run.stabilizers() == ["compensated"] * 2
+
+
+def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
+    run = Run(tmp_path, every_n_train_steps=1)
+    run.steps(MASK)
+    assert "mask" in read_metadata(tmp_path)["sites"][SITE]["not_switchable"]
+    run.steps(None, MASK)
+    assert read_metadata(tmp_path)["sites"][SITE]["not_switchable"] is None
+    run.session.close()
+
+
+def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
+    monkeypatch.setattr(running, "LASTING", 5)
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    for _ in range(5):
+        run.steps(MASK)
+        assert run.stabilizers() == ["none"] * 2
+        run.steps(None)
+        assert run.stabilizers() == ["compensated"] * 2
+    assert [event[3] for event in run.events("switch")] == ["compensated", "none", "compensated"]
+    (reason,) = run.reasons("monitor_error")
+    assert "in some calls only" in reason
+    assert SITE in reason
+    run.steps(*[MASK] * 5)
+    assert run.events("switch")[-1][3] == "none", "a turn that lasts is told"
+
+
+def test_micro_batches_of_one_step_with_a_mask_and_without(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    run.steps((None, MASK), (MASK, None))
+    assert run.stabilizers() == ["compensated"] * 2
+    assert len(run.events("switch")) == 1
+    (reason,) = run.reasons("monitor_error")
+    assert "in some calls only" in reason
+
+
+def test_other_refusals_than_masks_are_told_too(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    run.model.double()
+    run.run = lambda x, mask: run.model(x.double(), mask)
+    run.steps(None)
+    assert run.stabilizers() == ["none"] * 2
+    assert "it computes in torch.float64" in run.reasons("switch")[-1]
+
+
+def test_a_resumed_run_asks_for_what_ran_natively_when_it_was_saved(run, tmp_path):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[0])
+    run.steps(MASK)
+    again = Run(tmp_path / "again")
+    again.session.load_state_dict(run.session.state_dict())
+    again.step = run.step
+    again.steps(MASK)
+    assert [event[3] for event in again.events("switch")] == ["compensated", "none"]
+    again.steps(None)
+    assert again.switched_launches() == 1
+    again.session.close()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_compiled_calls_that_keep_the_native_kernel(run, how):
+    if how == "whole":
+        run.run = torch.compile(run.model, backend="aot_eager", fullgraph=True)
+    else:
+        for layer in run.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    run.steps(None)
+    assert run.reasons("monitor_error") == []
+    run.steps(MASK)  # traced now
+    assert run.stabilizers() == ["none"] * 2
+    assert run.events("switch")[-1] == (2, SITE, (1,), "none")
+    launches = run.switched_launches()
+    run.steps(None)
+    assert run.switched_launches() == launches + 1
+    assert run.stabilizers() == ["none", "compensated"]
+    assert "in some calls only" in run.reasons("monitor_error")[0]
+    run.steps(MASK)
+    assert run.stabilizers() == ["none"] * 2
+
+
+def test_a_switch_that_does_not_fit_the_heads_is_told_of_and_kept(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    run.model.layers[1].heads = 1
+    run.steps(None)
+    assert run.switched_launches() == 0
+    assert run.stabilizers() == ["none"]
+    assert run.events("switch")[-1] == (1, SITE, (0, 1), "none")
+    assert "it has 1 heads now, and the switch is of 2" in run.reasons("switch")[-1]
+    assert run.session.state_dict()["stabilizers"] == {SITE: ["compensated"] * 2}
+    run.model.layers[1].heads = 2
+    run.steps(None)
+    assert run.switched_launches() == 1
+    assert run.events("switch")[-1] == (2, SITE, (0, 1), "compensated")
+
+
+def test_a_forward_before_its_step_begins_counts(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated", heads=[1])
+    for step, mask in ((1, None), (2, MASK)):
+        loss = run.model(torch.randn(2, 12, 32), mask).square().mean()
+        with run.session.step(step):
+            loss.backward()
+    assert run.stabilizers() == ["none"] * 2
+    assert run.events("switch")[-1] == (2, SITE, (1,), "none")
+
+
+def test_a_replaced_module_is_no_longer_reported(run):
+    run.steps(None)
+    run.session.switch(SITE, "compensated")
+    run.model.layers[1] = Attention()
+    run.steps(None)
+    assert SITE not in run.session.instrumentation.stabilizers()
+    assert run.events("switch")[-1] == (1, SITE, (0, 1), "none")
+    assert "no longer in the model" in run.reasons("switch")[-1]
+    assert "layers.0" in run.session.instrumentation.stabilizers()
+
+
+def test_norms_of_a_removed_module_are_not_reported(tmp_path):
+    run = Run(tmp_path, every_n_train_steps=1)
+    run.steps(None)
+    assert {s.site for s in run.session.samples if s.site} == {"layers.0", SITE}
+    run.model.layers[1] = nn.Identity()
+    run.model.forward = lambda x, _: run.model.layers[1](run.model.layers[0](x))
+    run.steps(None, None)
+    assert {s.site for s in run.session.samples if s.site} == {"layers.0"}
+    run.session.close()
+
+
+def test_a_policy_switches_at_a_masked_batch_what_earlier_batches_could(tmp_path):
+    from guardbit.monitor.policy import Policy
+    from guardbit.records import Alarm
+
+    run = Run(tmp_path, every_n_train_steps=1, policy=Policy())
+    run.steps(None)
+    alarm = Alarm(1, SITE, (0,), "w_q_growth", "made up")
+    run.session.detectors.update = lambda _: [alarm] if run.step == 1 else []
+    run.steps(MASK)
+    run.steps(None)
+    assert run.stabilizers() == ["compensated", "none"]
+    assert run.switched_launches() == 1
+    run.session.close()
+
+
+def test_a_captured_call_speaks_for_all_that_follow():
+    calls = StepCalls()
+    calls.note(0, (2, 2, 16), None)
+    assert calls.refusal is None
+    calls.note(0, (2, 2, 16), CAPTURED)  # replays, which nobody sees, follow
+    assert calls.refusal == CAPTURED
+    assert not calls.was_switchable
