@@ -140,8 +140,8 @@ class Detectors:
 
     def role_of(self, name: str) -> Role:
         """Returns what the rule of that name judges; "head" if there is none."""
-        default: Role = "head"
-        return next((role_of(rule) for rule in self.rules if rule.name == name), default)
+        roles: list[Role] = [role_of(rule) for rule in self.rules if rule.name == name]
+        return roles[0] if roles else "head"
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
