@@ -64,7 +64,7 @@ def printable(text: str) -> str:
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
         else letter
-        for letter in text
+        for letter in str(text)
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import random
 import sys
 import types
@@ -64,6 +65,7 @@ def rehearsal(
             stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_without_global_hooks())
+            stack.enter_context(_without_garbage_collection())
             stack.enter_context(_globals_held_apart(copier, module))
             yield stand_in
     except _Ended as ended:
@@ -107,6 +109,18 @@ def _without_global_hooks() -> Iterator[None]:
     finally:
         for hooks, kept in zip(everywhere, before, strict=True):
             hooks.update(kept)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Keeps the collector's callbacks, which have nothing to do with the module, from running."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def test_empty_calls_are_passed_over(watched):
     x = torch.zeros(0, 5, 64, requires_grad=True)
     model.h[0](x).sum().backward()
     assert calls == []
-    assert inst.sites["h.0.attn"].launches["backward", "FLASH_ATTENTION"] == 1
+    assert not inst.sites, "there is nothing to see in them, so PyTorch serves them alone"
 
 
 def test_forwards_without_a_backward_are_not_seen(watched, tokens):

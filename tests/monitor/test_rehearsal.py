@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import random
 import threading
 import types
@@ -19,6 +20,7 @@ from guardbit import LayoutUnavailable, MonitorSession
 WIDTH, HEADS = 32, 4
 
 calls = 0
+collections_seen = 0
 log = []
 shared = {"calls": 0}
 outside = types.ModuleType("outside")
@@ -407,3 +409,31 @@ def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
         assert UNCERTAIN[kind] in unavailable
     else:
         assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))
+
+
+class Littering(Attention):
+    """Leaves cycles, so that the collector runs while it runs, if it may."""
+
+    def disturbed(self, x):
+        for _ in range(gc.get_threshold()[0] + 1):
+            cycle = []
+            cycle.append(cycle)
+        return 1.0
+
+
+def test_what_the_garbage_collector_calls_is_not_the_module_s():
+    def collected(phase, info):
+        global collections_seen
+        collections_seen += 1
+
+    model = Littering()
+    session = MonitorSession(model, every_n_train_steps=1)
+    gc.callbacks.append(collected)
+    try:
+        with session.step(0):
+            model(torch.randn(2, 6, WIDTH)).sum().backward()
+        assert session.instrumentation.sites["Littering"].settle_layout() is None
+    finally:
+        gc.callbacks.remove(collected)
+        session.close()
+    assert gc.isenabled() and collections_seen > 0
