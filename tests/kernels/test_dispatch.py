@@ -5,6 +5,7 @@ import torch
 
 from guardbit.kernels import audit, dispatch, shadow
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
 
 
 @pytest.fixture
@@ -37,11 +38,11 @@ def inputs(dtype=torch.bfloat16):
 
 def run_all(q, k, v, d_out, out, dropout=None):
     rows = torch.tensor([0, 7, 32])
-    shape = {"causal": True, "scale": 0.3}
-    found = dispatch.shadow(q, k, v, **shape, eps=1e-3, rows=rows, dropout=dropout)
+    spec = AttentionSpec(0.3, True)
+    found = dispatch.shadow(q, k, v, spec=spec, eps=1e-3, rows=rows, dropout=dropout)
     bias = dispatch.delta_bias(d_out, out, found.out, residual=None, rows=rows)
     few = None if dropout is None else dropout._replace(heads=(3, 1))
-    exact = dispatch.exact_query_gradient(d_out, q, k, v, **shape, heads=(3, 1), dropout=few)
+    exact = dispatch.exact_query_gradient(d_out, q, k, v, spec=spec, heads=(3, 1), dropout=few)
     return (*found, *bias, exact)
 
 

@@ -44,8 +44,8 @@ def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
     handle.remove()
     call = calls[-1]
     assert call.stabilizers == ("none",) * 4
-    assert call.causal == "top-left"
-    assert call.scale == 0.25
+    assert call.spec.causal == "top-left"
+    assert call.spec.scale == 0.25
     parts = [x.unflatten(-1, (4, 16)).transpose(1, 2) for x in inputs["qkv"].split(64, dim=2)]
     assert all(torch.equal(a, b) for a, b in zip((call.q, call.k, call.v), parts, strict=True))
     # The gradient of the projection's bias is the sum of dq, dk, dv over batch and tokens.

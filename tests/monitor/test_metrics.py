@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 import torch
@@ -46,8 +47,8 @@ def exact_attention(call, requires_grad=False):
     q.requires_grad_(requires_grad)
     group = q.size(1) // k.size(1)
     key, value = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ key.mT * call.scale
-    if call.causal:
+    scores = q @ key.mT * call.spec.scale
+    if call.spec.causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(future, -torch.inf)
     probabilities = scores.softmax(-1)
@@ -240,8 +241,7 @@ def test_rows_without_an_allowed_key_do_not_count():
     # Bottom-right alignment with more queries than keys: the first rows see nothing.
     q, k, v, d_out = sink_inputs(rows=12, seed=13)
     call = call_of(q, k[:, :, :4], v[:, :, :4], d_out, is_causal=False)
-    masked = {name: getattr(call, name) for name in call.__dataclass_fields__} | {"causal": True}
-    got = updated([type(call)(**masked)])
+    got = updated([replace(call, spec=replace(call.spec, causal=True))])
     visible = exact_attention(call_of(q[:, :, 8:], k[:, :, :4], v[:, :, :4], d_out[:, :, 8:]))
     expected = torch.special.entr(visible[2]).sum(-1).mean((0, 2))
     torch.testing.assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
