@@ -232,20 +232,28 @@ def _is_driver(x: Any) -> bool:
     )
 
 
-def _is_shared(x: Any) -> bool:
+def _is_shared(x: Any, within: frozenset[int] = frozenset()) -> bool:
     if isinstance(x, types.FunctionType):
-        inside = (*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values())
-        cells = [content for cell in x.__closure__ or () for content in _contents(cell)]
-        return not any(map(is_state, inside)) and not any(map(is_state, cells))
+        if id(x) in within:  # a wrapper that finds itself behind what it wraps
+            return True
+        within |= {id(x)}
+        found = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
+        found += [content for cell in x.__closure__ or () for content in _contents(cell)]
+        return not any(is_state(content, within) for content in found)
     if isinstance(x, types.BuiltinFunctionType):
         return x.__self__ is None or isinstance(x.__self__, types.ModuleType)
     return isinstance(x, _SHARED) or type(x).__module__.startswith(_OF_THE_PROCESS)
 
 
-def is_state(x: Any) -> bool:
-    """Whether something that code finds may be changed by it, descriptors and code aside."""
+def is_state(x: Any, within: frozenset[int] = frozenset()) -> bool:
+    """Whether something that code finds may be changed by it, descriptors and code aside.
+
+    Args:
+        x: What is found.
+        within: Ids of the functions in whose variables it is found.
+    """
     if isinstance(x, types.FunctionType):
-        return not _is_shared(x)
+        return not _is_shared(x, within)
     if isinstance(x, (*_IMMUTABLE, nn.Parameter)) or hasattr(type(x), "__get__"):
         return False
     return not (isinstance(x, types.BuiltinFunctionType) or _is_shared(x))

@@ -73,12 +73,13 @@ def watched(path, *layers, run=None, steps=2):
     model = nn.Sequential(*layers)
     session = MonitorSession(model, every_n_train_steps=100, dirpath=path, strict=True)
     run = model if run is None else run(model)
-    for step in range(steps):
-        with session.step(step):
-            run(torch.randn(2, 8, 32)).square().mean().backward()
-    sites = list(session.instrumentation.sites)
-    session.close()
-    return sites
+    try:
+        for step in range(steps):
+            with session.step(step):
+                run(torch.randn(2, 8, 32)).square().mean().backward()
+        return list(session.instrumentation.sites)
+    finally:
+        session.close()
 
 
 def told(path):

@@ -918,3 +918,22 @@ def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens
     assert [(site.num_heads, site.refusal) for site in inst.sites.values()] == [(4, None)] * 2
     assert list(twin_inst.sites) == ["h.0.attn"], "it was seen before the thread ran"
     assert site_stack == []
+
+
+def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
+    # As `torch.distributed.init_process_group` does, in a process that compiles afterwards.
+    model = tiny.GPT()
+    expected = tiny.step(model, tokens)
+    inst = guardbit.instrument(model)
+    try:
+        torch._dynamo.trace_rules.clear_lru_cache()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        inst.observe(lambda _: None)
+        assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
+        assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    assert replacements.scaled_dot_product_attention not in rules
+    assert F.scaled_dot_product_attention in rules

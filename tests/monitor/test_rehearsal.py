@@ -411,6 +411,34 @@ def test_a_watched_run_ends_with_the_bits_of_the_unwatched_one(kind):
         assert torch.equal(rows, weights[0][:WIDTH].view(HEADS, -1, WIDTH))
 
 
+def wrapped(function):
+    def wrapper(*args):
+        return function(*args)
+
+    function.wrapper = wrapper  # a cycle
+    return wrapper
+
+
+@wrapped
+def one(x):
+    return 1.0
+
+
+class Cyclic(Attention):
+    """Calls a function that is found behind itself."""
+
+    def disturbed(self, x):
+        return one(x)
+
+
+def test_a_function_that_is_found_behind_itself_is_no_obstacle():
+    session = MonitorSession(model := Cyclic(), every_n_train_steps=1)
+    with session.step(0):
+        model(torch.randn(2, 6, WIDTH)).sum().backward()
+    assert session.instrumentation.sites["Cyclic"].settle_layout() is None
+    session.close()
+
+
 class Littering(Attention):
     """Leaves cycles, so that the collector runs while it runs, if it may."""
 

@@ -19,6 +19,7 @@ From the bottom up; each file imports from those before it only:
 - `rerunning`: running a module once more, to see where its queries come from.
 - `tracing`: learning from a compiler; the calls it traces do not come back to Python.
 - `replacements`: the functions that stand in for PyTorch's; they decide which calls are refused.
+- `compiler_rules`: what a compiler takes for PyTorch's functions.
 - `installation`: putting the replacements in everyone's hands, and taking them back.
 - `hooks`: keeping the stack, by hooks on each instrumented module.
 """

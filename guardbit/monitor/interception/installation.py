@@ -12,10 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import trace_rules
 
 from guardbit.kernels import engines
 from guardbit.kernels.attention import call_listeners
 from guardbit.monitor.interception import replacements
+from guardbit.monitor.interception.compiler_rules import without
+
+# The compiler's table of PyTorch's functions.
+_RULES = "get_torch_obj_rule_map"
 
 _installations = 0
 _restore: list[Callable[[], None]] = []
@@ -28,6 +33,7 @@ def install() -> None:
     _register_with_transformers()
     if _installations > 1:
         return
+    _keep_compiler_rules()
     _replace_everywhere(
         engines.scaled_dot_product_attention, replacements.scaled_dot_product_attention
     )
@@ -36,6 +42,20 @@ def install() -> None:
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     call_listeners.append(replacements.note_flash_call)
     _restore.append(lambda: call_listeners.remove(replacements.note_flash_call))
+
+
+def _keep_compiler_rules() -> None:
+    rules = getattr(trace_rules, _RULES, None)
+    if rules is None:  # another version of PyTorch
+        return
+    stand_ins = {
+        replacements.scaled_dot_product_attention: stock.scaled_dot_product_attention,
+        replacements.checkpoint: replacements.original_checkpoint,
+        replacements.multi_head_attention_forward: F.multi_head_attention_forward,
+    }
+    # Once all is put back the table is to be made anew, if it was made in between.
+    _restore.append(getattr(rules, "cache_clear", lambda: None))
+    _replace(trace_rules, _RULES, without(stand_ins, rules))
 
 
 def uninstall() -> None:
