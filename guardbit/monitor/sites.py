@@ -143,7 +143,8 @@ class Site:
         state = switchboard.site_state(self.number)
         if state.failure is not None and len(state.requested) == self.num_heads:
             return list(state.requested)
-        return list(state.ran) if len(state.ran) == self.num_heads else self.asked
+        has_run = bool(state.ran) and len(state.ran) == self.num_heads
+        return list(state.ran) if has_run else self.asked
 
     @property
     def substituted(self) -> str:

@@ -147,6 +147,13 @@ def test_a_switch_is_asked_for_until_it_has_run(run):
     assert [event[2] for event in run.events()] == ["exact_delta", "compensated", "none"]
 
 
+def test_a_switch_is_asked_for_before_any_call(tmp_path):
+    run = Run(tmp_path)
+    run.session.load_state_dict({"stabilizers": {SITE: ["none", "exact_delta"]}})
+    assert run.stabilizers() == ["none", "exact_delta"]
+    run.session.close()
+
+
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     monkeypatch.setattr(running, "LASTING", 3)
     run.one()
