@@ -15,12 +15,15 @@ class AutoStabilizer(pl.Callback):
     checkpoint. The switch takes effect at the next step and recompiles nothing.
 
     Args:
-        stabilizer: What heads are switched to: "compensated", "stochastic" or "row_max". In the
-            rescue study (docs/evidence.md) no run failed that was switched to the first, two of
-            four that were to the last.
-        scope: Which heads: "head" for those that alarms name, "model" for all of the model. In
-            that study both kept the loss; in three of four runs with "head" other heads went on to
-            grow.
+        stabilizer: What heads are switched to: "compensated", "exact_delta", "centered_keys",
+            "stochastic" or "row_max". In the rescue study (docs/evidence.md) no run failed that was
+            switched to the first, two of four that were to the last.
+        scope: Which heads: "head" for those that alarms name, "layer" for all of their attention
+            sites, "model" for all of the model. In that study the first and the last kept the
+            loss; in three of four runs with "head" other heads went on to grow.
+        always: Whether to switch all heads from the start, so that nothing depends on an alarm:
+            at the end of the first step, and those of sites that are called later at the first
+            sampled step after it. Scope and agreement do not matter then, and nothing is undone.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None for never. More
@@ -37,6 +40,7 @@ class AutoStabilizer(pl.Callback):
         stabilizer: str = "compensated",
         *,
         scope: str = "head",
+        always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
         calm_steps: int | None = None,
@@ -46,6 +50,7 @@ class AutoStabilizer(pl.Callback):
         self.policy = Policy(
             stabilizer,
             scope=scope,
+            always=always,
             agreeing_rules=agreeing_rules,
             agreement_steps=agreement_steps,
             calm_steps=calm_steps,

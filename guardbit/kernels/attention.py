@@ -38,9 +38,27 @@ site_stack: list[Tensor] = []
 #: it runs; set by the monitor.
 call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
 
-#: Whether compiled calls reserve room for what "compensated" keeps; one flag, which the monitor
-#: takes down where that stabilizer is not asked for.
+#: Whether compiled calls reserve room for what "compensated" keeps; one flag, see `keep_residuals`.
 residuals_kept: list[bool] = [True]
+_wishes: list[bool] = []
+
+
+def keep_residuals(is_wanted: bool) -> Callable[[], None]:
+    """Says whether somebody may ask for "compensated" in compiled calls.
+
+    Room is kept as long as one of them may, or nobody has said anything.
+
+    Returns:
+        What takes it back.
+    """
+    _wishes.append(is_wanted)
+    residuals_kept[0] = any(_wishes)
+
+    def take_back() -> None:
+        _wishes.remove(is_wanted)
+        residuals_kept[0] = any(_wishes) or not _wishes
+
+    return take_back
 
 
 class Owner(NamedTuple):

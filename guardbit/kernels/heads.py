@@ -152,7 +152,8 @@ def forward(
     assert out is not None and lse is not None
     if plan.centered and not call.native:  # whose caller may look at it
         lse = lse + shift_of_lse(q, keys, spec.scale)
-    state.note(names, why)
+    if training:
+        state.note(names, why)
     return Ran(out, lse, residual, engine, shared, on_triton, names)
 
 

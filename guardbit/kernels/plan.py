@@ -120,11 +120,12 @@ def resolve(
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
         obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
-    names, why = {name: name for name in {*stabilized, "none", "centered_keys"}}, ""
-    for name in names:
-        names[name], reason = _settled(name, call, shared, obstacle, keeps_residual)
-        why = why or reason
-    return tuple(names[name] for name in asked), shared, why
+    settled = {
+        name: _settled(name, call, shared, obstacle, keeps_residual)
+        for name in dict.fromkeys(asked)
+    }
+    why = "; ".join(reason for _, reason in settled.values() if reason)
+    return tuple(settled[name][0] for name in asked), shared, why
 
 
 def _settled(

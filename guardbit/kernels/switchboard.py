@@ -132,8 +132,10 @@ class SiteState:
         at_rest: Whether calls need not be seen for now.
         failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
             it says so, `in_force` has no switched head.
-        ran: One name a head, as the last call ran them.
+        ran: One name a head, as the last call in training ran them since heads were switched;
+            empty before it.
         substituted: Why that is not what was asked for, or "".
+        last_substituted: The last step in which a call gave such a reason, and the reason.
         clock: Counts the steps of the site's model.
         ran_at: The last step in which the op ran here in training; -1 before the first.
     """
@@ -148,6 +150,7 @@ class SiteState:
     failure: str | None = None
     ran: tuple[str, ...] = ()
     substituted: str = ""
+    last_substituted: tuple[int, str] = (-1, "")
     _told: set[str] = field(default_factory=set)
     clock: Clock = field(default_factory=Clock)
     ran_at: int = -1
@@ -159,6 +162,7 @@ class SiteState:
         """Sets `stabilizers`; kernels that failed before are tried again."""
         self.stabilizers = stabilizers
         self.failure = None
+        self.ran, self.substituted, self.last_substituted = (), "", (-1, "")
         self._failed_for_good = self._failure_told = False
 
     def begin_forward(self) -> None:
@@ -210,6 +214,8 @@ class SiteState:
             why: Why it is another one, or "".
         """
         self.ran, self.substituted = names, why
+        if why:
+            self.last_substituted = (self.clock.now, why)
         if why and why not in self._told:
             self._told.add(why)
             log.warning("site '%s': %s", self.name, why)

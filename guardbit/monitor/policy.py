@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
 
-#: What is switched: the heads that alarms name, or all heads of the model.
-SCOPES: tuple[str, ...] = ("head", "model")
+#: What is switched: the heads that alarms name, all heads of their sites, or all of the model.
+SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
 #: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
 #: 1,500 steps and more in the runs we have; where the rate is too high all goes within 600.
@@ -41,25 +41,31 @@ class Policy:
     away at once (a rule of the whole model) the cause is not one head's rounding, and for
     `HOLD_STEPS` only a measured delta bias still qualifies a head.
 
-    With the scope "head" the heads that qualify are switched, with the scope "model" all heads
-    are as soon as one does, and those of sites that are called later as soon as they are known.
-    Heads that somebody else has switched by then are left alone.
+    With the scope "head" the heads that qualify are switched, with the scope "layer" all heads of
+    a site as soon as one of them does, with the scope "model" all heads as soon as any does, and
+    those of sites that are called later as soon as they are known. Heads that somebody else has
+    switched by then are left alone.
+
+    With `always` no alarm is waited for: all heads are switched at the end of the first step, and
+    those of sites that are called later at the first sampled step after it. Scope and agreement
+    do not matter then.
 
     What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
-    no rule has named the head (with the scope "model", any head) for so long, once. What is alarmed
-    again after that stays switched for good, so that nothing swings to and fro. How soon a rule
-    repeats itself is the detectors' cool-down; `calm_steps` must be longer. Undoing gains one or
-    two per cent of speed; after two of the rescue study's three undos logits grew again.
+    no rule has named the head (with a wider scope, any of the heads) for so long, once. What is
+    alarmed again after that stays switched for good, so that nothing swings to and fro. How soon a
+    rule repeats itself is the detectors' cool-down; `calm_steps` must be longer. Undoing gains one
+    or two per cent of speed; after two of the rescue study's three undos logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
         scope: Which heads, one of `SCOPES`.
+        always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
         calm_steps: Steps without an alarm after which a switch is undone; None: never.
 
     Raises:
-        ValueError: If an argument is outside its range.
+        ValueError: If an argument is outside its range, or `calm_steps` is given with `always`.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Policy:
         stabilizer: str = "compensated",
         *,
         scope: str = "head",
+        always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
         calm_steps: int | None = None,
@@ -76,6 +83,13 @@ class Policy:
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+        if not isinstance(always, bool):
+            raise ValueError(f"always must be True or False, got {always!r}")
+        if always and calm_steps is not None:
+            raise ValueError(
+                f"calm_steps is {calm_steps} and always is True: what is to be always switched is"
+                " never given back, so leave one of them out"
+            )
         whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
         if calm_steps is not None:
             whole["calm_steps"] = calm_steps
@@ -90,6 +104,7 @@ class Policy:
             raise ValueError(f"calm_steps must be >= 1 or None, got {calm_steps}")
         self.stabilizer = stabilizer
         self.scope = scope
+        self.always = always
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps
         self.calm_steps = calm_steps
@@ -98,10 +113,11 @@ class Policy:
         # Rules that measure the cause itself, as far as they have fired.
         self._causes: set[str] = set()
         # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken" (by
-        # somebody else, when the model was switched).
+        # somebody else, when its group was switched).
         self._switched: dict[str, dict[str, str]] = {}
-        # The same of the model, where that is the scope; "" before the first switch.
-        self._model = ""
+        # The same of groups of heads that are switched together, where that is the scope: by site,
+        # or "" for the model.
+        self._groups: dict[str, str] = {}
         self._model_alarm: int | None = None
 
     def decide(
@@ -127,17 +143,31 @@ class Policy:
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
-        if self.scope == "model":
-            return list(self._of_the_model(step, stabilizers))
-        return list(self._of_heads(step, stabilizers))
+        if self.always:
+            return list(self._switch_all(step, stabilizers, "kept", "from the start (always=True)"))
+        if self.scope == "head":
+            return list(self._of_heads(step, stabilizers))
+        groups = {"": stabilizers}
+        if self.scope == "layer":
+            groups = {site: {site: names} for site, names in stabilizers.items()}
+        return [
+            decision
+            for group, sites in groups.items()
+            for decision in self._of_group(group, step, sites)
+        ]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether heads are to be switched without waiting for a sample."""
+        return self.always and not self._switched
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
         state = {
-            "scope": self.scope,
+            "scope": self._kind,
             "alarmed": self._alarmed,
             "switched": self._switched,
-            "model": self._model,
+            "groups": self._groups,
             "model_alarm": self._model_alarm,
             "causes": sorted(self._causes),
         }
@@ -146,18 +176,24 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
 
-        From a policy of another scope it is only taken over that all logits have run away: what
-        that one has switched stays.
+        From a policy of another scope, or from one with `always` by one without or the other way
+        round, it is only taken over that all logits have run away: what that one has switched
+        stays.
         """
         state = copy.deepcopy(state)
         self._model_alarm = state["model_alarm"]
         # States of before alarms had roles know the one rule there was.
         self._causes |= set(state.get("causes", ["delta_bias"]))
-        if state["scope"] != self.scope:
+        if state["scope"] != self._kind:
             return
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
-        self._model = state["model"]
+        # States of before there were layers have the model's group alone.
+        self._groups = state.get("groups", {"": state.get("model", "")})
+
+    @property
+    def _kind(self) -> str:
+        return "always" if self.always else self.scope
 
     def _of_heads(self, step: int, stabilizers: Mapping[str, Sequence[str]]) -> Iterator[Decision]:
         for site, names in stabilizers.items():
@@ -184,15 +220,24 @@ class Policy:
             if undo:
                 yield self._undo(step, site, undo)
 
-    def _of_the_model(
-        self, step: int, stabilizers: Mapping[str, Sequence[str]]
+    def _of_group(
+        self, group: str, step: int, stabilizers: Mapping[str, Sequence[str]]
     ) -> Iterator[Decision]:
-        alarmed = [rules for heads in self._alarmed.values() for rules in heads.values()]
-        if self._model == "on" and self._calm(alarmed, step):
-            self._model = "undone"
+        """Decides about heads that are switched and given back together.
+
+        Args:
+            group: Name of the only site, or "" for the model.
+            step: The current step.
+            stabilizers: Those of the group's sites.
+        """
+        what = f"the heads of {group} are" if group else "the model is"
+        sites = [group] if group else list(self._alarmed)
+        alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]
+        state, why = self._groups.get(group, ""), f"{what} switched"
+        if state == "on" and self._calm(alarmed, step):
+            state = self._groups[group] = "undone"
             for rules in alarmed:
                 rules.clear()
-        state, why = self._model, "the model is switched"
         if state in ("", "undone"):
             # Of a run that was resumed, some sites may be called long after the undoing, and by
             # then nothing more may be undone.
@@ -205,7 +250,13 @@ class Policy:
             why = f"a head alarmed by {', '.join(sorted(agreeing))}"
             if not agreeing or not any("none" in names for names in stabilizers.values()):
                 return
-        self._model = state
+        self._groups[group] = state
+        yield from self._switch_all(step, stabilizers, state, why)
+
+    def _switch_all(
+        self, step: int, stabilizers: Mapping[str, Sequence[str]], state: str, why: str
+    ) -> Iterator[Decision]:
+        """Switches what is not known yet, and not taken, of some sites' heads."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
             switch = []

@@ -1,4 +1,4 @@
-"""Tells what switched heads really run: PyTorch's kernel, where their calls cannot be switched."""
+"""Tells what switched heads really run, where their calls cannot run what is asked for."""
 
 from __future__ import annotations
 
@@ -19,18 +19,31 @@ class _Told:
     """What was told of a site.
 
     Attributes:
-        is_native: Whether, by what was told, its switched heads run PyTorch's kernel.
+        asked: What its heads were asked for when it was last looked at.
+        names: What its heads run, by what was told.
         turns: How often this was told to have changed.
         lasting: For how many steps it has been otherwise.
-        heads: Those that were told to run PyTorch's kernel.
         some: Whether it was told that some calls can be switched and some not.
     """
 
-    is_native: bool = False
+    asked: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     turns: int = 0
     lasting: int = 0
-    heads: tuple[int, ...] = ()
     some: bool = False
+
+    def ask(self, asked: tuple[str, ...]) -> set[int]:
+        """Takes what heads are asked for; returns those that were switched meanwhile.
+
+        Their switch was told, and with it that they run it.
+        """
+        known = len(self.asked) == len(asked)
+        new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
+        self.names = tuple(
+            name if head in new else self.names[head] for head, name in enumerate(asked)
+        )
+        self.asked = asked
+        return new
 
 
 class Running:
@@ -75,45 +88,53 @@ class Running:
         yield Event(step, "switch", site.name, heads, f"switched back: {why}", stabilizer="none")
 
     def _compare(self, site: Site, calls: StepCalls, step: int) -> Iterator[Event]:
-        told = self._told.setdefault(site.name, _Told())
-        heads, refusal = _switched_heads(site), calls.refusal
-        names = site.outgrown or site.asked
+        asked = tuple(site.outgrown or site.asked)
+        refusal = calls.refusal
         if refusal is None and site.outgrown is not None:
-            refusal = f"it has {site.num_heads} heads now, and the switch is of {len(names)}"
-        is_native = refusal is not None
-        is_turn = is_native != told.is_native
+            refusal = f"it has {site.num_heads} heads now, and the switch is of {len(asked)}"
+        runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
+        told = self._told.setdefault(site.name, _Told())
+        new = told.ask(asked)
+        changed = {head for head, name in enumerate(runs) if name != told.names[head]}
+        is_turn = not changed <= new
         told.lasting = told.lasting + 1 if is_turn else 0
-        bypass = refusal or calls.bypass
-        if not told.some and bypass and (not is_native or (is_turn and told.turns >= 2)):
+        earlier = site.substituted_in(calls.step)
+        reason = refusal or calls.bypass or site.substituted or earlier
+        is_mixed = refusal is None and (calls.bypass or (earlier and runs == asked))
+        if not told.some and reason and (is_mixed or (is_turn and told.turns >= 2)):
             told.some = True
             why = (
-                f"heads {list(heads)} of {site.name} are switched in some calls only, in others"
-                f" PyTorch's kernel runs: {bypass}"
+                f"heads {list(_switched_heads(site))} of {site.name} run what they are switched to"
+                f" in some calls only: {reason}"
             )
             yield Event(step, "monitor_error", "", (), why)
-        if is_turn and (told.turns < 2 or told.lasting >= LASTING):
-            told.is_native, told.lasting = is_native, 0
-            told.turns += 1
-        elif is_native and told.is_native:  # heads that were switched meanwhile
-            heads = tuple(head for head in heads if head not in told.heads)
-        else:
-            return
-        told.heads = (*told.heads, *heads) if is_native else ()
-        by_name: dict[str, list[int]] = {}
-        for head in heads:
-            by_name.setdefault(names[head], []).append(head)
-        if is_native:
-            if not heads:
-                return
-            why = (
-                f"PyTorch's kernel runs instead of {', '.join(by_name)}: {refusal}; the heads"
-                " are not stabilized until calls come again that can be switched"
-            )
-            yield Event(step, "switch", site.name, heads, why, stabilizer="none")
-        else:
-            for name, some in by_name.items():
+        if is_turn and told.turns >= 2 and told.lasting < LASTING:
+            changed &= new
+        elif changed and (is_turn or not told.turns):
+            told.turns, told.lasting = told.turns + 1, 0
+        told.names = tuple(
+            runs[head] if head in changed else name for head, name in enumerate(told.names)
+        )
+        by_names: dict[tuple[str, bool], list[int]] = {}
+        for head in sorted(changed):
+            by_names.setdefault((runs[head], runs[head] == asked[head]), []).append(head)
+        for (name, is_asked), heads in by_names.items():
+            instead = ", ".join(dict.fromkeys(asked[head] for head in heads))
+            if is_asked:
                 why = "its calls can be switched again"
-                yield Event(step, "switch", site.name, tuple(some), why, stabilizer=name)
+            elif refusal is not None:
+                why = (
+                    f"PyTorch's kernel runs instead of {instead}: {refusal}; the heads are not"
+                    " stabilized until calls come again that can be switched"
+                )
+            elif name == "none":
+                why = (
+                    f"PyTorch's kernel runs instead of {instead}, and the heads are not stabilized:"
+                    f" {site.substituted}"
+                )
+            else:
+                why = site.substituted  # which says what runs
+            yield Event(step, "switch", site.name, tuple(heads), why, stabilizer=name)
 
 
 def _switched_heads(site: Site) -> tuple[int, ...]:

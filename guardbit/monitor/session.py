@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.kernels import switchboard
+from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
@@ -48,7 +49,9 @@ T = TypeVar("T")
 # Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
 _MICRO_BATCHES = 1024
 
-_POLICY_SETTINGS = ("stabilizer", "scope", "agreeing_rules", "agreement_steps", "calm_steps")
+_POLICY_SETTINGS = (
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "calm_steps"
+)  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
@@ -139,6 +142,9 @@ class MonitorSession:
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
         self.instrumentation: Instrumentation = instrument(model, sites)
+        self.instrumentation.keep_residuals(
+            self.policy is not None and self.policy.stabilizer == "compensated"
+        )
         self._measurement = Measurement(
             self.instrumentation, self.indicators, num_rows, num_audited_heads
         )
@@ -153,6 +159,9 @@ class MonitorSession:
         self._verdict = "stable"
         self._coverage = Coverage(self.instrumentation)
         self._running = Running(self.instrumentation)
+        self._is_first_step = True
+        # Of the process: those of before this session, and those that its journal holds.
+        self._earlier_proofs, self._told_proofs = len(proofs()), 0
         # What is asked for and what runs, of sites that are not there: not yet, or not any more.
         self._loaded_stabilizers: dict[str, list[str]] = {}
         self._left_running: dict[str, list[str]] = {}
@@ -276,10 +285,12 @@ class MonitorSession:
             return []
         step = self._last_ended = self._step
         was_sampled, self._is_sampled = self._is_sampled, False
+        self._is_first_step = False
         if not self._closed:
             self.attempt("switch", self.instrumentation.end_step)
             self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
             self.attempt("switch", lambda: self._tell_what_ran(step))
+            self.attempt("proofs", self._tell_proofs)
         self._do_deferred()
         if not self._closed:
             # Not only when the next step begins: some loops run its forward before they say so.
@@ -559,7 +570,13 @@ class MonitorSession:
         return {**self._left_running, **self.instrumentation.stabilizers()}
 
     def _is_due(self, step: int) -> bool:
-        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
+        """Whether a step is to be sampled: the first at or after each multiple of the cadence.
+
+        So is the session's first step, where the policy waits for nothing but sites. No later one:
+        ranks that call attention at different times have to agree on it.
+        """
+        if self._is_first_step and self.policy is not None and self.policy.is_due:
+            return True
         previous = step - 1 if self._last_ended is None else self._last_ended
         cadence = self.every_n_train_steps
         return step % cadence == 0 or step // cadence != previous // cadence
@@ -604,6 +621,16 @@ class MonitorSession:
             self.record(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
+
+    def _tell_proofs(self) -> None:
+        """Tells what is known of engines that get another delta, once heads are switched."""
+        if len(proofs()) == self._told_proofs or not self.instrumentation.switched:
+            return
+        for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
+            if proof.failure and ranks.rank() == 0:
+                log.warning("an attention kernel gets no exact delta: %s", proof)
+        self._told_proofs = len(proofs())
+        self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
     # --- acting ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from guardbit.kernels import switchboard
+from guardbit.kernels import attention, switchboard
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.switchboard import AttentionCall, Clock
 from guardbit.monitor import interception
@@ -132,9 +132,10 @@ class Site:
 
     @property
     def stabilizers(self) -> list[str]:
-        """The stabilizer in use, one name a head.
+        """The stabilizer in use, one name a head: what the latest call in training ran.
 
-        "none" while no call can be switched, and where the kernels of a switch failed.
+        "none" while no call can be switched, and where the kernels of a switch failed. After a
+        switch it is what is asked for, until the first call.
         """
         record = self._record()
         if record is not None and record.calls.refusal is not None:
@@ -142,7 +143,21 @@ class Site:
         state = switchboard.site_state(self.number)
         if state.failure is not None and len(state.requested) == self.num_heads:
             return list(state.requested)
-        return self.asked
+        has_run = bool(state.ran) and len(state.ran) == self.num_heads
+        return list(state.ran) if has_run else self.asked
+
+    @property
+    def substituted(self) -> str:
+        """Why heads run another stabilizer than is asked for, in calls that can be switched."""
+        state = switchboard.site_state(self.number)
+        if state.failure is not None:
+            return f"the kernels of its switched heads failed ({state.failure})"
+        return state.substituted
+
+    def substituted_in(self, step: int) -> str:
+        """Why heads ran so in some call of a step, as `StepCalls` counts, or ""."""
+        when, why = switchboard.site_state(self.number).last_substituted
+        return why if when == step else ""
 
     @property
     def asked(self) -> list[str]:
@@ -396,8 +411,8 @@ class Instrumentation:
     def stabilizers(self) -> dict[str, list[str]]:
         """Returns the stabilizer in use: name of the site -> one name a head.
 
-        A switched head whose calls kept PyTorch's kernel in the latest step, because of a mask
-        say, is "none"; `asked` tells what it goes back to.
+        A switched head whose latest call could not run what it is asked to, because of a mask say,
+        is what took its place, or "none"; `asked` tells what it goes back to.
         """
         in_use = {name: site.stabilizers for name, site in self._present().items()}
         return {name: names for name, names in in_use.items() if names}
@@ -481,6 +496,13 @@ class Instrumentation:
         except BaseException:
             self._installed.append(undo)
             raise
+
+    def keep_residuals(self, is_wanted: bool) -> None:
+        """Says whether compiled graphs are to have room for "compensated", until `remove`.
+
+        They have, unless everybody in the process who says so does not want it.
+        """
+        self._installed.append(attention.keep_residuals(is_wanted))
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""

@@ -124,6 +124,18 @@ def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
     assert steps_with(watching.used, "row_max") == [3, 4, 5, 6, 7, 8]
 
 
+def test_always_switches_all_heads_after_the_first_step_without_an_alarm(trains, tmp_path):
+    monitor = AttentionMonitor(2, rules=(), dirpath=tmp_path / "run", strict=True)
+    watching = Stabilizers(monitor)
+    stabilizer = AutoStabilizer("exact_delta", always=True)
+    trains.fit(monitor, stabilizer, watching, precision="bf16-mixed", max_steps=4)
+    assert steps_with(watching.used, "exact_delta") == [1, 2, 3]
+    told = events_of(tmp_path / "run", "switch")
+    assert {event[0] for event in told} == {0} and {event[3] for event in told} == {"exact_delta"}
+    assert SITE in [event[1] for event in told]
+    assert read_metadata(tmp_path / "run")["settings"]["always"] is True
+
+
 def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path):
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     policy = {

@@ -209,6 +209,89 @@ def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
     assert decide(policy, [], 99_000) == []
 
 
+def test_of_the_scope_layer_one_alarm_switches_its_site_and_calm_of_that_undoes_it():
+    policy = Policy(scope="layer", calm_steps=1000)
+    first = decide(policy, [alarm(100)], 100)
+    assert decided(first) == of_all("compensated", 100, ["h.2"])
+    assert first[0].why == "a head alarmed by norm_growth"
+    # Another site by its own alarm; a further head of the first lengthens its calm alone.
+    other = decide(policy, [alarm(600, site="h.5", heads=(0,)), alarm(700, heads=(9,))], 700)
+    assert decided(other) == of_all("compensated", 700, ["h.5"])
+    assert decide(policy, [], 1599) == []
+    assert decided(decide(policy, [], 1600)) == of_all("none", 1600, ["h.5"])
+    assert decided(decide(policy, [], 1700)) == of_all("none", 1700, ["h.2"])
+    assert decide(policy, [], 1750) == []
+    # From its second alarm on a site stays, and only it.
+    again = decide(policy, [alarm(1800, "logit_outlier"), alarm(1800, site="h.7")], 1800)
+    assert decided(again) == of_all("compensated", 1800, ["h.2", "h.7"])
+    assert decided(decide(policy, [], 99_000)) == of_all("none", 99_000, ["h.7"])
+
+
+def test_of_the_scope_layer_heads_that_somebody_else_has_switched_are_left_alone():
+    policy = Policy(scope="layer", calm_steps=50)
+    taken = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
+    (switch,) = decide(policy, [alarm(100)], 100, taken)
+    others = (0, 1, 2, *range(5, 12))
+    assert (switch.site, switch.heads) == ("h.2", others)
+    assert decide(policy, [], 120) == [], "what is taken back by hand"
+    (undo,) = decide(policy, [], 150, {"h.2": ["compensated"] * 12})
+    assert (undo.heads, undo.stabilizer) == (others, "none")
+
+
+def test_of_the_scope_layer_the_rules_must_agree_on_one_head():
+    policy = Policy(scope="layer", agreeing_rules=2)
+    apart = [alarm(100), alarm(100, "logit_outlier", heads=(4,)), alarm(100, site="h.3")]
+    assert decide(policy, apart, 100) == []
+    agreed = decide(policy, [alarm(200, "logit_outlier", "h.3")], 200)
+    assert decided(agreed) == of_all("compensated", 200, ["h.3"])
+
+
+def test_a_policy_of_the_scope_model_goes_on_from_a_state_of_before_there_were_layers():
+    before = Policy(scope="model", calm_steps=100)
+    decide(before, [alarm(100)], 100)
+    state = before.state_dict()
+    state["model"] = state.pop("groups")[""]
+    after = Policy(scope="model", calm_steps=100)
+    after.load_state_dict(state)
+    assert decided(decide(after, [], 200)) == of_all("none", 200)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_always_switches_all_heads_without_an_alarm(scope):
+    # Neither agreement nor logits that run away matter.
+    policy = Policy("exact_delta", always=True, scope=scope, agreeing_rules=3)
+    few = {"h.2": ["none"] * 12, "h.3": ["none"] * 3 + ["row_max"] + ["none"] * 8}
+    assert policy.is_due
+    assert decide(policy, [], 0, {}) == []
+    assert policy.is_due
+    first = decide(policy, [alarm(7, "model_logits", "h.2")], 7, few)
+    assert decided(first) == [
+        (7, "h.2", tuple(range(12)), "exact_delta"),
+        (7, "h.3", (0, 1, 2, *range(4, 12)), "exact_delta"),
+    ]
+    assert {decision.why for decision in first} == {"from the start (always=True)"}
+    assert not policy.is_due
+    # Once; what is taken back by hand stays so; a site that is called later is known later.
+    assert decide(policy, [alarm(8)], 8, few) == []
+    resumed = Policy("exact_delta", always=True)
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert not resumed.is_due
+    for one in (policy, resumed):
+        later = decide(one, [alarm(50)], 50, {**few, "h.4": ["none"] * 12})
+        assert decided(later) == of_all("exact_delta", 50, ["h.4"])
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_what_always_has_switched_is_not_a_policy_s_without_and_the_other_way_round(always):
+    before = Policy(always=always)
+    assert decide(before, [alarm(100)], 100)
+    after = Policy(always=not always)
+    after.load_state_dict(before.state_dict())
+    names = ["none", "none", "none", "compensated"]
+    (switch,) = decide(after, [alarm(200, heads=(0, 1, 2, 3))], 200, {"h.2": names})
+    assert switch.heads == (0, 1, 2)
+
+
 @pytest.mark.parametrize("alarms", [1, 2])
 def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(alarms):
     policy = Policy(scope="model", calm_steps=1000)
@@ -371,9 +454,14 @@ def test_two_layers_of_five_are_many():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"stabilizer": "none"}, "must be one of compensated, stochastic, row_max, got 'none'"),
+        (
+            {"stabilizer": "none"},
+            "one of exact_delta, centered_keys, compensated, stochastic, row_max, got 'none'",
+        ),
         ({"stabilizer": "magic"}, "got 'magic'"),
-        ({"scope": "layer"}, "scope must be one of head, model, got 'layer'"),
+        ({"scope": "site"}, "scope must be one of head, layer, model, got 'site'"),
+        ({"always": 1}, "always must be True or False, got 1"),
+        ({"always": True, "calm_steps": 5}, "calm_steps is 5 and always is True: .* leave one of"),
         ({"agreeing_rules": 0}, "agreeing_rules must be >= 1, got 0"),
         ({"agreeing_rules": 1.5}, "agreeing_rules must be a whole number, got 1.5"),
         ({"agreement_steps": None}, "agreement_steps must be a whole number, got None"),

@@ -11,9 +11,12 @@ from guardbit import MonitorSession, read_events
 from guardbit.monitor import running
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.interception.calls import CAPTURED
+from guardbit.monitor.policy import Policy
+from guardbit.records import Alarm
 from guardbit.store import read_metadata
 
-MASK = torch.ones(12, 12, dtype=torch.bool).tril()
+#: A batch that attention computes in FP64, which no stabilizer takes.
+WIDE = True
 SITE = "layers.1"
 
 
@@ -23,11 +26,13 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
 
-    def forward(self, x, mask=None):
+    def forward(self, x, wide=None):
         q, k, v = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
         )
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+        if wide:
+            q, k, v = q.double(), k.double(), v.double()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -36,9 +41,9 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Attention() for _ in range(2))
 
-    def forward(self, x, mask=None):
+    def forward(self, x, wide=None):
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, wide)
         return x
 
 
@@ -52,15 +57,15 @@ class Run:
         self.session = MonitorSession(self.model, **settings)
         self.run, self.step = self.model, 0
 
-    def steps(self, *masks):
-        """A step for each mask; for a tuple of them one with as many micro-batches."""
-        for step, batches in enumerate(masks, self.step):
+    def steps(self, *kinds):
+        """A step for each kind of batch; for a tuple one with as many micro-batches."""
+        for step, batches in enumerate(kinds, self.step):
             with self.session.step(step) as session:
-                for i, mask in enumerate(batches if isinstance(batches, tuple) else (batches,)):
+                for i, kind in enumerate(batches if isinstance(batches, tuple) else (batches,)):
                     if i:
                         session.begin_batch(step)
-                    self.run(torch.randn(2, 12, 32), mask).square().mean().backward()
-        self.step += len(masks)
+                    self.run(torch.randn(2, 12, 32), kind).square().mean().backward()
+        self.step += len(kinds)
         return self
 
     def switched_launches(self):
@@ -81,50 +86,51 @@ class Run:
 
 @pytest.fixture
 def run(tmp_path):
-    run = Run(tmp_path / "run")
+    # Of this policy, compiled graphs have room for `compensated`.
+    run = Run(tmp_path / "run", policy=Policy("compensated"))
     yield run
     run.session.close()
     torch._dynamo.reset()
 
 
-def test_a_masked_batch_after_the_switch_is_told_at_once_and_so_is_the_next_without(run, caplog):
+def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_without(run, caplog):
     run.steps(None)
     run.session.switch(SITE, "compensated", heads=[1])
     run.steps(None)
     assert run.switched_launches() == 1
     with caplog.at_level(logging.WARNING, "guardbit"):
-        run.steps(MASK)
+        run.steps(WIDE)
     assert run.switched_launches() == 1, "PyTorch's kernel ran"
     assert run.stabilizers() == ["none", "none"]
     assert run.events("switch")[1:] == [(2, SITE, (1,), "none")]
     assert (
-        "PyTorch's kernel runs instead of compensated: it is called with an explicit"
+        "PyTorch's kernel runs instead of compensated: it computes in torch.float64"
         in (run.reasons("switch")[-1])
     )
     assert SITE in caplog.text
-    assert "explicit attention mask" in caplog.text
+    assert "it computes in torch.float64" in caplog.text
     state = run.session.state_dict()
     assert state["stabilizers"] == {SITE: ["none", "compensated"]}, "what is asked for"
     assert state["running"][SITE] == ["none", "none"], "what ran"
-    run.steps(MASK, None)
+    run.steps(WIDE, None)
     assert run.switched_launches() == 2
     assert run.stabilizers() == ["none", "compensated"]
     assert run.events("switch")[2:] == [(4, SITE, (1,), "compensated")]
     assert run.events("monitor_error") == []
 
 
-def test_a_head_that_is_switched_while_masks_come_is_told_of_too(run):
+def test_a_head_that_is_switched_while_calls_are_refused_is_told_of_too(run):
     run.steps(None)
     run.session.switch(SITE, "compensated", heads=[1])
-    run.steps(MASK)
+    run.steps(WIDE)
     run.session.instrumentation.ask(SITE, "compensated", [0])  # as a policy does
-    run.steps(MASK, MASK)
+    run.steps(WIDE, WIDE)
     assert run.events("switch")[1:] == [(1, SITE, (1,), "none"), (2, SITE, (0,), "none")]
 
 
-def test_one_masked_batch_refuses_no_later_switch(run):
-    run.steps(MASK)
-    with pytest.raises(ValueError, match="explicit attention mask"):
+def test_one_refused_batch_refuses_no_later_switch(run):
+    run.steps(WIDE)
+    with pytest.raises(ValueError, match=r"it computes in torch\.float64"):
         run.session.switch(SITE, "compensated")
     run.steps(None)
     run.session.switch(SITE, "compensated")
@@ -135,9 +141,9 @@ def test_one_masked_batch_refuses_no_later_switch(run):
 
 def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
     run = Run(tmp_path, every_n_train_steps=1)
-    run.steps(MASK)
-    assert "mask" in read_metadata(tmp_path)["sites"][SITE]["not_switchable"]
-    run.steps(None, MASK)
+    run.steps(WIDE)
+    assert "float64" in read_metadata(tmp_path)["sites"][SITE]["not_switchable"]
+    run.steps(None, WIDE)
     assert read_metadata(tmp_path)["sites"][SITE]["not_switchable"] is None
     run.session.close()
 
@@ -147,7 +153,7 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     run.steps(None)
     run.session.switch(SITE, "compensated")
     for _ in range(5):
-        run.steps(MASK)
+        run.steps(WIDE)
         assert run.stabilizers() == ["none"] * 2
         run.steps(None)
         assert run.stabilizers() == ["compensated"] * 2
@@ -155,25 +161,25 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     (reason,) = run.reasons("monitor_error")
     assert "in some calls only" in reason
     assert SITE in reason
-    run.steps(*[MASK] * 5)
+    run.steps(*[WIDE] * 5)
     assert run.events("switch")[-1][3] == "none", "a turn that lasts is told"
 
 
-def test_micro_batches_of_one_step_with_a_mask_and_without(run):
+def test_micro_batches_of_one_step_refused_and_not(run):
     run.steps(None)
     run.session.switch(SITE, "compensated")
-    run.steps((None, MASK), (MASK, None))
+    run.steps((None, WIDE), (WIDE, None))
     assert run.stabilizers() == ["compensated"] * 2
     assert len(run.events("switch")) == 1
     (reason,) = run.reasons("monitor_error")
     assert "in some calls only" in reason
 
 
-def test_other_refusals_than_masks_are_told_too(run):
+def test_a_refusal_of_the_whole_model_is_told_too(run):
     run.steps(None)
     run.session.switch(SITE, "compensated")
     run.model.double()
-    run.run = lambda x, mask: run.model(x.double(), mask)
+    run.run = lambda x, wide: run.model(x.double(), wide)
     run.steps(None)
     assert run.stabilizers() == ["none"] * 2
     assert "it computes in torch.float64" in run.reasons("switch")[-1]
@@ -182,11 +188,11 @@ def test_other_refusals_than_masks_are_told_too(run):
 def test_a_resumed_run_asks_for_what_ran_natively_when_it_was_saved(run, tmp_path):
     run.steps(None)
     run.session.switch(SITE, "compensated", heads=[0])
-    run.steps(MASK)
+    run.steps(WIDE)
     again = Run(tmp_path / "again")
     again.session.load_state_dict(run.session.state_dict())
     again.step = run.step
-    again.steps(MASK)
+    again.steps(WIDE)
     assert [event[3] for event in again.events("switch")] == ["compensated", "none"]
     again.steps(None)
     assert again.switched_launches() == 1
@@ -205,7 +211,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
     run.session.switch(SITE, "compensated", heads=[1])
     run.steps(None)
     assert run.reasons("monitor_error") == []
-    run.steps(MASK)  # traced now
+    run.steps(WIDE)  # traced now
     assert run.stabilizers() == ["none"] * 2
     assert run.events("switch")[-1] == (2, SITE, (1,), "none")
     launches = run.switched_launches()
@@ -213,7 +219,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
     assert run.switched_launches() == launches + 1
     assert run.stabilizers() == ["none", "compensated"]
     assert "in some calls only" in run.reasons("monitor_error")[0]
-    run.steps(MASK)
+    run.steps(WIDE)
     assert run.stabilizers() == ["none"] * 2
 
 
@@ -236,8 +242,8 @@ def test_a_switch_that_does_not_fit_the_heads_is_told_of_and_kept(run):
 def test_a_forward_before_its_step_begins_counts(run):
     run.steps(None)
     run.session.switch(SITE, "compensated", heads=[1])
-    for step, mask in ((1, None), (2, MASK)):
-        loss = run.model(torch.randn(2, 12, 32), mask).square().mean()
+    for step, wide in ((1, None), (2, WIDE)):
+        loss = run.model(torch.randn(2, 12, 32), wide).square().mean()
         with run.session.step(step):
             loss.backward()
     assert run.stabilizers() == ["none"] * 2
@@ -266,15 +272,12 @@ def test_norms_of_a_removed_module_are_not_reported(tmp_path):
     run.session.close()
 
 
-def test_a_policy_switches_at_a_masked_batch_what_earlier_batches_could(tmp_path):
-    from guardbit.monitor.policy import Policy
-    from guardbit.records import Alarm
-
+def test_a_policy_switches_at_a_refused_batch_what_earlier_batches_could(tmp_path):
     run = Run(tmp_path, every_n_train_steps=1, policy=Policy())
     run.steps(None)
     alarm = Alarm(1, SITE, (0,), "w_q_growth", "made up")
     run.session.detectors.update = lambda _: [alarm] if run.step == 1 else []
-    run.steps(MASK)
+    run.steps(WIDE)
     run.steps(None)
     assert run.stabilizers() == ["compensated", "none"]
     assert run.switched_launches() == 1

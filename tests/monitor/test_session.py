@@ -931,6 +931,85 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
     ]
 
 
+ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]
+
+
+def switches(path):
+    events = events_of(path, "switch")
+    columns = (events[name] for name in ("step", "site", "heads", "stabilizer", "why"))
+    return list(zip(*columns, strict=True))
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_always_corrects_all_heads_from_the_first_step_on_without_an_alarm(tmp_path, first):
+    policy = Policy("exact_delta", always=True)
+    loop = Loop(every_n_train_steps=5, rules=(), dirpath=tmp_path, strict=True, policy=policy)
+    loop.run([first, first + 1], close=False)
+    assert loop.session.instrumentation.stabilizers() == {
+        SITES[0]: ["exact_delta"] * 2, SITES[1]: ["exact_delta"] * 4
+    }  # fmt: skip
+    for name in SITES:
+        launches = loop.session.instrumentation.sites[name].launches
+        assert launches["backward", "exact_delta"] == 1, "from the second step on"
+    loop.run(range(first + 2, first + 12))
+    why = "from the start (always=True)"
+    assert switches(tmp_path) == [(first, *which, "exact_delta", why) for which in ALL_HEADS]
+    assert read_metadata(tmp_path)["settings"]["always"] is True
+    cadence = [step for step in range(first + 1, first + 12) if step % 5 == 0]
+    assert sampled(tmp_path) == [first, *cadence]
+
+
+def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
+    settings = {"every_n_train_steps": 2, "rules": (), "strict": True}
+    policy = Policy("exact_delta", always=True)
+    loop = Loop(dirpath=tmp_path / "run", policy=policy, **settings)
+    layers = loop.model.layers
+    loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
+    loop.run(range(2), close=False)
+    loop.model.layers = layers
+    loop.run(range(2, 4), close=False)
+    told = [(0, *ALL_HEADS[1]), (2, *ALL_HEADS[0])]
+    assert [event[:3] for event in switches(tmp_path / "run")] == told
+    again = Loop(dirpath=tmp_path / "again", policy=policy, **settings)
+    again.session.load_state_dict(loop.session.state_dict())
+    loop.session.close()
+    again.run(range(4, 7), close=False)
+    ran = again.session.instrumentation.stabilizers().values()
+    assert all({*names} == {"exact_delta"} for names in ran)
+    assert [event[:3] for event in switches(tmp_path / "again")] == [
+        (4, *which) for which in ALL_HEADS
+    ]
+    again.session.close()
+    # A checkpoint of a run without it, resumed between two samples.
+    plain = Loop(dirpath=tmp_path / "plain", **settings).run(range(5))
+    later = Loop(dirpath=tmp_path / "later", policy=policy, **settings)
+    later.session.load_state_dict(plain.session.state_dict())
+    later.run([5, 6])
+    assert [event[:3] for event in switches(tmp_path / "later")] == [
+        (5, *which) for which in ALL_HEADS
+    ]
+
+
+def test_always_in_a_dry_run_switches_nothing(tmp_path):
+    policy = Policy(always=True)
+    loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
+    loop.run(range(5))
+    why = "not switched to compensated: dry run"
+    assert switches(tmp_path) == [(0, *which, "", why) for which in ALL_HEADS]
+    running = loop.session.state_dict()["running"].values()
+    assert running and all({*names} == {"none"} for names in running)
+
+
+def test_of_the_scope_layer_an_alarm_switches_all_heads_of_its_site(tmp_path):
+    loop = Loop(
+        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, strict=True,
+        policy=Policy("exact_delta", scope="layer"),
+    )  # fmt: skip
+    loop.run(range(3))
+    told = [event[:4] for event in switches(tmp_path)]
+    assert told == [(0, *ALL_HEADS[1], "exact_delta")]
+
+
 @pytest.mark.parametrize("scope", ["head", "model"])
 def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, scope):
     @dataclass(frozen=True)

@@ -50,6 +50,14 @@ class Proof(NamedTuple):
     predicted: float
     failure: str
 
+    def __str__(self) -> str:
+        verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
+        return (
+            f"{self.engine} ({self.configuration}): outputs of equal delta give gradients that"
+            f" differ by {self.same:.1e}, another delta changes them as theory says but for"
+            f" {self.predicted:.1e}; {verdict}"
+        )
+
 
 _proofs: dict[tuple[object, ...], Proof] = {}
 

@@ -1,0 +1,306 @@
+"""What takes a stabilizer's place in calls that cannot run it is told where a person looks."""
+
+import contextlib
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit import MonitorSession, instrument, read_events
+from guardbit.kernels import dispatch
+from guardbit.kernels.attention import residuals_kept
+from guardbit.kernels.engines import proof
+from guardbit.monitor import running
+from guardbit.monitor.policy import Policy
+from guardbit.store import read_metadata
+
+SITE = "layers.0"
+MASK = torch.ones(12, 12, dtype=torch.bool).tril()
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout_p, self.mask = 0.0, None
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        mask, causal = self.mask, self.mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal=causal)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention()])
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+class Run:
+    """A watched model, switched by hand."""
+
+    def __init__(self, path, **settings):
+        torch.manual_seed(0)
+        self.path, self.model, self.step = path, Model(), 0
+        settings = {"every_n_train_steps": 1000, "dirpath": path, "strict": True, **settings}
+        self.session = MonitorSession(self.model, **settings)
+        self.run = self.model
+
+    def one(self, math=False, batches=1):
+        with self.session.step(self.step):
+            for batch in range(batches):
+                if batch:
+                    self.session.begin_batch(self.step)
+                with sdpa_kernel(SDPBackend.MATH) if math else contextlib.nullcontext():
+                    self.run(torch.randn(2, 12, 32)).square().mean().backward()
+        self.step += 1
+        return self
+
+    def attention(self, **attributes):
+        for name, value in attributes.items():
+            setattr(self.model.layers[0], name, value)
+        return self
+
+    def stabilizers(self):
+        return self.session.instrumentation.stabilizers()[SITE]
+
+    def events(self, kind="switch"):
+        events = read_events(self.path)
+        events = events[events.kind == kind]
+        return list(zip(events.step, events.heads, events.stabilizer, strict=True))
+
+    def reason(self, kind="switch"):
+        events = read_events(self.path)
+        return events[events.kind == kind].why.iloc[-1]
+
+
+@pytest.fixture
+def run(tmp_path):
+    run = Run(tmp_path / "run")
+    yield run
+    run.session.close()
+    torch._dynamo.reset()
+
+
+CASES = {
+    "flash": ({}, False, "exact_delta", ""),
+    "masked": ({"mask": MASK}, False, "exact_delta", ""),
+    "math": ({}, True, "compensated", "compensated runs instead of exact_delta: PyTorch's MATH"),
+    "dropout": ({"dropout_p": 0.5}, False, "compensated", "drops entries of P (dropout 0.5)"),
+    "math and masked": ({"mask": MASK}, True, "none", "no kernel takes its place"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_exact_delta_becomes_is_told_once_and_so_is_its_return(run, case):
+    attributes, math, ran, why = CASES[case]
+    run.one()
+    run.session.switch(SITE, "exact_delta", heads=[1])
+    run.attention(**attributes).one(math).one(math).one(math)
+    assert run.stabilizers() == ["none", ran]
+    assert run.session.instrumentation.asked()[SITE] == ["none", "exact_delta"]
+    state = run.session.state_dict()
+    assert state["running"][SITE] == ["none", ran]
+    assert state["stabilizers"][SITE] == ["none", "exact_delta"]
+    expected = [(0, (1,), "exact_delta"), (1, (1,), ran)][: 1 if ran == "exact_delta" else 2]
+    assert run.events() == expected
+    assert why in run.reason()
+    run.attention(mask=None, dropout_p=0.0).one()
+    assert run.stabilizers() == ["none", "exact_delta"]
+    assert run.events() == expected + [(4, (1,), "exact_delta")] * (len(expected) - 1)
+    assert run.events("monitor_error") == []
+
+
+def test_each_head_is_told_what_takes_its_stabilizer_s_place(run):
+    run.one()
+    run.session.switch(SITE, "compensated", heads=[0])
+    run.session.switch(SITE, "row_max", heads=[1])
+    run.attention(mask=MASK).one()
+    assert run.stabilizers() == ["exact_delta", "none"]
+    events = read_events(run.path).iloc[-2:]
+    assert list(events.heads) == [(0,), (1,)]
+    assert list(events.stabilizer) == ["exact_delta", "none"]
+    assert "exact_delta runs instead of compensated" in events.why.iloc[0]
+    assert "row_max takes no mask: exact_delta would work" in events.why.iloc[1]
+
+
+def test_a_switch_is_asked_for_until_it_has_run(run):
+    run.one()
+    run.session.switch(SITE, "exact_delta")
+    assert run.stabilizers() == ["exact_delta"] * 2
+    run.one(math=True)
+    assert run.stabilizers() == ["compensated"] * 2
+    # An evaluation has no backward, and says nothing about the heads' one.
+    with torch.no_grad():
+        run.model(torch.randn(2, 12, 32))
+    assert run.stabilizers() == ["compensated"] * 2
+    run.session.switch(SITE, "none")
+    run.one(math=True)
+    assert run.stabilizers() == ["none"] * 2
+    assert [event[2] for event in run.events()] == ["exact_delta", "compensated", "none"]
+
+
+def test_a_switch_is_asked_for_before_any_call(tmp_path):
+    run = Run(tmp_path)
+    run.session.load_state_dict({"stabilizers": {SITE: ["none", "exact_delta"]}})
+    assert run.stabilizers() == ["none", "exact_delta"]
+    run.session.close()
+
+
+def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
+    monkeypatch.setattr(running, "LASTING", 3)
+    run.one()
+    run.session.switch(SITE, "exact_delta")
+    for step in range(8):
+        run.one(math=step % 2 == 0)
+    told = ["exact_delta", "compensated", "exact_delta"]
+    assert [event[2] for event in run.events()] == told
+    assert "in some calls only: compensated runs instead" in run.reason("monitor_error")
+    for _ in range(4):
+        run.one(math=True)
+    assert [event[2] for event in run.events()] == [*told, "compensated"], "what lasts is told"
+    assert len(run.events("monitor_error")) == 1
+
+
+def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
+    run.one()
+    run.session.switch(SITE, "exact_delta")
+    attention = run.model.layers[0]
+    forward, masks = attention.forward, [MASK, None]
+
+    def of_micro_batch(x):
+        attention.mask = masks[0]
+        masks.reverse()
+        return forward(x)
+
+    attention.forward = of_micro_batch
+    run.one(math=True, batches=2)
+    assert run.stabilizers() == ["compensated"] * 2
+    assert [event[2] for event in run.events()] == ["exact_delta", "compensated"]
+    attention.dropout_p = 0.0
+    run.session.switch(SITE, "compensated")
+    run.one(math=True, batches=2)
+    assert "in some calls only: compensated takes no mask" in run.reason("monitor_error")
+
+
+@pytest.mark.parametrize(
+    "name, direction",
+    [("compensated", "forward"), ("compensated", "backward"), ("exact_delta", "backward")],
+)
+def test_kernels_that_fail_are_told_of(run, monkeypatch, name, direction):
+    def fail(*_, **__):
+        raise RuntimeError("no such instruction")
+
+    run.one()
+    run.session.switch(SITE, name, heads=[1])
+    with monkeypatch.context() as patched:
+        for function in ("launcher", "carry_exact_delta", "carry_compensated_delta"):
+            if direction == "backward" and function == "launcher":
+                continue
+            patched.setattr(dispatch, function, fail)
+        run.one().one()
+        assert run.stabilizers() == ["none", "none"]
+        assert run.events() == [(0, (1,), name), (1, (1,), "none")]
+        assert "failed (RuntimeError: no such instruction)" in run.reason()
+    run.one()
+    assert run.stabilizers() == ["none", "none"], "it is not tried again"
+    run.session.switch(SITE, name, heads=[1])
+    run.one()
+    assert run.stabilizers() == ["none", name]
+    assert [event[2] for event in run.events()] == [name, "none", name]
+
+
+# --- proofs --------------------------------------------------------------------------------------
+
+
+def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(proof, "_proofs", {})
+    run = Run(tmp_path).one()
+    assert "proofs" not in read_metadata(run.path)
+    run.session.switch(SITE, "exact_delta")
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        run.one().one()
+        (told,) = read_metadata(run.path)["proofs"]
+        assert told.startswith("FLASH_ATTENTION (float32, head size 16, no mask, causal, cpu")
+        assert told.endswith("trusted with an exact delta")
+        assert "gets no exact delta" not in caplog.text
+        run.one(math=True).one(math=True)
+    _, failed = read_metadata(run.path)["proofs"]
+    assert failed.startswith("MATH (") and "not trusted: its backward takes delta" in failed
+    warned = [text for text in caplog.messages if "gets no exact delta" in text]
+    assert len(warned) == 1 and failed in warned[0]
+    run.session.close()
+
+
+def test_a_later_run_of_the_process_tells_what_it_relies_on(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(proof, "_proofs", {})
+    for name in ("first", "second"):
+        caplog.clear()
+        run = Run(tmp_path / name).one()
+        run.session.switch(SITE, "exact_delta")
+        run.one(math=True).session.close()
+        assert len(read_metadata(tmp_path / name)["proofs"]) == 1
+        warned = [text for text in caplog.messages if "gets no exact delta" in text]
+        assert len(warned) == (name == "first"), "found out once"
+
+
+# --- room in compiled graphs ---------------------------------------------------------------------
+
+
+def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
+    assert residuals_kept == [True]
+    plain = instrument(Model())
+    assert residuals_kept == [True]
+    plain.remove()
+    expected = [("exact_delta", False), (None, False), ("compensated", True), ("row_max", True)]
+    sessions = []
+    for name, kept in expected:
+        sessions.append(MonitorSession(Model(), policy=Policy(name) if name else None))
+        assert residuals_kept == [kept]
+    for session, kept in zip(reversed(sessions), (True, False, False, True), strict=True):
+        session.close()
+        session.close()
+        assert residuals_kept == [kept]
+
+
+@pytest.mark.parametrize("refused", ["model", "setting"])
+def test_a_session_that_is_refused_leaves_the_room_alone(refused):
+    model = nn.ReLU() if refused == "model" else Model()
+    settings = {} if refused == "model" else {"every_n_train_steps": 0}
+    with pytest.raises(ValueError):
+        MonitorSession(model, **settings)
+    assert residuals_kept == [True]
+
+
+@pytest.mark.parametrize("name", ["exact_delta", "compensated"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
+def test_compiled_graphs_keep_room_for_what_may_be_asked_for(tmp_path, name):
+    kept = []  # bytes of INT8 that the graph keeps for its backward
+
+    def pack(x):
+        kept.append(x.numel() if x.dtype == torch.int8 else 0)
+        return x
+
+    run = Run(tmp_path, policy=Policy(name))
+    run.run = torch.compile(run.model, backend="aot_eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run.one()
+    assert sum(kept) == (0 if name == "exact_delta" else 2 * 2 * 12 * 16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run.session.switch(SITE, name, heads=[0])
+        run.one()
+        assert run.stabilizers() == [name, "none"]
+        run.session.switch(SITE, "compensated")
+        run.one().one()
+    without_room = name == "exact_delta"
+    assert run.stabilizers() == [name] * 2
+    assert ("the compiled graph has no room" in run.reason()) is without_room
+    run.session.close()
+    torch._dynamo.reset()
