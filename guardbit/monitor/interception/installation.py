@@ -49,7 +49,7 @@ def _keep_compiler_rules() -> None:
     if rules is None:  # another version of PyTorch
         return
     stand_ins = {
-        replacements.scaled_dot_product_attention: stock.scaled_dot_product_attention,
+        replacements.scaled_dot_product_attention: engines.scaled_dot_product_attention,
         replacements.checkpoint: replacements.original_checkpoint,
         replacements.multi_head_attention_forward: F.multi_head_attention_forward,
     }
