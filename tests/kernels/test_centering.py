@@ -1,0 +1,55 @@
+"""Centred keys: the same attention, with less for a wrong delta to do harm with."""
+
+import pytest
+import torch
+
+from guardbit.kernels.centering import center_keys
+from tests.kernels.exact_delta_cases import KINDS, make, relative
+
+
+def common_mode(kind, dtype, shape=(2, 4, 4, 64, 32)):
+    """A call whose keys have much in common, as those of heads that fail do."""
+    case = make(kind, dtype, shape, "cpu", sharpness=0.5)
+    return case._replace(k=(case.k.float() + 6.0).to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dq_is_better_where_keys_have_much_in_common(dtype, kind):
+    case = common_mode(kind, dtype)
+    native, exact = case.native(), case.exact
+    found, state = case.switched(("centered_keys",) * 4)
+    assert state.ran == ("centered_keys",) * 4
+    # What a wrong delta adds to dQ is a multiple of the mean key, which is taken off.
+    assert relative(found[1], exact[0]) < relative(native[1], exact[0])
+    # The output is as near to the exact one: only rounding sees what keys have in common.
+    torch.testing.assert_close(found[0].float(), native[0].float(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("heads", [(1,), (0, 3)], ids=str)
+def test_other_heads_keep_their_bits(heads):
+    case = common_mode("causal", torch.bfloat16)
+    native = case.native()
+    names = tuple("centered_keys" if head in heads else "none" for head in range(4))
+    found, _ = case.switched(names)
+    others = [head for head in range(4) if head not in heads]
+    for mine, before in zip(found, native, strict=True):
+        assert torch.equal(mine[:, others], before[:, others])
+    assert not torch.equal(found[1][:, list(heads)], native[1][:, list(heads)])
+
+
+def test_a_group_of_query_heads_shares_its_centred_key_head():
+    k = torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0)) + 4
+    keys = center_keys(k, (1, 5), 6)  # key heads 0 and 2 of three
+    assert keys.heads == (0, 2)
+    torch.testing.assert_close(keys.k[:, [0, 2]], k[:, [0, 2]] - k[:, [0, 2]].mean(2, keepdim=True))
+    assert torch.equal(keys.k[:, 1], k[:, 1])
+    assert keys.k.stride() == k.stride()
+
+
+def test_a_key_that_is_not_finite_spoils_no_others():
+    k = torch.randn(1, 1, 5, 16, generator=torch.Generator().manual_seed(0))
+    k[0, 0, 4, 3] = torch.inf
+    centered = center_keys(k, (0,), 1).k
+    assert centered[..., :4, :].isfinite().all()
+    assert centered[0, 0, 4, 3] == torch.inf
