@@ -100,7 +100,9 @@ def test_the_indicators_and_stabilizers_are_these():
         "loss",
         "grad_norm",
     )
-    assert guardbit.STABILIZERS == ("none", "compensated", "stochastic", "row_max")
+    assert guardbit.STABILIZERS == (
+        "none", "exact_delta", "centered_keys", "compensated", "stochastic", "row_max",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

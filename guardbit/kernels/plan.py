@@ -108,8 +108,14 @@ def resolve(
         runs other than it is asked to, or "".
     """
     stabilized = set(asked) - {"none", "centered_keys"}
-    if engine is None or not stabilized:
+    if not stabilized:
         return asked, False, ""
+    if engine is None:
+        if call.spec.dropout_p == 0 or "exact_delta" not in asked:
+            return asked, False, ""
+        # What ours drops it knows in its own backward, where compensated delta is as exact.
+        names = tuple("compensated" if name == "exact_delta" else name for name in asked)
+        return names, False, "compensated runs instead of exact_delta, which knows no dropout"
     if call.spec.dropout_p > 0:
         shared = False
         obstacle = (

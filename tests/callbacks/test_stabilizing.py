@@ -56,7 +56,7 @@ class Stabilizers(Callback):
 
     def on_train_batch_end(self, *_):
         ran = self._launches() - self.launches
-        self.used[self.step] = {kernel for direction, kernel in ran if direction == "backward"}
+        self.used[self.step] = {kernel for direction, kernel in ran if direction == "forward"}
 
     def _launches(self):
         site = self.monitor.session.instrumentation.sites.get(SITE)
@@ -153,26 +153,26 @@ def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path)
 
 
 def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_path):
-    class Masked(trains.TinyGPT):
+    class Double(trains.TinyGPT):
         def __init__(self):
             super().__init__()
             attention = self.net.h[1].attn
 
             def forward(x):
                 q, k, v = attention.c_attn(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
-                mask = torch.ones(x.size(1), x.size(1), dtype=torch.bool).tril()
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                q, k, v = (y.double() for y in (q, k, v))
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
                 return attention.c_proj(y.transpose(1, 2).reshape(x.shape))
 
             attention.forward = forward
 
     rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, AutoStabilizer(), model=Masked())
+    trains.fit(monitor, AutoStabilizer(), model=Double())
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
     why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
-    assert why == "not switched to compensated: it is called with an explicit attention mask"
-    trains.fit(monitor, AutoStabilizer(scope="model"), model=Masked())
+    assert why == "not switched to compensated: it computes in torch.float64"
+    trains.fit(monitor, AutoStabilizer(scope="model"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [
         (3, "net.h.0.attn", (0, 1), "compensated"),
         (3, SITE, (0, 1), ""),

@@ -382,7 +382,7 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
         (("h.0.attn", "none", 3), ValueError, "heads is 3; expected a list of whole numbers"),
         (("h.0.attn", "none", [1.5]), ValueError, "expected a list of whole numbers"),
         (("h.0.attn", None), ValueError, "stabilizer is None; expected a name or one name a head"),
-        (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, comp"),
+        (("*", "rowmax"), ValueError, "stabilizer 'rowmax' is unknown; allowed are none, exact"),
         (
             ("*", "none", [4]),
             IndexError,
@@ -402,14 +402,14 @@ def test_bad_switches_are_named_and_change_nothing(arguments, error, message, in
 
 
 def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
-    class Masked(tiny.Attention):
+    class Double(tiny.Attention):
         def attend(self, x):
             q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(q, k, v, torch.ones(12, 12, dtype=torch.bool))
+            y = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).float()
             return self.proj(y.transpose(1, 2).flatten(2))
 
     model = tiny.GPT()
-    model.h[0].attn = Masked()
+    model.h[0].attn = Double()
     before = tiny.step(model, tokens)
     inst = guardbit.instrument(model)
     try:
@@ -417,30 +417,31 @@ def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
         inst.switch("*", "compensated")
         assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["compensated"] * 4}
         for pattern in ("h.0.attn", "h.0.*"):
-            with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*mask"):
+            with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
                 inst.switch(pattern, "compensated")
     finally:
         inst.remove()
 
 
 def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
-    class SometimesMasked(tiny.Attention):
-        mask = None
+    class SometimesDouble(tiny.Attention):
+        dtype = torch.float32
 
         def attend(self, x):
             q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(q, k, v, self.mask, is_causal=self.mask is None)
+            q, k, v = (y.to(self.dtype) for y in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
             return self.proj(y.transpose(1, 2).flatten(2))
 
     model = tiny.GPT()
-    model.h[0].attn = SometimesMasked()
+    model.h[0].attn = SometimesDouble()
     inst = guardbit.instrument(model)
     try:
         tiny.step(model, tokens)
         inst.switch("*", "compensated")
-        model.h[0].attn.mask = torch.ones(12, 12, dtype=torch.bool)
+        model.h[0].attn.dtype = torch.float64
         tiny.step(model, tokens)
-        with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*mask"):
+        with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
             inst.switch("h.0.attn", "stochastic")
         inst.switch("h.0.attn", "none", heads=[1, 2])
         assert inst.asked()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
@@ -498,7 +499,7 @@ def test_stabilizers_are_saved_and_loaded(model, inst, tiny, tokens):
         assert twin.stabilizers() == saved  # a run may be saved again before its first step
         tiny.step(other, tokens)
         assert twin.stabilizers() == saved
-        assert twin.sites["h.1.attn"].launches["backward", "row_max"] == 1
+        assert twin.sites["h.1.attn"].launches["forward", "row_max"] == 1
         with pytest.raises(ValueError, match=r"the model has no module 'h.7.attn' to switch"):
             twin.load_stabilizers({"h.7.attn": ["none"] * 4})
         with pytest.raises(ValueError, match="stabilizer 'x' is unknown"):
