@@ -282,7 +282,7 @@ def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, c
         torch._dynamo.reset()
         function = torch.compile(others_attention, backend="eager", fullgraph=True)
     q = torch.randn(1, 2, 8, 16).bfloat16()
-    assert torch.equal(function(q), replacements.stock.scaled_dot_product_attention(q, q, q))
+    assert torch.equal(function(q), replacements.engines.scaled_dot_product_attention(q, q, q))
     assert site.launches == launches
     # The model itself goes on as if nothing had been.
     model[0].on = False

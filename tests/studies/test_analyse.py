@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from guardbit import read_events, read_run
+from guardbit.monitor.policy import AT_ONCE
 from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -344,7 +345,10 @@ def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
     else:
         # Live there was a sample every 50 steps, packed there is one every 200.
         assert alarms.min() <= again.first_alarm <= alarms.min() + 400
-        assert again.verdict == events.loc[events["kind"] == "verdict", "rule"].iloc[-1]
+        said = events.loc[events["kind"] == "verdict", "rule"].iloc[-1]
+        at_once = events["rule"].eq("loss_departure") & (events["step"] < alarms.min() + AT_ONCE)
+        # A loss that is alarmed with the heads may be so in steps that are not packed.
+        assert again.verdict == said or (said == "unclear" and at_once.any())
 
 
 def test_too_high_a_rate_is_blamed_at_3e_3_and_nowhere_else():
