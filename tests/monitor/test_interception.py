@@ -286,9 +286,7 @@ def odd_calls():
     def q(*shape, dtype=torch.float32):
         return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
-    mask = torch.ones(5, 5, dtype=torch.bool).tril()
     return {
-        "explicit attention mask": ((q(1, 2, 5, 16),) * 3, {"attn_mask": mask}),
         "dropout 1.0": ((q(1, 2, 5, 16),) * 3, {"dropout_p": 1.0}),
         "not of shape": ((q(2, 5, 16),) * 3, {}),
         "computes in torch.float64": ((q(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
@@ -445,65 +443,67 @@ def test_gradient_penalties_work_where_pytorch_offers_them(tiny, tokens, instrum
         torch.autograd.grad(gradient.square().sum(), weight)
 
 
-MASKED = ("first", "last", "always", "in evaluation", "at first check")
+DOUBLE = ("first", "last", "always", "in evaluation", "at first check")
 
 
-class Masked(nn.Module):
-    """A language model whose attention takes a mask with some batches and none with others."""
+class SometimesDouble(nn.Module):
+    """A language model whose attention computes in FP64 with some batches."""
 
     def __init__(self, tiny):
         super().__init__()
 
         class Attention(tiny.Attention):
-            def forward(self, x, mask):
+            def forward(self, x, dtype):
                 q, k, v = (
                     y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
                 )
-                y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+                q, k, v = (y.to(dtype) for y in (q, k, v))
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
                 return x + self.proj(y.transpose(1, 2).flatten(2))
 
         self.embed = nn.Embedding(32, 64)
         self.h = nn.ModuleList(Attention() for _ in range(2))
 
-    def forward(self, tokens, mask=None):
+    def forward(self, tokens, dtype=torch.float32):
         x = self.embed(tokens)
         for attention in self.h:
-            x = attention(x, mask)
+            x = attention(x, dtype)
         return x.square().mean()
 
 
 @pytest.mark.parametrize(
-    ("how", "masked"),
+    ("how", "double"),
     [
-        *(("eager", case) for case in MASKED),
+        *(("eager", case) for case in DOUBLE),
         ("whole", "last"), ("whole", "in evaluation"),
         ("blocks", "first"), ("blocks", "at first check"),
     ],
 )  # fmt: skip
-def test_calls_with_and_without_a_mask(how, masked, tiny, tokens, instrument):
-    mask = torch.ones(12, 12, dtype=torch.bool).tril()
-    model = Masked(tiny)
+def test_calls_that_can_be_switched_and_others(how, double, tiny, tokens, instrument):
+    wide, plain = torch.float64, torch.float32
+    model = SometimesDouble(tiny)
     inst = instrument(model)
     run = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "whole" else model
     for block in model.h if how == "blocks" else ():
         block.compile(backend="aot_eager", fullgraph=True)
-    batches = {"first": (mask, None), "last": (None, mask), "always": (mask,)}.get(masked, (None,))
-    if masked == "at first check":
+    batches = {"first": (wide, plain), "last": (plain, wide), "always": (wide,)}
+    batches = batches.get(double, (plain,))
+    if double == "at first check":
         with torch.no_grad():
-            run(tokens, mask)
-        assert all("mask" in site.refusal for site in inst.sites.values())
+            run(tokens, wide)
+        assert all("float64" in site.refusal for site in inst.sites.values())
     for batch in batches:
         tiny.step(model, tokens, batch, run=run)
-    if masked == "in evaluation":
+    if double == "in evaluation":
         with torch.no_grad():
-            run(tokens, mask)
+            run(tokens, wide)
     sites = list(inst.sites.values())
     assert [site.num_heads for site in sites] == [4, 4]
-    if masked in ("in evaluation", "at first check", "first"):
+    if double in ("in evaluation", "at first check", "first"):
         assert [site.refusal for site in sites] == [None, None]
     else:
         # A refusal is about the latest training step.
-        assert all("explicit attention mask" in site.refusal for site in sites)
+        assert all("float64" in site.refusal for site in sites)
 
 
 # ---- Hugging Face ----
@@ -668,7 +668,7 @@ def test_compiled_hugging_face(tiny, instrument):
     assert torch.equal(inst.sites["model.layers.1.self_attn"].query_weight(2), weight[32:48])
     inst.switch("*", "stochastic")
     tiny.step(model, **batch, run=compiled)
-    assert inst.sites["model.layers.0.self_attn"].launches["backward", "stochastic"] == 1
+    assert inst.sites["model.layers.0.self_attn"].launches["forward", "stochastic"] == 1
 
 
 def test_graph_breaks_inside_attention(tiny, tokens, instrument):

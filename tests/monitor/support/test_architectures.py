@@ -25,7 +25,10 @@ pytestmark = [
 
 Slices = Callable[[nn.Module], list[Tensor]]
 
-MASK = "it is called with an explicit attention mask"
+#: Stands for calls with an explicit mask, which exact delta serves.
+MASK = "masked"
+#: Where no kernel that PyTorch has on the CPU takes another delta, and why.
+NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
 WIDTHS = "its keys and values differ in shape"
 
 
@@ -183,7 +186,7 @@ def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
         at(query, *fused),
         at(key, *fused),
         language,
-        MASK,
+        "it broadcasts keys over heads" if options.get("multi_query", False) else MASK,
     )
 
 
@@ -469,6 +472,8 @@ def test_architecture(name, tiny, report):
         switchable = architecture.refusal or "yes"
         if architecture.refusal is None:
             check_switch(model, batch, inst, tiny, before, rounded)
+        elif architecture.refusal == MASK:
+            switchable = check_exact_delta(name, model, batch, inst, tiny, before, rounded)
         else:
             for site in inst.sites.values():
                 assert site.num_heads == 4
@@ -481,7 +486,7 @@ def test_architecture(name, tiny, report):
     found = f"`{architecture.sites[0]}`"
     if len(architecture.sites) > 1:
         found += f" and {len(architecture.sites) - 1} more"
-    reason = "" if switchable == "yes" else "no: "
+    reason = "" if switchable.startswith("yes") else "no: "
     report("Architectures", name, found, query, key, reason + switchable)
 
 
@@ -511,6 +516,31 @@ def distance(first, second) -> float:
     names = second.keys() - {"loss"}
     squares = [(first[name] - second[name]).double().square().sum() for name in names]
     return float(torch.stack(squares).sum().sqrt())
+
+
+def check_exact_delta(name, model, batch, inst, tiny, exact, rounded) -> str:
+    """As `check_switch`, of calls with a mask; returns what the table says of them."""
+    inst.switch("*", "exact_delta")
+    with torch.autocast("cpu", torch.bfloat16):
+        switched = tiny.step(model, **batch)
+    if name in NO_EXACT_DELTA:
+        left = [site for site in inst.sites.values() if site.stabilizers == ["none"] * 4]
+        assert 0 < len(left) < len(inst.sites)
+        assert all(NO_EXACT_DELTA[name] in site.substituted for site in left)
+        assert torch.equal(switched["loss"], rounded["loss"]), "the forward is PyTorch's"
+        return (
+            f"yes, by exact_delta, in {len(inst.sites) - len(left)} of {len(inst.sites)}; of"
+            f" PyTorch's kernel for the others on the CPU, {NO_EXACT_DELTA[name]}"
+        )
+    assert torch.equal(switched["loss"], rounded["loss"]), "the forward is PyTorch's"
+    assert 0 < distance(switched, exact) <= 2 * distance(rounded, exact)
+    for site in inst.sites.values():
+        assert site.stabilizers == ["exact_delta"] * 4
+        assert site.launches["backward", "exact_delta"] == 1
+    inst.switch("*", "none")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert tiny.equal(tiny.step(model, **batch), rounded)
+    return "yes, by exact_delta"
 
 
 def check_switch(model, batch, inst, tiny, exact, rounded) -> None:
