@@ -195,6 +195,19 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
     assert len(run.events("monitor_error")) == 1
 
 
+def test_a_journal_ends_with_what_the_heads_ran_last(run):
+    run.one()
+    run.session.switch(SITE, "exact_delta")
+    for step in range(7):
+        run.one(math=step % 2 == 0)
+    assert run.stabilizers() == ["compensated"] * 2
+    run.session.close()
+    assert run.events()[-1] == (7, (0, 1), "compensated")
+    told = run.events()
+    run.session.close()
+    assert run.events() == told
+
+
 def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
     run.one()
     run.session.switch(SITE, "exact_delta")
