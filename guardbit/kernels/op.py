@@ -175,6 +175,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
     state = site_state(int(request.site))
     state.requested = _names(tuple(request.stabilizers))
     state.stock_dropout_p = spec.dropout_p if request.native else 0.0
+    state.is_masked = spec.mask is not None
     state.begin_forward()
     if request.training:
         state.ran_at = state.clock.now

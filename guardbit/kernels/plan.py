@@ -150,6 +150,8 @@ def _settled(
     if masked:
         if name == "compensated" and shared:
             return "exact_delta", "exact_delta runs instead of compensated, which takes no mask"
+        if not shared:
+            return "none", f"{name} takes no mask, and exact_delta is not possible: {obstacle}"
         return "none", f"{name} takes no mask: exact_delta would work"
     if name == "compensated" and not keeps_residual:
         if shared:

@@ -129,6 +129,7 @@ class SiteState:
         requested: One name a head, as the last call asked for; empty before the first.
         stock_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
             0 where nothing drops, or all heads are always ours.
+        is_masked: Whether the last call had an explicit mask.
         at_rest: Whether calls need not be seen for now.
         failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
             it says so, `in_force` has no switched head.
@@ -146,6 +147,7 @@ class SiteState:
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
     stock_dropout_p: float = 0.0
+    is_masked: bool = False
     at_rest: bool = False
     failure: str | None = None
     ran: tuple[str, ...] = ()

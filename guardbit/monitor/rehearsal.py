@@ -135,16 +135,25 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
     owners: dict[int, tuple[_Owner, dict[str, Any]]] = {}
     replaced: list[tuple[_Owner | dict[str, Any], str, Any]] = []
     seen: set[tuple[types.CodeType, int]] = set()
+    looked: set[tuple[int, tuple[str, ...]]] = set()
+
+    def find_in(owner: _Owner, names: tuple[str, ...]) -> None:
+        if (id(owner), names) not in looked:
+            looked.add((id(owner), names))
+            owners.setdefault(id(owner), (owner, dict(vars(owner))))
+            find_copies(names, owner)
 
     def find_copies(names: tuple[str, ...], owner: _Owner | dict[str, Any]) -> None:
         variables = owner if isinstance(owner, dict) else vars(owner)
         for name in names:
             value = variables.get(name)
             if isinstance(value, _Owner) and _is_users(value):
-                if id(value) not in owners:
-                    owners[id(value)] = (value, dict(vars(value)))
-                    find_copies(names, value)
-            elif name in variables and is_state(value):
+                find_in(value, names)
+            elif (
+                name in variables
+                and is_state(value)
+                and not any(o is owner and n == name for o, n, _ in replaced)
+            ):
                 replaced.append((owner, name, value))
                 made = _copied(copier, value)
                 _set(owner, name, made)
@@ -162,6 +171,8 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
         if changed:
             raise _Ended(f"{code.co_qualname} sets the global variable '{changed[0]}'")
         find_copies(code.co_names, variables)
+        for imported in _imported(code, variables.get("__package__")):
+            find_in(imported, code.co_names)
 
     for cls in {cls for part in module.modules() for cls in type(part).__mro__ if _is_users(cls)}:
         owners[id(cls)] = (cls, dict(vars(cls)))
@@ -208,3 +219,16 @@ def _globals_set(code: types.CodeType) -> list[str]:
         for step in dis.get_instructions(code)
         if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
     ]
+
+
+def _imported(code: types.CodeType, package: object) -> Iterator[types.ModuleType]:
+    """The user's modules that code imports when it runs, be it relative to its package."""
+    parts = package.split(".") if isinstance(package, str) and package else []
+    around = ["", *(".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))]
+    names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
+    for name in {before + name for before in around for name in names}:
+        dotted = name.strip(".").split(".")
+        for count in range(1, len(dotted) + 1):
+            module = sys.modules.get(".".join(dotted[:count]))
+            if module is not None and _is_users(module):
+                yield module

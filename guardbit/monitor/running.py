@@ -57,11 +57,12 @@ class Running:
         self._instrumentation = instrumentation
         self._told: dict[str, _Told] = {}
 
-    def check(self, step: int) -> Iterator[Event]:
+    def check(self, step: int, is_last: bool = False) -> Iterator[Event]:
         """Yields what is to be told once a step is over; costs nothing while nothing is switched.
 
         Args:
             step: The optimizer step.
+            is_last: Whether no later one comes, so that nothing is kept back.
         """
         switched = self._instrumentation.switched
         if not switched and not self._told:
@@ -78,7 +79,7 @@ class Running:
             elif site.sharded is not None:
                 yield from self._gone(site, step, site.sharded)
             else:
-                yield from self._compare(site, calls, step)
+                yield from self._compare(site, calls, step, is_last)
 
     def _gone(self, site: Site, step: int, why: str) -> Iterator[Event]:
         """Takes back a switch that can never be in force again."""
@@ -87,7 +88,7 @@ class Running:
         self._told.pop(site.name, None)
         yield Event(step, "switch", site.name, heads, f"switched back: {why}", stabilizer="none")
 
-    def _compare(self, site: Site, calls: StepCalls, step: int) -> Iterator[Event]:
+    def _compare(self, site: Site, calls: StepCalls, step: int, is_last: bool) -> Iterator[Event]:
         asked = tuple(site.outgrown or site.asked)
         refusal = calls.refusal
         if refusal is None and site.outgrown is not None:
@@ -108,7 +109,7 @@ class Running:
                 f" in some calls only: {reason}"
             )
             yield Event(step, "monitor_error", "", (), why)
-        if is_turn and told.turns >= 2 and told.lasting < LASTING:
+        if is_turn and told.turns >= 2 and told.lasting < LASTING and not is_last:
             changed &= new
         elif changed and (is_turn or not told.turns):
             told.turns, told.lasting = told.turns + 1, 0

@@ -388,6 +388,7 @@ class MonitorSession:
                 self._coverage.close,
                 self._journal.close,
                 self._write_what_is_left,
+                self._tell_what_ran_last,
                 self._drop_calls,
                 self._remember_stabilizers,
             ):
@@ -408,6 +409,10 @@ class MonitorSession:
         step = self._last_ended or 0
         left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
         self._journal.add(left)
+
+    def _tell_what_ran_last(self) -> None:
+        if self._last_ended is not None:
+            self._tell_what_ran(self._last_ended, is_last=True)
 
     def _let_go(self) -> None:
         self._stages.always("close", self.instrumentation.remove)
@@ -616,8 +621,8 @@ class MonitorSession:
             self.record(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
 
-    def _tell_what_ran(self, step: int) -> None:
-        for event in self._running.check(step):
+    def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
+        for event in self._running.check(step, is_last):
             self.record(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)

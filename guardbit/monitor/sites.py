@@ -118,7 +118,19 @@ class Site:
             return None
         return (
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not tell which, so"
-            " its output cannot be recomputed; in switched heads it can"
+            " its output cannot be recomputed"
+        )
+
+    @property
+    def unstabilizable(self) -> str | None:
+        """Why a switch of heads would change nothing in the latest calls, or None."""
+        state = switchboard.site_state(self.number)
+        if self.refusal is not None or state.stock_dropout_p == 0 or not state.is_masked:
+            return None
+        return (
+            f"it is called with both a mask and dropout ({state.stock_dropout_p}), so a switch"
+            " leaves PyTorch's kernel running until calls come without one of them; set the"
+            " attention's dropout to 0 to have its heads guarded"
         )
 
     @property

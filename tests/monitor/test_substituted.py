@@ -131,6 +131,32 @@ def test_each_head_is_told_what_takes_its_stabilizer_s_place(run):
     assert "row_max takes no mask: exact_delta would work" in events.why.iloc[1]
 
 
+def test_where_nothing_works_it_is_not_said_that_another_would(run):
+    run.one()
+    run.session.switch(SITE, "compensated")
+    run.attention(mask=MASK, dropout_p=0.1).one()
+    assert run.stabilizers() == ["none"] * 2
+    assert "compensated takes no mask, and exact_delta is not possible: " in run.reason()
+    assert "dropout 0.1" in run.reason()
+    assert "would work" not in run.reason()
+
+
+@pytest.mark.parametrize(
+    "dropout_p, mask, is_told", [(0.1, MASK, 1), (0.1, None, 0), (0.0, MASK, 0)]
+)
+def test_calls_in_which_no_stabilizer_works_are_told_before_any_alarm(
+    tmp_path, caplog, dropout_p, mask, is_told
+):
+    run = Run(tmp_path, every_n_train_steps=1, policy=Policy())
+    run.attention(mask=mask, dropout_p=dropout_p).one()
+    run.one()
+    run.session.close()
+    told = [r for r in caplog.messages if "no stabilizer works at layers.0" in r]
+    assert len(told) == is_told
+    if told:
+        assert "a mask and dropout (0.1)" in told[0]
+
+
 def test_a_switch_is_asked_for_until_it_has_run(run):
     run.one()
     run.session.switch(SITE, "exact_delta")
@@ -167,6 +193,19 @@ def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
         run.one(math=True)
     assert [event[2] for event in run.events()] == [*told, "compensated"], "what lasts is told"
     assert len(run.events("monitor_error")) == 1
+
+
+def test_a_journal_ends_with_what_the_heads_ran_last(run):
+    run.one()
+    run.session.switch(SITE, "exact_delta")
+    for step in range(7):
+        run.one(math=step % 2 == 0)
+    assert run.stabilizers() == ["compensated"] * 2
+    run.session.close()
+    assert run.events()[-1] == (7, (0, 1), "compensated")
+    told = run.events()
+    run.session.close()
+    assert run.events() == told
 
 
 def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
