@@ -136,6 +136,7 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
     replaced: list[tuple[_Owner | dict[str, Any], str, Any]] = []
     seen: set[tuple[types.CodeType, int]] = set()
     looked: set[tuple[int, tuple[str, ...]]] = set()
+    held: set[tuple[int, str]] = set()
 
     def find_in(owner: _Owner, names: tuple[str, ...]) -> None:
         if (id(owner), names) not in looked:
@@ -149,11 +150,8 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
             value = variables.get(name)
             if isinstance(value, _Owner) and _is_users(value):
                 find_in(value, names)
-            elif (
-                name in variables
-                and is_state(value)
-                and not any(o is owner and n == name for o, n, _ in replaced)
-            ):
+            elif name in variables and is_state(value) and (id(owner), name) not in held:
+                held.add((id(owner), name))
                 replaced.append((owner, name, value))
                 made = _copied(copier, value)
                 _set(owner, name, made)

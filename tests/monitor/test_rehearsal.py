@@ -4,6 +4,7 @@ import collections
 import contextlib
 import gc
 import random
+import sys
 import threading
 import types
 import weakref
@@ -465,3 +466,25 @@ def test_what_the_garbage_collector_calls_is_not_the_module_s():
         gc.callbacks.remove(collected)
         session.close()
     assert gc.isenabled() and collections_seen > 0
+
+
+def test_what_a_forward_imports_is_held_apart(monkeypatch):
+    imported = types.ModuleType("imported_in_a_forward")
+    imported.generator = random.Random(0)
+    monkeypatch.setitem(sys.modules, imported.__name__, imported)
+
+    class Importing(Attention):
+        def disturbed(self, x):
+            import imported_in_a_forward  # pyright: ignore[reportMissingImports]
+
+            return 1 + imported_in_a_forward.generator.random()
+
+    model = nn.Sequential(Importing())
+    session = MonitorSession(model, every_n_train_steps=1)
+    with session.step(0):
+        model(torch.randn(2, 4, WIDTH)).sum().backward()
+    session.close()
+    assert any(sample.indicator == "w_q_spectral_norm" for sample in session.samples)
+    expected = random.Random(0)
+    expected.random()
+    assert imported.generator.getstate() == expected.getstate()
