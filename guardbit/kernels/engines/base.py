@@ -5,9 +5,11 @@ Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`; lse `(B, H, N)` FP
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
@@ -110,3 +112,17 @@ class Engine(ABC):
         PyTorch's kernels take some strides for granted and read another tensor where these differ.
         """
         return out
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor | None:
+    """A mask as PyTorch hands it to its kernels: what it adds to the scores; None for none.
+
+    Args:
+        mask: See `AttentionSpec`.
+        dtype: Of q.
+        hidden: What stands for a key that is not seen.
+    """
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(mask, zero, zero + hidden)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
 from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
@@ -29,7 +29,7 @@ class CPUFlash(Engine):
         """See `Engine.forward`."""
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, spec.dropout_p, spec.causal is not False,
-            attn_mask=_additive(spec, q.dtype), scale=spec.scale,
+            attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
         )  # fmt: skip
 
     def backward(
@@ -54,15 +54,7 @@ class CPUFlash(Engine):
             lse,
             spec.dropout_p,
             spec.causal is not False,
-            attn_mask=_additive(spec, q.dtype),
+            attn_mask=additive(spec.mask, q.dtype),
             scale=spec.scale,
         )  # fmt: skip
         return Gradients(*gradients)
-
-
-def _additive(spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
-    mask = spec.mask
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, zero - torch.inf)

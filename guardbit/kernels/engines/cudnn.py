@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
 from guardbit.kernels.engines.random import keep, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
@@ -31,7 +31,7 @@ class CuDNN(Engine):
     ) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
-            q, k, v, _additive(spec, q.dtype), training, spec.dropout_p,
+            q, k, v, additive(spec.mask, q.dtype, _HIDDEN), training, spec.dropout_p,
             spec.causal is not False, False, scale=spec.scale,
         )  # fmt: skip
         keep(drawn, seed, offset)
@@ -60,7 +60,7 @@ class CuDNN(Engine):
             lse.unsqueeze(-1),
             seed,
             offset,
-            _additive(spec, q.dtype),
+            additive(spec.mask, q.dtype, _HIDDEN),
             None,
             None,
             q.size(2),
@@ -83,12 +83,4 @@ class CuDNN(Engine):
 # PyTorch's own conversion for cuDNN put -65504 in the place of -inf until 2.11, which makes a row
 # that sees no key attend to all of them.
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_FORBIDDEN = -math.inf if _RELEASE >= (2, 11) else -65504.0
-
-
-def _additive(spec: AttentionSpec, dtype: torch.dtype) -> Tensor | None:
-    mask = spec.mask
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    return torch.where(mask, zero, zero + _FORBIDDEN)
+_HIDDEN = -math.inf if _RELEASE >= (2, 11) else -65504.0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
 from guardbit.kernels.engines.random import is_capturing, keep, philox_of
 from guardbit.kernels.spec import AttentionSpec
 
@@ -82,11 +80,9 @@ class Efficient(Engine):
 
 def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The mask as PyTorch hands it to the kernel."""
+    mask = additive(mask, q.dtype)
     if mask is None:
         return None
-    if mask.dtype == torch.bool:
-        zero = torch.zeros((), dtype=q.dtype, device=mask.device)
-        mask = torch.where(mask, zero, zero - math.inf)
     aligned = mask.stride(-1) == 1 and not any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1])
     if not aligned:
         keys = mask.size(-1)
