@@ -7,8 +7,9 @@ hooks, closures, objects outside that it refers to, and the global variables tha
 Code, classes and what belongs to the process (process groups, streams, loggers) are shared.
 
 Where the code would change a global variable, or something cannot be copied, the rehearsal ends
-with the reason before anything has happened. What no copy can hold is what a module does outside
-of Python: files, the network, the state of an extension.
+with the reason. Attributes that it has set in a class or an imported module by then are put back.
+What no copy can hold is what a module does outside of Python: files, the network, the state of an
+extension.
 """
 
 from __future__ import annotations
