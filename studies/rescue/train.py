@@ -4,8 +4,8 @@
     python -m studies.rescue.train --arm rescue --backend flash --seed 0 --steps 17000
 
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
-alarms name, `rescue_all` the same with the scope "model"; `from_start` switches all heads after the
-first step. Within a seed all arms see the same batches and start from the same weights.
+alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
+`from_start` switches all heads after the first step. Within a seed all arms see the same batches and start from the same weights.
 
 Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
 a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
@@ -40,7 +40,7 @@ from studies.rescue import corpus
 from studies.rescue.model import GPT2, Size
 from studies.rescue.packed import step_of
 
-SCOPES = {"rescue": "head", "rescue_all": "model"}
+SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
 ARMS = ("stock", *SCOPES, "from_start")
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,

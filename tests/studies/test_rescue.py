@@ -74,7 +74,8 @@ def common(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("arm, heads", [
-    ("stock", []), ("rescue", [(1,)]), ("rescue_all", [(0, 1)]), ("from_start", [(0, 1)]),
+    ("stock", []), ("rescue", [(1,)]), ("rescue_layer", [(0, 1)]), ("rescue_all", [(0, 1)]),
+    ("from_start", [(0, 1)]),
 ])  # fmt: skip
 def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
     monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
