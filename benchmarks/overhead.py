@@ -41,7 +41,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor, nn
 
-from guardbit import MonitorSession
+from guardbit import MonitorSession, Policy
 
 WARM_UP = 4
 
@@ -51,15 +51,20 @@ class Arm(NamedTuple):
 
     Attributes:
         every_n_train_steps: Cadence of the monitor; 0 for none.
-        switched_layers: Number of layers whose heads all run `compensated`.
+        switched_layers: Number of layers whose heads are all switched.
+        stabilizer: What they are switched to, also that of the monitor's policy; "" for no policy.
     """
 
     every_n_train_steps: int
     switched_layers: int
+    stabilizer: str
 
 
 #: The others are compared with the first.
-ARMS = [Arm(0, 0), Arm(50, 0), Arm(10, 0), Arm(50, 1), Arm(50, 3), Arm(50, 12)]
+ARMS = [
+    Arm(0, 0, ""), Arm(50, 0, ""), Arm(10, 0, ""), Arm(50, 1, "exact_delta"),
+    Arm(50, 12, "exact_delta"), Arm(50, 1, "compensated"), Arm(50, 12, "compensated"),
+]  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -173,7 +178,10 @@ def attached(training: Training, arm: Arm) -> Iterator[tuple[MonitorSession | No
         yield None, WARM_UP
         return
     session = MonitorSession(
-        training.model, every_n_train_steps=arm.every_n_train_steps, strict=True
+        training.model,
+        every_n_train_steps=arm.every_n_train_steps,
+        strict=True,
+        policy=Policy(arm.stabilizer) if arm.stabilizer else None,
     )
     try:
         training.step(0, session)  # finds the weights of every head
@@ -181,7 +189,7 @@ def attached(training: Training, arm: Arm) -> Iterator[tuple[MonitorSession | No
         for switched in range(arm.switched_layers):
             # Evenly spread over the depth.
             session.instrumentation.switch(
-                names[switched * len(names) // arm.switched_layers], "compensated"
+                names[switched * len(names) // arm.switched_layers], arm.stabilizer
             )
         # The second sample audits gradients, which needs the directions found by the first. After
         # the jump the first step is sampled, those that follow are not.
@@ -362,14 +370,14 @@ def machine(device: str) -> dict[str, str]:
 def table(rows: list[dict[str, str]]) -> str:
     """A Markdown table of the ratios."""
     lines = [
-        "| monitor | compensated layers | step, ms | block mean | p50 | p95 | peak memory |",
+        "| monitor | switched layers | step, ms | block mean | p50 | p95 | peak memory |",
         "|---|---|---|---|---|---|---|",
     ]
     for entry in rows:
         cadence = entry["every_n_train_steps"]
         cells = [
             "none" if cadence == "0" else f"every {cadence} steps",
-            entry["switched_layers"],
+            f"{entry['switched_layers']} {entry['stabilizer']}".strip(),
             entry["mean"],
             f"{entry['mean_ratio']} ({entry['mean_ratio_min']} to {entry['mean_ratio_max']})",
             entry["p50_ratio"],
