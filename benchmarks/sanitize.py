@@ -17,9 +17,8 @@ import time
 
 import torch
 
-from guardbit.kernels import audit, backward, delta, forward, shadow
+from guardbit.kernels import audit, backward, compensated, delta, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.records import STABILIZERS
 
 TOOLS = {
     "memcheck": ["--padding", "512"],
@@ -30,6 +29,8 @@ TOOLS = {
 LENGTHS = [(1, 1), (17, 17), (129, 200), (200, 129), (256, 256)]
 #: The kernels of 80 work with 128 columns, masked.
 WIDTHS = ("16", "64", "80", "128", "256")
+#: What our forward does, one a head.
+STABILIZERS = ("none", "compensated", "stochastic", "row_max")
 
 
 def call_all(width: int) -> None:
@@ -47,13 +48,18 @@ def call_all(width: int) -> None:
             exact = shadow.shadow(q, k, v, rows=rows, **options).out
             bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
             assert all(x.isfinite().all() for x in (exact, *bias))
-        exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], **options)
-        assert exact.isfinite().all()
-        spec = AttentionSpec(options["scale"], causal)
-        carried = delta.carry_exact_delta(
-            d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
-        )
-        assert all(x.isfinite().all() for x in carried)
+        shown = torch.rand(1, 1, length, keys, device="cuda") < 0.9
+        for mask in (None, shown, torch.randn(length, keys, dtype=dtype, device="cuda")):
+            exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], mask=mask, **options)
+            again = shadow.shadow(q, k, v, rows=None, mask=mask, **options).out
+            spec = AttentionSpec(options["scale"], causal, mask)
+            carried = delta.carry_exact_delta(
+                d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
+            )
+            assert all(x.isfinite().all() for x in (exact, again, *carried))
+        into = result.out.clone()
+        compensated.carry_compensated_delta(d_out, result.out, result.residual, into, heads=[1])
+        assert into.isfinite().all()
 
 
 def run_all(prefix: list[str]) -> list[tuple[int, str]]:
