@@ -46,7 +46,7 @@ _wishes: list[bool] = []
 def keep_residuals(is_wanted: bool) -> Callable[[], None]:
     """Says whether somebody may ask for "compensated" in compiled calls.
 
-    Room is kept as long as one of them may, or nobody has said anything.
+    Room is kept as long as one of them may, or nobody has said anything; with dropout always.
 
     Returns:
         What takes it back.
@@ -327,7 +327,8 @@ def switchable_attention(
             training=wants_mask or _is_training(q, k, v),
             wants_mask=wants_mask,
             traced=torch.compiler.is_compiling(),
-            keeps_residual=residuals_kept[0],
+            # With dropout `exact_delta` gives way to `compensated`, which needs the room.
+            keeps_residual=residuals_kept[0] or (dropout_p > 0.0 and attn_mask is None),
         )
     )
     return out

@@ -70,9 +70,9 @@ class Policy:
 
     def __init__(
         self,
-        stabilizer: str = "compensated",
+        stabilizer: str = "exact_delta",
         *,
-        scope: str = "head",
+        scope: str = "layer",
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,

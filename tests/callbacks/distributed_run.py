@@ -101,7 +101,9 @@ def main(strategy, accelerator, folder):
     watched, watcher = train(strategy, accelerator, folder, watching)
     rules = (FiresAtSecondSample(), *DEFAULT_RULES)
     acting = AttentionMonitor(3, rules=rules, dirpath=folder / f"{strategy}-acted", strict=True)
-    acted, actor = train(strategy, accelerator, folder, acting, AutoStabilizer())
+    acted, actor = train(
+        strategy, accelerator, folder, acting, AutoStabilizer("compensated", scope="head")
+    )
     rank = torch.distributed.get_rank()
     found = {
         "backend": torch.distributed.get_backend(),

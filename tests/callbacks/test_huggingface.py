@@ -87,7 +87,7 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_wei
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
     def monitor():
-        policy = Policy("stochastic", calm_steps=5)
+        policy = Policy("stochastic", calm_steps=5, scope="head")
         return HuggingFaceMonitor(3, policy=policy, rules=(FiresAtSecondSample(),), strict=True)
 
     whole = train(tmp_path / "whole", monitor())
@@ -109,7 +109,9 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
 def test_a_second_run_with_the_same_callback_begins_anew(tmp_path):
     # The policy remembers what it has switched, and would keep those heads for good.
     rules = (FiresAtSecondSample(),)
-    monitor = HuggingFaceMonitor(3, policy=Policy("stochastic"), rules=rules, strict=True)
+    monitor = HuggingFaceMonitor(
+        3, policy=Policy("stochastic", scope="head"), rules=rules, strict=True
+    )
     for name in ("first", "second"):
         train(tmp_path / name, monitor, steps=5, save_strategy="no")
         events = read_events(tmp_path / name / "guardbit")

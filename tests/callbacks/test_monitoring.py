@@ -55,7 +55,10 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
     trains, same_weights, tmp_path, settings
 ):
     plain, _ = trains.fit(**settings)
-    callbacks = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True), AutoStabilizer()
+    callbacks = (
+        AttentionMonitor(2, dirpath=tmp_path / "run", strict=True),
+        AutoStabilizer("compensated", scope="head"),
+    )
     watched, _ = trains.fit(*callbacks, **settings)
     assert same_weights(plain, watched)
     assert plain.raw_losses == watched.raw_losses
@@ -72,7 +75,10 @@ def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
         return gpt
 
     plain, _ = trains.fit(model=model(), max_steps=4, precision="bf16-mixed")
-    callbacks = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True), AutoStabilizer()
+    callbacks = (
+        AttentionMonitor(2, dirpath=tmp_path / "run", strict=True),
+        AutoStabilizer("compensated", scope="head"),
+    )
     watched, _ = trains.fit(*callbacks, model=model(), max_steps=4, precision="bf16-mixed")
     assert same_weights(plain, watched)
     frame = read_run(tmp_path / "run")
@@ -347,7 +353,9 @@ def test_signatures_are_plain_enough_for_a_command_line():
 
 def test_validate_test_and_predict_do_nothing(trains, tmp_path):
     model = trains.TinyGPT()
-    trainer = trains.trainer(AttentionMonitor(1, dirpath=tmp_path / "run"), AutoStabilizer())
+    trainer = trains.trainer(
+        AttentionMonitor(1, dirpath=tmp_path / "run"), AutoStabilizer("compensated", scope="head")
+    )
     trainer.validate(model, trains.data(2), verbose=False)
     trainer.test(model, trains.data(2), verbose=False)
     trainer.predict(model, trains.data(2))
@@ -364,7 +372,7 @@ def test_fitting_twice_goes_on(trains, tmp_path, same_weights):
         return model, trainer
 
     monitor = AttentionMonitor(4, dirpath=tmp_path / "run", strict=True)
-    watched, trainer = fitted(monitor, AutoStabilizer())
+    watched, trainer = fitted(monitor, AutoStabilizer("compensated", scope="head"))
     assert trainer.global_step == 9
     frame = read_run(tmp_path / "run")
     assert sorted(set(frame[frame.site != ""].step)) == [0, 4, 8]
@@ -376,7 +384,7 @@ def test_fitting_twice_goes_on(trains, tmp_path, same_weights):
 
 
 def test_a_callback_used_in_another_run_begins_anew(trains, tmp_path):
-    monitor, stabilizer = AttentionMonitor(4), AutoStabilizer()
+    monitor, stabilizer = AttentionMonitor(4), AutoStabilizer("compensated", scope="head")
     trains.fit(monitor, stabilizer, max_steps=9, logger=CSVLogger(tmp_path, version=0))
     trains.fit(monitor, max_steps=5, logger=CSVLogger(tmp_path, version=1))
     first, second = (
@@ -393,7 +401,11 @@ def test_a_callback_used_in_another_run_begins_anew(trains, tmp_path):
 
 
 def test_the_metadata_say_what_was_watched_and_how(trains, tmp_path):
-    trains.fit(AttentionMonitor(2, dirpath=tmp_path / "run"), AutoStabilizer(), max_steps=1)
+    trains.fit(
+        AttentionMonitor(2, dirpath=tmp_path / "run"),
+        AutoStabilizer("compensated", scope="head"),
+        max_steps=1,
+    )
     metadata = guardbit.read_metadata(tmp_path / "run")
     assert metadata["settings"]["every_n_train_steps"] == 2
     assert metadata["settings"]["stabilizer"] == "compensated"
@@ -448,7 +460,9 @@ class EagerGPT2(torch.nn.Module):
 
 def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(trains, tmp_path, caplog):
     monitor = AttentionMonitor(2, dirpath=tmp_path / "run")
-    _, trainer = trains.fit(monitor, AutoStabilizer(), model=trains.TinyGPT(EagerGPT2()))
+    _, trainer = trains.fit(
+        monitor, AutoStabilizer("compensated", scope="head"), model=trains.TinyGPT(EagerGPT2())
+    )
     assert trainer.global_step == 8
     said = "GuardBit does not watch this run, which goes on without it: GPT2LMHeadModel computes"
     assert said in caplog.text

@@ -77,7 +77,7 @@ def events_of(path, kind):
 @pytest.mark.parametrize("monitor_first", [True, False])
 def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, monitor_first):
     monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    stabilizer, watching = AutoStabilizer(), Stabilizers(monitor)
+    stabilizer, watching = AutoStabilizer("compensated", scope="head"), Stabilizers(monitor)
     order = [monitor, stabilizer] if monitor_first else [stabilizer, monitor]
     trains.fit(*order, watching, precision="bf16-mixed", max_steps=8)
     # The second sample is step 3's.
@@ -89,8 +89,21 @@ def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, mon
     assert "fires_at_sample" in read_events(tmp_path / "run").iloc[1].why
 
 
+def test_by_default_the_alarmed_layer_gets_an_exact_delta_and_keeps_its_kernel(trains, tmp_path):
+    monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
+    stabilizer, watching = AutoStabilizer(), Stabilizers(monitor)
+    trains.fit(monitor, stabilizer, watching, precision="bf16-mixed", max_steps=8)
+    assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
+    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (0, 1), "exact_delta")]
+    assert steps_with(watching.used, "exact_delta") == [4, 5, 6, 7]
+    assert steps_with(watching.used, "FLASH_ATTENTION") == [0, 3, 4, 5, 6, 7]
+
+
 def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
-    for name, callbacks in (("watched", []), ("treated", [AutoStabilizer()])):
+    for name, callbacks in (
+        ("watched", []),
+        ("treated", [AutoStabilizer("compensated", scope="head")]),
+    ):
         monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / name, strict=True)
         trains.fit(monitor, *callbacks)
         events = read_events(tmp_path / name)
@@ -102,7 +115,9 @@ def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
 def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     plain, _ = trains.fit(precision="bf16-mixed")
     monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
-    dry, _ = trains.fit(monitor, AutoStabilizer(dry_run=True), precision="bf16-mixed")
+    dry, _ = trains.fit(
+        monitor, AutoStabilizer("compensated", dry_run=True, scope="head"), precision="bf16-mixed"
+    )
     assert same_weights(plain, dry)
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
     why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
@@ -113,9 +128,12 @@ def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     watching = Stabilizers(monitor)
     trains.fit(
-        monitor, AutoStabilizer("row_max", calm_steps=5), watching, precision="bf16-mixed",
+        monitor,
+        AutoStabilizer("row_max", calm_steps=5, scope="head"),
+        watching,
+        precision="bf16-mixed",
         max_steps=12,
-    )  # fmt: skip
+    )
     # Alarmed at 2; step 8 is the first sample at least five steps later.
     assert events_of(tmp_path / "run", "switch") == [
         (2, SITE, (1,), "row_max"),
@@ -168,11 +186,11 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
 
     rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
-    trains.fit(monitor, AutoStabilizer(), model=Double())
+    trains.fit(monitor, AutoStabilizer("compensated", scope="head"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
     why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
     assert why == "not switched to compensated: it computes in torch.float64"
-    trains.fit(monitor, AutoStabilizer(scope="model"), model=Double())
+    trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [
         (3, "net.h.0.attn", (0, 1), "compensated"),
         (3, SITE, (0, 1), ""),
@@ -185,9 +203,13 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
 
 def test_it_needs_a_monitor(trains):
     with pytest.raises(ValueError, match=r"acts on one AttentionMonitor, and the Trainer has 0"):
-        trains.fit(AutoStabilizer())
+        trains.fit(AutoStabilizer("compensated", scope="head"))
     with pytest.raises(ValueError, match="several AutoStabilizers; an AttentionMonitor takes one"):
-        trains.fit(AttentionMonitor(), AutoStabilizer(), AutoStabilizer("stochastic"))
+        trains.fit(
+            AttentionMonitor(),
+            AutoStabilizer("compensated", scope="head"),
+            AutoStabilizer("stochastic", scope="head"),
+        )
 
 
 @pytest.mark.parametrize("settings", [{"stabilizer": "none"}, {"agreeing_rules": 0}])
@@ -219,7 +241,7 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
     )
     model, _ = trains.fit(
-        AutoStabilizer(stabilizer, calm_steps=6),
+        AutoStabilizer(stabilizer, calm_steps=6, scope="head"),
         monitor,
         checkpoint,
         model=resumable(trains),
@@ -319,7 +341,9 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     model = resumable(trains)
     settings = {"ckpt_path": path, "max_steps": 12}
     with pytest.raises(ArithmeticError, match="on purpose"):
-        trains.fit(Dying(), AutoStabilizer(), monitor, model=model, **settings)
+        trains.fit(
+            Dying(), AutoStabilizer("compensated", scope="head"), monitor, model=model, **settings
+        )
     assert (
         monitor.state_dict() == torch.load(path, weights_only=True)["callbacks"]["AttentionMonitor"]
     )
@@ -337,9 +361,13 @@ def test_a_run_that_is_resumed_with_another_stabilizer_acts_on_its_next_alarm(
         kept = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5)
         trains.fit(monitor, kept, *stabilizer, enable_checkpointing=True, **settings)
 
-    fit(*([AutoStabilizer()] if before == "heads" else []), max_steps=6)
+    fit(*([AutoStabilizer("compensated", scope="head")] if before == "heads" else []), max_steps=6)
     assert len(events_of(tmp_path / "run", "alarm")) == 1
-    fit(AutoStabilizer(scope="model"), ckpt_path=tmp_path / "step=5.ckpt", max_steps=10)
+    fit(
+        AutoStabilizer("compensated", scope="model"),
+        ckpt_path=tmp_path / "step=5.ckpt",
+        max_steps=10,
+    )
     assert [step for step, *_ in events_of(tmp_path / "run", "alarm")] == [2, 8]
     switches = events_of(tmp_path / "run", "switch")
     first = [(2, SITE, (1,), "compensated")] if before == "heads" else []

@@ -147,7 +147,11 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
 
     def session_of(model):
         session = MonitorSession(
-            model, every_n_train_steps=1, policy=Policy(), dirpath=tmp_path, num_rows=1
+            model,
+            every_n_train_steps=1,
+            policy=Policy("compensated", scope="head"),
+            dirpath=tmp_path,
+            num_rows=1,
         )
         monkeypatch.setattr(*BELOW[entry], fails_with(error))
         return session

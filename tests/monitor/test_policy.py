@@ -46,7 +46,10 @@ def test_the_names_of_rules_are_the_users():
         [alarm(100), alarm(100, "delta_bias"), alarm(200, "loss_departure", "", ())],
     ]
     for alarms in runs:
-        policies, told = (Policy(), Policy()), (alarms, renamed(alarms))
+        policies, told = (
+            (Policy("compensated", scope="head"), Policy("compensated", scope="head")),
+            (alarms, renamed(alarms)),
+        )
         for step in sorted({a.step for a in alarms}):
             one, other = (
                 decide(policy, [a for a in some if a.step == step], step)
@@ -54,22 +57,22 @@ def test_the_names_of_rules_are_the_users():
             )
             assert decided(one) == decided(other)
         assert judge(alarms, 8).verdict == judge(renamed(alarms), 8).verdict
-    assert decided(decide(Policy(), renamed(runs[0]), 100)) == []
+    assert decided(decide(Policy("compensated", scope="head"), renamed(runs[0]), 100)) == []
     assert judge(renamed(runs[2]), 8).verdict == "unclear"
 
 
 def test_a_policy_goes_on_from_a_state_of_before_alarms_had_roles():
-    state = Policy().state_dict()
+    state = Policy("compensated", scope="head").state_dict()
     del state["causes"]
     state["model_alarm"] = 0
     state["alarmed"] = {"h.1": {"0": {"delta_bias": 90}}, "h.2": {"0": {"norm_growth": 90}}}
-    policy = Policy()
+    policy = Policy("compensated", scope="head")
     policy.load_state_dict(state)
     assert decided(decide(policy, [], 100)) == [(100, "h.1", (0,), "compensated")]
 
 
 def test_one_alarm_switches_its_heads_to_compensated_once():
-    policy = Policy()
+    policy = Policy("compensated", scope="head")
     alarms = [alarm(100, heads=(7, 3)), alarm(100, "delta_bias", "h.5", (0,))]
     first = decide(policy, alarms, 100)
     assert decided(first) == [
@@ -86,7 +89,7 @@ def test_one_alarm_switches_its_heads_to_compensated_once():
 
 @pytest.mark.parametrize("gap, fires", [(500, True), (501, False)])
 def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
-    policy = Policy(agreeing_rules=2, agreement_steps=500)
+    policy = Policy("compensated", agreeing_rules=2, agreement_steps=500, scope="head")
     assert decide(policy, [alarm(100)], 100) == []
     assert decide(policy, [alarm(150, "norm_growth")], 150) == []  # the same rule again
     assert decide(policy, [alarm(160, "logit_outlier", heads=(4,))], 160) == []  # another head
@@ -95,7 +98,7 @@ def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
 
 
 def test_a_switch_is_undone_after_the_calm_and_only_once():
-    policy = Policy("stochastic", calm_steps=1000)
+    policy = Policy("stochastic", calm_steps=1000, scope="head")
     decide(policy, [alarm(100, heads=(3, 4))], 100)
     decide(policy, [alarm(600, heads=(4,))], 600)
     assert decide(policy, [], 1099) == []
@@ -107,14 +110,14 @@ def test_a_switch_is_undone_after_the_calm_and_only_once():
 
 
 def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
-    policy = Policy(calm_steps=100, agreement_steps=10_000)
+    policy = Policy("compensated", calm_steps=100, agreement_steps=10_000, scope="head")
     decide(policy, [alarm(100)], 100)
     assert decided(decide(policy, [], 200)) == [(200, "h.2", (3,), "none")]
     assert decide(policy, [], 300) == []
 
 
 def test_by_default_nothing_is_undone():
-    policy = Policy()
+    policy = Policy("compensated", scope="head")
     decide(policy, [alarm(100)], 100)
     assert decide(policy, [], 10**9) == []
 
@@ -122,7 +125,10 @@ def test_by_default_nothing_is_undone():
 def test_heads_that_somebody_else_has_switched_are_left_alone():
     stabilizers = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
     alarms = [alarm(100, heads=(3, 5))]
-    heads, model = Policy(calm_steps=50), Policy(scope="model", calm_steps=50)
+    heads, model = (
+        Policy("compensated", calm_steps=50, scope="head"),
+        Policy("compensated", scope="model", calm_steps=50),
+    )
     assert decided(decide(heads, alarms, 100, stabilizers)) == [(100, "h.2", (5,), "compensated")]
     others = (0, 1, 2, *range(5, 12))
     (switch,) = decide(model, alarms, 100, {"h.2": stabilizers["h.2"]})
@@ -132,7 +138,7 @@ def test_heads_that_somebody_else_has_switched_are_left_alone():
 
 
 def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
-    policy = Policy(scope="model")
+    policy = Policy("compensated", scope="model")
     taken = {"h.2": ["stochastic", "none"]}
     (switch,) = decide(policy, [alarm(100)], 100, taken)
     assert switch.heads == (1,)
@@ -141,7 +147,7 @@ def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
 
 
 def test_of_the_scope_model_an_alarm_with_nothing_left_to_switch_counts_for_nothing():
-    policy = Policy(scope="model", calm_steps=100)
+    policy = Policy("compensated", scope="model", calm_steps=100)
     assert decide(policy, [alarm(100)], 100, {"h.2": ["stochastic"] * 2}) == []
     # The switch after it is the first, and is undone.
     (switch,) = decide(policy, [alarm(300)], 300, {"h.2": ["none"] * 2})
@@ -150,7 +156,7 @@ def test_of_the_scope_model_an_alarm_with_nothing_left_to_switch_counts_for_noth
 
 
 def test_an_alarm_of_a_head_that_was_taken_then_does_not_count_later():
-    policy = Policy()
+    policy = Policy("compensated", scope="head")
     taken = {"h.2": ["none"] * 3 + ["row_max"]}
     assert decide(policy, [alarm(100)], 100, taken) == []
     assert decide(policy, [], 200) == []
@@ -159,11 +165,11 @@ def test_an_alarm_of_a_head_that_was_taken_then_does_not_count_later():
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
-    policy = Policy(scope=scope, calm_steps=100)
+    policy = Policy("compensated", scope=scope, calm_steps=100)
     both = {"h.2": ["none"] * 4, "h.3": ["none"] * 4}
     first = decide(policy, [alarm(100), alarm(100, site="h.3")], 100, both)
     state = policy.state_dict()
-    policy = Policy(scope=scope, calm_steps=100)
+    policy = Policy("compensated", scope=scope, calm_steps=100)
     policy.load_state_dict(state)
     undone = [decide(policy, [], step, {site: both[site]}) for step, site in (
         (200, "h.2"), (250, "h.2"), (300, "h.3"), (350, "h.3"))]  # fmt: skip
@@ -174,11 +180,11 @@ def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
 
 
 def test_of_a_resumed_run_that_undoes_nothing_more_what_is_called_late_stays_switched():
-    policy = Policy(scope="model", calm_steps=100)
+    policy = Policy("compensated", scope="model", calm_steps=100)
     decide(policy, [alarm(100)], 100)
     assert decided(decide(policy, [], 200, {"h.2": ["compensated"] * 12}))[0][3] == "none"
     state = policy.state_dict()
-    policy = Policy(scope="model")
+    policy = Policy("compensated", scope="model")
     policy.load_state_dict(state)
     stabilizers = {"h.2": ["none"] * 12, "h.3": ["compensated"] * 12}
     assert decide(policy, [], 300, stabilizers) == []
@@ -192,7 +198,7 @@ def of_all(stabilizer, step, sites=PLAIN):
 
 
 def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
-    policy = Policy(scope="model", calm_steps=1000)
+    policy = Policy("compensated", scope="model", calm_steps=1000)
     assert decide(policy, [], 50) == []
     first = decide(policy, [alarm(100)], 100)
     assert decided(first) == of_all("compensated", 100)
@@ -210,7 +216,7 @@ def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
 
 
 def test_of_the_scope_layer_one_alarm_switches_its_site_and_calm_of_that_undoes_it():
-    policy = Policy(scope="layer", calm_steps=1000)
+    policy = Policy("compensated", scope="layer", calm_steps=1000)
     first = decide(policy, [alarm(100)], 100)
     assert decided(first) == of_all("compensated", 100, ["h.2"])
     assert first[0].why == "a head alarmed by norm_growth"
@@ -228,7 +234,7 @@ def test_of_the_scope_layer_one_alarm_switches_its_site_and_calm_of_that_undoes_
 
 
 def test_of_the_scope_layer_heads_that_somebody_else_has_switched_are_left_alone():
-    policy = Policy(scope="layer", calm_steps=50)
+    policy = Policy("compensated", scope="layer", calm_steps=50)
     taken = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
     (switch,) = decide(policy, [alarm(100)], 100, taken)
     others = (0, 1, 2, *range(5, 12))
@@ -239,7 +245,7 @@ def test_of_the_scope_layer_heads_that_somebody_else_has_switched_are_left_alone
 
 
 def test_of_the_scope_layer_the_rules_must_agree_on_one_head():
-    policy = Policy(scope="layer", agreeing_rules=2)
+    policy = Policy("compensated", scope="layer", agreeing_rules=2)
     apart = [alarm(100), alarm(100, "logit_outlier", heads=(4,)), alarm(100, site="h.3")]
     assert decide(policy, apart, 100) == []
     agreed = decide(policy, [alarm(200, "logit_outlier", "h.3")], 200)
@@ -247,11 +253,11 @@ def test_of_the_scope_layer_the_rules_must_agree_on_one_head():
 
 
 def test_a_policy_of_the_scope_model_goes_on_from_a_state_of_before_there_were_layers():
-    before = Policy(scope="model", calm_steps=100)
+    before = Policy("compensated", scope="model", calm_steps=100)
     decide(before, [alarm(100)], 100)
     state = before.state_dict()
     state["model"] = state.pop("groups")[""]
-    after = Policy(scope="model", calm_steps=100)
+    after = Policy("compensated", scope="model", calm_steps=100)
     after.load_state_dict(state)
     assert decided(decide(after, [], 200)) == of_all("none", 200)
 
@@ -283,9 +289,9 @@ def test_always_switches_all_heads_without_an_alarm(scope):
 
 @pytest.mark.parametrize("always", [False, True])
 def test_what_always_has_switched_is_not_a_policy_s_without_and_the_other_way_round(always):
-    before = Policy(always=always)
+    before = Policy("compensated", always=always)
     assert decide(before, [alarm(100)], 100)
-    after = Policy(always=not always)
+    after = Policy("compensated", always=not always)
     after.load_state_dict(before.state_dict())
     names = ["none", "none", "none", "compensated"]
     (switch,) = decide(after, [alarm(200, heads=(0, 1, 2, 3))], 200, {"h.2": names})
@@ -294,7 +300,7 @@ def test_what_always_has_switched_is_not_a_policy_s_without_and_the_other_way_ro
 
 @pytest.mark.parametrize("alarms", [1, 2])
 def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(alarms):
-    policy = Policy(scope="model", calm_steps=1000)
+    policy = Policy("compensated", scope="model", calm_steps=1000)
     few, all_ = {"h.2": ["none"] * 12}, {"h.2": ["compensated"] * 12, "h.3": ["none"] * 12}
     step = 0
     for step in range(0, 3000 * alarms, 3000):
@@ -308,7 +314,7 @@ def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(al
 
 
 def test_of_the_scope_model_the_rules_must_agree_on_one_head():
-    policy = Policy(scope="model", agreeing_rules=2)
+    policy = Policy("compensated", scope="model", agreeing_rules=2)
     assert decide(policy, [alarm(100), alarm(100, "logit_outlier", heads=(4,))], 100) == []
     agreed = decide(policy, [alarm(200, "logit_outlier")], 200)
     assert decided(agreed) == of_all("compensated", 200)
@@ -316,9 +322,9 @@ def test_of_the_scope_model_the_rules_must_agree_on_one_head():
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_that_all_layers_run_away_is_known_in_any_scope(scope):
-    before = Policy(scope=scope)
+    before = Policy("compensated", scope=scope)
     assert decide(before, [alarm(100, "model_logits", "h.0"), alarm(200)], 200) == []
-    after = Policy(scope=next(other for other in SCOPES if other != scope))
+    after = Policy("compensated", scope=next(other for other in SCOPES if other != scope))
     after.load_state_dict(before.state_dict())
     assert decide(after, [alarm(300)], 300) == []
     assert decide(after, [alarm(5100)], 5100)
@@ -326,9 +332,11 @@ def test_that_all_layers_run_away_is_known_in_any_scope(scope):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
-    before = Policy(scope=scope, calm_steps=100)
+    before = Policy("compensated", scope=scope, calm_steps=100)
     decide(before, [alarm(100)], 100)
-    after = Policy(scope=next(other for other in SCOPES if other != scope), calm_steps=100)
+    after = Policy(
+        "compensated", scope=next(other for other in SCOPES if other != scope), calm_steps=100
+    )
     after.load_state_dict(before.state_dict())
     switched = {site: ["compensated"] * 12 for site in PLAIN}
     assert decide(after, [], 300, switched) == []
@@ -338,7 +346,7 @@ def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
 
 @pytest.mark.parametrize("calm_steps", [None, 1000])
 def test_when_all_layers_run_away_only_a_measured_bias_switches(calm_steps):
-    policy = Policy(calm_steps=calm_steps)
+    policy = Policy("compensated", calm_steps=calm_steps, scope="head")
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
     assert decide(policy, [*every_layer, alarm(100)], 100) == []
     measured = decide(policy, [alarm(200, "delta_bias", "h.1")], 200)
@@ -351,7 +359,7 @@ def test_when_all_layers_run_away_only_a_measured_bias_switches(calm_steps):
 
 
 def test_a_loss_that_departs_switches_nothing_and_stops_nothing():
-    policy = Policy()
+    policy = Policy("compensated", scope="head")
     assert decide(policy, [alarm(100, "loss_departure", "", ())], 100) == []
     assert len(decide(policy, [alarm(110)], 110)) == 1
 

@@ -87,7 +87,7 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     # Of this policy, compiled graphs have room for `compensated`.
-    run = Run(tmp_path / "run", policy=Policy("compensated"))
+    run = Run(tmp_path / "run", policy=Policy("compensated", scope="head"))
     yield run
     run.session.close()
     torch._dynamo.reset()
@@ -273,7 +273,7 @@ def test_norms_of_a_removed_module_are_not_reported(tmp_path):
 
 
 def test_a_policy_switches_at_a_refused_batch_what_earlier_batches_could(tmp_path):
-    run = Run(tmp_path, every_n_train_steps=1, policy=Policy())
+    run = Run(tmp_path, every_n_train_steps=1, policy=Policy("compensated", scope="head"))
     run.steps(None)
     alarm = Alarm(1, SITE, (0,), "w_q_growth", "made up")
     run.session.detectors.update = lambda _: [alarm] if run.step == 1 else []

@@ -370,7 +370,9 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
     settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
 
     def loop(folder):
-        return Loop(dirpath=tmp_path / folder, policy=Policy("stochastic"), **settings)
+        return Loop(
+            dirpath=tmp_path / folder, policy=Policy("stochastic", scope="head"), **settings
+        )
 
     # The rule counts calls: every loss is a frame of its own, so it fires within the second sample.
     whole = loop("whole").run(range(11), close=False)
@@ -439,12 +441,14 @@ def test_a_resumed_run_knows_what_its_first_alarms_were_about(with_role):
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(dirpath=tmp_path / "first", policy=Policy("stochastic"), **settings)
+    first = Loop(dirpath=tmp_path / "first", policy=Policy("stochastic", scope="head"), **settings)
     first.run(range(3), close=False)
     state = first.session.state_dict()
     first.session.close()
     for folder in ("first", "second"):
-        loop = Loop(dirpath=tmp_path / folder, policy=Policy("stochastic"), **settings)
+        loop = Loop(
+            dirpath=tmp_path / folder, policy=Policy("stochastic", scope="head"), **settings
+        )
         loop.session.load_state_dict(state)
         loop.run([3, 4])
     told = read_events(tmp_path / "second")
@@ -482,7 +486,7 @@ def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
 
 
 def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy())
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy("compensated", scope="head"))
     second = loop.model.layers[1]
     # The first cannot be switched; one that can be is enough.
     loop.model.layers[0].masked = {"dropout_p": 1.0}
@@ -503,14 +507,14 @@ def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
 @pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
 def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(policy=Policy("stochastic"), **settings).run(range(3), close=False)
+    first = Loop(policy=Policy("stochastic", scope="head"), **settings).run(range(3), close=False)
     state = first.session.state_dict()
     first.session.close()
     if before == "another run":
         Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
     else:
         RunWriter(tmp_path).close()
-    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
     loop.session.load_state_dict(state)
     loop.run([3, 4])
     told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
@@ -660,7 +664,12 @@ def test_heads_of_a_rule_may_be_numpys(tmp_path):
 
 def test_a_policy_that_fails_leaves_the_verdict(tmp_path):
     rules = (Always(), LossAtStep(0))
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=rules, policy=Policy())
+    loop = Loop(
+        every_n_train_steps=1,
+        dirpath=tmp_path,
+        rules=rules,
+        policy=Policy("compensated", scope="head"),
+    )
     loop.session.policy.decide = fail
     loop.run([0])
     events = read_events(tmp_path)
@@ -678,7 +687,7 @@ def test_what_is_no_place_for_a_run_is_refused_at_once(tmp_path, monkeypatch, di
     MonitorSession(model).close()
 
 
-@pytest.mark.parametrize("policy", [None, Policy()])
+@pytest.mark.parametrize("policy", [None, Policy("compensated", scope="head")])
 def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     monkeypatch.setattr(Attention, "masked", {"dropout_p": 1.0})
     Loop(every_n_train_steps=1, policy=policy).run(range(2))
@@ -703,7 +712,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
         raise OSError(error, "for now")
 
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
-    loop = Loop(dirpath=tmp_path, policy=Policy(), **settings)
+    loop = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
     with monkeypatch.context() as patch:
         patch.setattr("guardbit.store.writing.publish", refuse)
         if error == 24:
@@ -789,7 +798,7 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
 
 @pytest.mark.parametrize("calm_steps, warned", [(1000, True), (1001, False), (None, False)])
 def test_calm_that_a_lasting_alarm_fits_into_is_warned_of(caplog, calm_steps, warned):
-    Loop(every_n_train_steps=1, policy=Policy(calm_steps=calm_steps))
+    Loop(every_n_train_steps=1, policy=Policy("compensated", calm_steps=calm_steps, scope="head"))
     assert any("ill are given back" in line for line in caplog.messages) == warned
 
 
@@ -805,7 +814,7 @@ def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic"), **settings)
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     loop.run([0, 1, 1000, 1001])
     first, second = events_of(tmp_path, "alarm")["why"]
@@ -991,7 +1000,7 @@ def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
 
 
 def test_always_in_a_dry_run_switches_nothing(tmp_path):
-    policy = Policy(always=True)
+    policy = Policy("compensated", always=True)
     loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
     loop.run(range(5))
     why = "not switched to compensated: dry run"
@@ -1019,7 +1028,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy(scope=scope, calm_steps=6),
+        policy=Policy("compensated", scope=scope, calm_steps=6),
     )  # fmt: skip
     loop.run(range(3), close=False)
     loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
@@ -1034,7 +1043,10 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
 
 def test_one_policy_serves_several_runs(tmp_path):
-    policy, settings = Policy(), {"every_n_train_steps": 1, "rules": (Always(),), "strict": True}
+    policy, settings = (
+        Policy("compensated", scope="head"),
+        {"every_n_train_steps": 1, "rules": (Always(),), "strict": True},
+    )
     for name in ("first", "second"):
         Loop(dirpath=tmp_path / name, policy=policy, **settings).run([0])
         assert len(events_of(tmp_path / name, "switch")) == 1
@@ -1042,10 +1054,12 @@ def test_one_policy_serves_several_runs(tmp_path):
 
 def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
-    dry = Loop(dirpath=tmp_path, policy=Policy(), dry_run=True, **settings).run([0, 1], close=False)
+    dry = Loop(
+        dirpath=tmp_path, policy=Policy("compensated", scope="head"), dry_run=True, **settings
+    ).run([0, 1], close=False)
     state = dry.session.state_dict()
     dry.session.close()
-    serious = Loop(dirpath=tmp_path, policy=Policy(), **settings)
+    serious = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
     serious.session.load_state_dict(state)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     serious.run([2, 998, 1000])
@@ -1194,7 +1208,12 @@ def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where)
     if where == "a file in the way":
         tmp_path.joinpath("run").write_text("")
         folder = folder / "inside"
-    loop = Loop(every_n_train_steps=1, rules=(Always(3),), dirpath=folder, policy=Policy())
+    loop = Loop(
+        every_n_train_steps=1,
+        rules=(Always(3),),
+        dirpath=folder,
+        policy=Policy("compensated", scope="head"),
+    )
 
     if where == "disk full later":
         loop.run([0], close=False)
@@ -1272,7 +1291,7 @@ WORKER = textwrap.dedent(
     loop = test_session.Loop(
         every_n_train_steps=1,
         rules=(test_session.LoudRow(),),
-        policy=test_session.Policy(),
+        policy=test_session.Policy("compensated", scope="head"),
         dirpath=f"{folder}/run" if rank == 0 else None,
     )
     for step in range(5):

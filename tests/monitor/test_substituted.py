@@ -147,7 +147,7 @@ def test_where_nothing_works_it_is_not_said_that_another_would(run):
 def test_calls_in_which_no_stabilizer_works_are_told_before_any_alarm(
     tmp_path, caplog, dropout_p, mask, is_told
 ):
-    run = Run(tmp_path, every_n_train_steps=1, policy=Policy())
+    run = Run(tmp_path, every_n_train_steps=1, policy=Policy("compensated", scope="head"))
     run.attention(mask=mask, dropout_p=dropout_p).one()
     run.one()
     run.session.close()
@@ -301,7 +301,9 @@ def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
     expected = [("exact_delta", False), (None, False), ("compensated", True), ("row_max", True)]
     sessions = []
     for name, kept in expected:
-        sessions.append(MonitorSession(Model(), policy=Policy(name) if name else None))
+        sessions.append(
+            MonitorSession(Model(), policy=Policy(name, scope="head") if name else None)
+        )
         assert residuals_kept == [kept]
     for session, kept in zip(reversed(sessions), (True, False, False, True), strict=True):
         session.close()
@@ -327,7 +329,7 @@ def test_compiled_graphs_keep_room_for_what_may_be_asked_for(tmp_path, name):
         kept.append(x.numel() if x.dtype == torch.int8 else 0)
         return x
 
-    run = Run(tmp_path, policy=Policy(name))
+    run = Run(tmp_path, policy=Policy(name, scope="head"))
     run.run = torch.compile(run.model, backend="aot_eager", fullgraph=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         run.one()
@@ -341,5 +343,18 @@ def test_compiled_graphs_keep_room_for_what_may_be_asked_for(tmp_path, name):
     without_room = name == "exact_delta"
     assert run.stabilizers() == [name] * 2
     assert ("the compiled graph has no room" in run.reason()) is without_room
+    run.session.close()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # read by the compiler
+def test_a_compiled_call_with_dropout_has_room_for_what_takes_the_place_of_exact_delta(tmp_path):
+    run = Run(tmp_path, policy=Policy()).attention(dropout_p=0.1)
+    run.run = torch.compile(run.model, backend="aot_eager", fullgraph=True)
+    run.one()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        run.session.switch(SITE, "exact_delta")
+        run.one()
+    assert run.stabilizers() == ["compensated"] * 2
     run.session.close()
     torch._dynamo.reset()
