@@ -21,6 +21,7 @@ from torch import Tensor
 
 from guardbit.kernels import dispatch, op
 from guardbit.kernels.reference import Causal
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import NO_SITE
 from guardbit.records import STABILIZERS
 
@@ -309,28 +310,48 @@ def switchable_attention(
     Returns:
         The output `(B, H, N, D)`.
     """
+    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
+    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
+    return attention_at_site(q, k, v, site, spec)[0]
+
+
+def attention_at_site(
+    q: Tensor, k: Tensor, v: Tensor, site: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attention with heads that can be switched; see `switchable_attention`.
+
+    Args:
+        q: Queries `(B, H, N, D)`.
+        k: Keys `(B, H_kv, M, D)`.
+        v: Values, shape of k.
+        site: Number of the site, 0-d CPU tensor.
+        spec: What the call asks for besides.
+
+    Returns:
+        The output `(B, H, N, D)` and lse `(B, H, N)`.
+    """
     q, k, v = _autocast(q, k, v)
-    if attn_mask is not None and attn_mask.is_floating_point() and is_autocast(q):
-        attn_mask = attn_mask.to(torch.get_autocast_dtype(q.device.type))
-    wants_mask = torch.is_grad_enabled() and attn_mask is not None and bool(attn_mask.requires_grad)
-    out, _ = op.attention(
+    mask = spec.mask
+    if mask is not None and mask.is_floating_point() and is_autocast(q):
+        mask = mask.to(torch.get_autocast_dtype(q.device.type))
+    wants_mask = torch.is_grad_enabled() and mask is not None and bool(mask.requires_grad)
+    return op.attention(
         op.Request(
             q,
             k,
             v,
-            attn_mask,
+            mask,
             site,
             [0] * q.size(1),
-            causal=op.causal_code("top-left" if is_causal else False),
-            scale=scale,
-            dropout_p=dropout_p,
+            causal=op.causal_code(spec.causal),
+            scale=spec.scale,
+            dropout_p=spec.dropout_p,
             training=wants_mask or _is_training(q, k, v),
             wants_mask=wants_mask,
             traced=torch.compiler.is_compiling(),
             keeps_residual=residuals_kept[0],
         )
     )
-    return out
 
 
 def _is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -102,6 +102,12 @@ class Site:
         return record.calls if record else None
 
     @property
+    def entry(self) -> str:
+        """The function that was called last, as users know it; "" before the first call."""
+        record = self._record()
+        return record.entry if record else ""
+
+    @property
     def sharded(self) -> str | None:
         """Why the site's heads are not all on this rank, so that nobody can number them, or None.
 
