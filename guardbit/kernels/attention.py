@@ -183,7 +183,7 @@ def flash_attention(
         NotImplementedError: If a forward-mode derivative, or one of `torch.func`, is asked for.
     """
     _check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_tensors(q, k, v)
     _check_agreement(q, k, v)
     stabilizers = check_stabilizers(stabilizer, q.size(1))
     if not isinstance(causal, bool) and causal != "top-left":
@@ -330,7 +330,7 @@ def attention_at_site(
     Returns:
         The output `(B, H, N, D)` and lse `(B, H, N)`.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_tensors(q, k, v)
     mask = spec.mask
     if mask is not None and mask.is_floating_point() and is_autocast(q):
         mask = mask.to(torch.get_autocast_dtype(q.device.type))
@@ -395,7 +395,7 @@ def is_autocast(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast casts the arguments of `F.scaled_dot_product_attention`."""
     if not is_autocast(q):
         return q, k, v

@@ -87,6 +87,12 @@ class Site:
         return record.calls.refusal if record else "it has not been called yet"
 
     @property
+    def unwatched(self) -> str | None:
+        """Why nothing is measured in the latest step's calls, or None."""
+        record = self._record()
+        return record.calls.unwatched if record else "it has not been called yet"
+
+    @property
     def lasting_refusal(self) -> str | None:
         """Why no call so far could be switched, or None."""
         record = self._record()

@@ -60,7 +60,9 @@ _traced_refusals: dict[int | type, TracedRefusal] = {}
 _traced_entries: dict[int | type, str] = {}
 
 
-def note_call(number: int, heads: Heads, refusal: str | None, entry: str) -> str | None:
+def note_call(
+    number: int, heads: Heads, refusal: str | None, entry: str, watched: bool = False
+) -> str | None:
     """Remembers what kind of calls the running module makes.
 
     Args:
@@ -68,6 +70,7 @@ def note_call(number: int, heads: Heads, refusal: str | None, entry: str) -> str
         heads: Heads of the call.
         refusal: Why the call keeps PyTorch's function, or None.
         entry: Name of the function that is called.
+        watched: Whether the call is watched, though it keeps PyTorch's function.
 
     Returns:
         The refusal, which the site may have where the call has none.
@@ -85,7 +88,8 @@ def note_call(number: int, heads: Heads, refusal: str | None, entry: str) -> str
     refusal = refusal or record.sharded
     if with_gradients == record.with_gradients:
         record.entry = entry
-        record.calls.note(site_state(number).clock.now, heads, refusal)
+        watched = watched and record.sharded is None
+        record.calls.note(site_state(number).clock.now, heads, refusal, watched)
     return refusal
 
 
@@ -137,7 +141,9 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         # Compiled calls came later.
         heads = (num_heads, *record.calls.heads[1:])
         can = record.sharded is None
-        calls = StepCalls(state.ran_at, heads, can, record.sharded, was_switchable=can)
+        calls = StepCalls(
+            state.ran_at, heads, can, record.sharded, was_switchable=can, is_watched=can
+        )
         return replace(record, calls=calls)
     if num_heads and number in _traced_inputs:
         # The module was traced itself: what was noted of another one of its type is not about it.
@@ -152,15 +158,18 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
         heads = (num_heads, 0, 0)
-        calls = StepCalls(state.ran_at, heads, is_switchable=True, was_switchable=True)
+        calls = StepCalls(
+            state.ran_at, heads, is_switchable=True, was_switchable=True, is_watched=True
+        )
     else:
         heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
         last = max(state.ran_at, state.clock.done)
         was_switchable = state.ran_at >= 0 and not refusal.is_sharded
         is_switchable = was_switchable and state.ran_at == last
         calls = StepCalls(
-            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable
-        )
+            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable,
+            is_watched=is_switchable,
+        )  # fmt: skip
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
     entry = _traced(_traced_entries, number, module) or ""
     return SiteRecord(number, modules, calls, sharded=sharded, entry=entry)

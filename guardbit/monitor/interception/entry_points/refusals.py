@@ -11,6 +11,8 @@ from guardbit.kernels.op import has_tangent
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.calls import CAPTURED
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why a call with such tensors must stay with the original, or None.
@@ -24,16 +26,27 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "its heads are sharded by tensor parallelism"
     if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
-    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"it computes in {q.dtype}"
+    if (why := why_head(q, q.size(3))) is not None:
+        return why
     if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
         return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
     if k.shape != v.shape:
         return "its keys and values differ in shape"
     if q.size(0) != k.size(0) or q.size(3) != k.size(3):
         return "its queries and keys differ in batch or head size"
-    if not MIN_HEAD_DIM <= q.size(3) <= MAX_HEAD_DIM:
-        return f"its head size {q.size(3)} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    return None
+
+
+def why_head(q: Tensor, head_dim: int) -> str | None:
+    """Why a call whose queries, of any shape, have heads of a size stays with the original."""
+    if isinstance(q, DTensor):
+        return "its heads are sharded by tensor parallelism"
+    if q.is_nested:
+        return "its inputs are nested"
+    if q.dtype not in _DTYPES:
+        return f"it computes in {q.dtype}"
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return f"its head size {head_dim} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
     return None
 
 
@@ -68,13 +81,13 @@ def why_dropout(dropout_p: float) -> str | None:
     return None
 
 
-def why_now(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def why_now(q: Tensor, *others: Tensor) -> str | None:
     """Why eager calls must stay with the original for now, whatever they ask for, or None."""
     if torch.compiler.is_compiling():
         return None
     if torch._C._are_functorch_transforms_active():
         return "it runs under a torch.func transform"
-    if has_tangent(q, k, v):
+    if has_tangent(q, *others):
         return "it is differentiated in forward mode"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return CAPTURED
