@@ -21,6 +21,7 @@ from torch import Tensor
 
 from guardbit.kernels import dispatch, op
 from guardbit.kernels.reference import Causal
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import NO_SITE
 from guardbit.records import STABILIZERS
 
@@ -182,7 +183,7 @@ def flash_attention(
         NotImplementedError: If a forward-mode derivative, or one of `torch.func`, is asked for.
     """
     _check_tensors(q, k, v)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_tensors(q, k, v)
     _check_agreement(q, k, v)
     stabilizers = check_stabilizers(stabilizer, q.size(1))
     if not isinstance(causal, bool) and causal != "top-left":
@@ -309,21 +310,42 @@ def switchable_attention(
     Returns:
         The output `(B, H, N, D)`.
     """
-    q, k, v = _autocast(q, k, v)
-    if attn_mask is not None and attn_mask.is_floating_point() and is_autocast(q):
-        attn_mask = attn_mask.to(torch.get_autocast_dtype(q.device.type))
-    wants_mask = torch.is_grad_enabled() and attn_mask is not None and bool(attn_mask.requires_grad)
-    out, _ = op.attention(
+    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
+    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
+    return attention_at_site(q, k, v, site, spec)[0]
+
+
+def attention_at_site(
+    q: Tensor, k: Tensor, v: Tensor, site: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor]:
+    """Attention with heads that can be switched; see `switchable_attention`.
+
+    Args:
+        q: Queries `(B, H, N, D)`.
+        k: Keys `(B, H_kv, M, D)`.
+        v: Values, shape of k.
+        site: Number of the site, 0-d CPU tensor.
+        spec: What the call asks for besides.
+
+    Returns:
+        The output `(B, H, N, D)` and lse `(B, H, N)`.
+    """
+    q, k, v = autocast_tensors(q, k, v)
+    mask = spec.mask
+    if mask is not None and mask.is_floating_point() and is_autocast(q):
+        mask = mask.to(torch.get_autocast_dtype(q.device.type))
+    wants_mask = torch.is_grad_enabled() and mask is not None and bool(mask.requires_grad)
+    return op.attention(
         op.Request(
             q,
             k,
             v,
-            attn_mask,
+            mask,
             site,
             [0] * q.size(1),
-            causal=op.causal_code("top-left" if is_causal else False),
-            scale=scale,
-            dropout_p=dropout_p,
+            causal=op.causal_code(spec.causal),
+            scale=spec.scale,
+            dropout_p=spec.dropout_p,
             training=wants_mask or _is_training(q, k, v),
             wants_mask=wants_mask,
             traced=torch.compiler.is_compiling(),
@@ -331,7 +353,6 @@ def switchable_attention(
             keeps_residual=residuals_kept[0] or (dropout_p > 0.0 and attn_mask is None),
         )
     )
-    return out
 
 
 def _is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -375,7 +396,7 @@ def is_autocast(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Casts as autocast casts the arguments of `F.scaled_dot_product_attention`."""
     if not is_autocast(q):
         return q, k, v

@@ -35,12 +35,13 @@ class AttentionCall:
         k: Keys.
         v: Values.
         out: What the backward took delta from: the output of the kernel in use, or in stabilized
-            heads the O' that carries the delta which was used instead.
+            heads the O' that carries the delta which was used instead. None where it took delta from
+            the probabilities themselves, or that is not known.
         residual: Rounding residual of `out` in the heads that keep one, else None.
-        d_out: Gradient of the loss with respect to `out`.
-        dq: Gradient of q by the kernel in use.
-        dk: Gradient of k by the kernel in use.
-        dv: Gradient of v by the kernel in use.
+        d_out: Gradient of the loss with respect to the output; None where it is not known.
+        dq: Gradient of q by the kernel in use; None where it is not known.
+        dk: Gradient of k by the kernel in use; None where it is not known.
+        dv: Gradient of v by the kernel in use; None where it is not known.
         spec: Mask, scale and dropout of the call.
         stabilizers: One name a head.
         dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
@@ -51,12 +52,12 @@ class AttentionCall:
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Tensor
+    out: Tensor | None
     residual: Tensor | None
-    d_out: Tensor
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    d_out: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
     spec: AttentionSpec
     stabilizers: tuple[str, ...]
     dropout: Dropout | None = None
@@ -187,6 +188,11 @@ class SiteState:
             and setting.at_rest
             and not {*self.requested, *(setting.stabilizers or ())} - {"none"}
         )
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether nobody listens to the forward that began."""
+        return self._setting is not None and self._setting.at_rest
 
     @property
     def running(self) -> tuple[str, ...]:

@@ -101,6 +101,8 @@ class Measurement:
         if site.is_sharded:
             return  # nobody knows which heads these are
         self._metrics.update(site.place, call)
+        if call.d_out is None or call.dq is None:
+            return
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:

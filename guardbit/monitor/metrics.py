@@ -90,7 +90,8 @@ class AttentionMetrics(Metric):
         """Adds one call's rows: FP32 shadow recomputation, row statistics, delta bias.
 
         Where PyTorch's kernel drops entries of P, nobody else knows which: there the delta bias is
-        NaN. The row statistics are of P before that.
+        NaN. So it is where the backward takes delta from P itself, and not from a rounded O. The
+        row statistics are of P before anything is dropped.
 
         Args:
             site: Index of the site, from 0.
@@ -107,12 +108,15 @@ class AttentionMetrics(Metric):
             rows=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
-        bias, bias_abs = dispatch.delta_bias(
-            call.d_out, call.out, shadow.out, residual=call.residual, rows=rows
-        )
-        unknown = [head for head in range(heads) if head not in call.known_heads]
-        if unknown:
-            bias[unknown] = bias_abs[unknown] = torch.nan
+        if call.d_out is None or call.out is None:
+            bias = bias_abs = torch.full((heads,), torch.nan, device=call.q.device)
+        else:
+            bias, bias_abs = dispatch.delta_bias(
+                call.d_out, call.out, shadow.out, residual=call.residual, rows=rows
+            )
+            unknown = [head for head in range(heads) if head not in call.known_heads]
+            if unknown:
+                bias[unknown] = bias_abs[unknown] = torch.nan
         rows_seen = (
             shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, shadow.largest
         )  # fmt: skip
@@ -123,10 +127,11 @@ class AttentionMetrics(Metric):
 
         Args:
             site: Index of the site, from 0.
-            call: The call.
+            call: The call; it has `d_out` and `dq`.
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(H, D)`, along which the coherent error is taken.
         """
+        assert call.d_out is not None and call.dq is not None
         exact = dispatch.exact_query_gradient(
             call.d_out,
             call.q,

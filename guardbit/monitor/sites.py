@@ -87,6 +87,12 @@ class Site:
         return record.calls.refusal if record else "it has not been called yet"
 
     @property
+    def unwatched(self) -> str | None:
+        """Why nothing is measured in the latest step's calls, or None."""
+        record = self._record()
+        return record.calls.unwatched if record else "it has not been called yet"
+
+    @property
     def lasting_refusal(self) -> str | None:
         """Why no call so far could be switched, or None."""
         record = self._record()
@@ -100,6 +106,12 @@ class Site:
         """What the calls of the latest step were like that made any; None before the first."""
         record = self._record()
         return record.calls if record else None
+
+    @property
+    def entry(self) -> str:
+        """The function that was called last, as users know it; "" before the first call."""
+        record = self._record()
+        return record.entry if record else ""
 
     @property
     def sharded(self) -> str | None:

@@ -14,7 +14,8 @@ from guardbit.kernels.attention import site_stack
 from guardbit.monitor import capture, journal, measurement, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
-from guardbit.monitor.interception import doors, hooks, installation, records, replacements
+from guardbit.monitor.interception import checkpointing, doors, hooks, installation, records
+from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.metrics import AttentionMetrics
 from guardbit.monitor.policy import Policy
@@ -82,8 +83,8 @@ def hooks_and_patches(model):
     left += [installation._installations] if installation._installations else []
     left += installation._restore + doors.listeners + site_stack + frame_stack
     ours = (
-        replacements.scaled_dot_product_attention, replacements.checkpoint,
-        replacements.multi_head_attention_forward,
+        sdpa.scaled_dot_product_attention, checkpointing.checkpoint,
+        multi_head.multi_head_attention_forward,
     )  # fmt: skip
     # The references that everyone has, and those that `from ... import` made, as in this file.
     left += [f for f in (F.scaled_dot_product_attention, checkpoint) if f in ours]
@@ -121,12 +122,12 @@ BELOW = {
     "hook: entering": (hooks, "push"),
     "hook: leaving": (hooks, "pop"),
     "hook: threads": (hooks, "is_other_thread"),
-    "call: its site": (replacements, "is_inside_site"),
-    "call: its refusal": (replacements, "_refusal"),
-    "call: noting it": (replacements, "note_call"),
+    "call: its site": (base, "is_inside_site"),
+    "call: its refusal": (sdpa.SDPA, "bind"),
+    "call: noting it": (base, "note_call"),
     "call: noting it first": (records, "describe_inputs"),
-    "call: its state": (replacements, "site_state"),
-    "call: recomputing": (replacements, "push"),
+    "call: its state": (base, "site_state"),
+    "call: recomputing": (checkpointing, "push"),
     "call in backward": (AttentionMetrics, "update"),
 }
 
@@ -178,7 +179,7 @@ def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeyp
         session.close()
     assert sum("the stage 'close' failed" in line for line in caplog.messages) == 1
     if below[0] is not installation:
-        assert F.scaled_dot_product_attention is not replacements.scaled_dot_product_attention
+        assert F.scaled_dot_product_attention is not sdpa.scaled_dot_product_attention
     session.close()
     assert hooks_and_patches(model) == []
     MonitorSession(model).close()
@@ -286,7 +287,7 @@ def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, c
         torch._dynamo.reset()
         function = torch.compile(others_attention, backend="eager", fullgraph=True)
     q = torch.randn(1, 2, 8, 16).bfloat16()
-    assert torch.equal(function(q), replacements.engines.scaled_dot_product_attention(q, q, q))
+    assert torch.equal(function(q), sdpa.original(q, q, q))
     assert site.launches == launches
     # The model itself goes on as if nothing had been.
     model[0].on = False

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels.attention import site_stack
-from guardbit.monitor.interception import replacements
+from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.frames import frame_stack
 
 # PyTorch's own, while it compiles.
@@ -161,7 +161,7 @@ def test_aliases_are_covered(tiny, tokens, instrument):
     model = tiny.GPT(attention=Aliased)
     before = tiny.step(model, tokens)
     inst = instrument(model)
-    assert alias is replacements.scaled_dot_product_attention
+    assert alias is sdpa.scaled_dot_product_attention
     assert tiny.equal(tiny.step(model, tokens), before)
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     inst.remove()
@@ -175,7 +175,7 @@ def test_aliases_made_while_instrumented_are_given_back(tiny, instrument):
     try:
         exec("from torch.nn.functional import scaled_dot_product_attention as attend", vars(late))
         exec("from torch.utils.checkpoint import checkpoint", vars(late))
-        assert late.attend is replacements.scaled_dot_product_attention
+        assert late.attend is sdpa.scaled_dot_product_attention
         inst.remove()
         assert late.attend is STOCK[0]
         assert late.checkpoint is torch.utils.checkpoint.checkpoint
@@ -935,5 +935,5 @@ def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
         inst.remove()
         torch._dynamo.reset()
     rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    assert replacements.scaled_dot_product_attention not in rules
+    assert sdpa.scaled_dot_product_attention not in rules
     assert F.scaled_dot_product_attention in rules

@@ -18,9 +18,11 @@ From the bottom up; each file imports from those before it only:
 - `records`: what was learned about each site, from eager calls and from traced ones.
 - `rerunning`: running a module once more, to see where its queries come from.
 - `tracing`: learning from a compiler; the calls it traces do not come back to Python.
-- `replacements`: the functions that stand in for PyTorch's; they decide which calls are refused.
+- `entry_points`: the functions that people call for attention, one file each; which calls are
+  refused, and what the others ask for.
+- `checkpointing`: what stands in for PyTorch's activation checkpointing.
 - `compiler_rules`: what a compiler takes for PyTorch's functions.
-- `installation`: putting the replacements in everyone's hands, and taking them back.
+- `installation`: putting what stands in for functions in everyone's hands, and taking it back.
 - `hooks`: keeping the stack, by hooks on each instrumented module.
 """
 

@@ -22,6 +22,7 @@ class StepCalls:
         bypass: Why some call kept PyTorch's function, or None.
         conflict: Why calls that can be switched one by one cannot together, or None.
         was_switchable: Whether a call of this step or an earlier one could be switched.
+        is_watched: Whether any call is watched, be it that it can be switched or not.
     """
 
     step: int = -1
@@ -30,23 +31,32 @@ class StepCalls:
     bypass: str | None = None
     conflict: str | None = None
     was_switchable: bool = False
+    is_watched: bool = False
+
+    @property
+    def unwatched(self) -> str | None:
+        """Why none of the calls is watched, or None."""
+        return None if self.is_watched else self.bypass
 
     @property
     def refusal(self) -> str | None:
         """Why none of the calls can be switched, or None."""
         return self.conflict or (None if self.is_switchable else self.bypass)
 
-    def note(self, step: int, heads: Heads, refusal: str | None) -> None:
+    def note(self, step: int, heads: Heads, refusal: str | None, watched: bool) -> None:
         """Adds a call; the first one of another step begins anew.
 
         Args:
             step: The step.
             heads: Heads of the call.
             refusal: Why it keeps PyTorch's function, or None.
+            watched: Whether it is watched nevertheless.
         """
         if step != self.step or refusal is CAPTURED:
             self.step, self.is_switchable, self.bypass, self.conflict = step, False, None, None
+            self.is_watched = False
             self.was_switchable &= refusal is not CAPTURED
+        self.is_watched |= watched or refusal is None
         if refusal is None:
             if self.is_switchable and (heads[0], heads[2]) != (self.heads[0], self.heads[2]):
                 self.conflict = (

@@ -32,7 +32,7 @@ from guardbit.monitor.interception.frames import (
     site_modules,
     site_number,
 )
-from guardbit.monitor.interception.installation import redirect_references
+from guardbit.monitor.interception.installation import look_again, redirect_references
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
 
@@ -58,6 +58,7 @@ def _enter_eagerly(
     if frame_stack and is_other_thread():
         return  # as above: calls of the model that came second keep PyTorch's function
     if not frame_stack:
+        look_again()
         _begin_step(module)
     if entries.num_listeners:
         entries.numbers.add(site_number(module))

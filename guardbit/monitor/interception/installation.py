@@ -1,23 +1,28 @@
-"""Puts the replacements in the place of PyTorch's functions, and gives those back."""
+"""Puts what stands in for functions in everyone's hands, and gives the functions back.
+
+A library that is imported later is met when a model next begins to run, see `look_again`. GuardBit
+imports none by itself.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import trace_rules
 
-from guardbit.kernels import engines
 from guardbit.kernels.attention import call_listeners
-from guardbit.monitor.interception import replacements
+from guardbit.monitor.interception import checkpointing
 from guardbit.monitor.interception.compiler_rules import without
+from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
+from guardbit.monitor.interception.frames import site_modules
 
 # The compiler's table of PyTorch's functions.
 _RULES = "get_torch_obj_rule_map"
@@ -25,34 +30,59 @@ _RULES = "get_torch_obj_rule_map"
 _installations = 0
 _restore: list[Callable[[], None]] = []
 
+# The entry points whose stand-ins are in place.
+_installed: list[EntryPoint] = []
+
+# How many modules were imported when entry points were last looked for.
+_num_imported = 0
+
 
 def install() -> None:
     """Replaces the attention functions of this process, once for any number of models."""
-    global _installations
+    global _installations, _num_imported
     _installations += 1
     _register_with_transformers()
     if _installations > 1:
         return
+    found = [entry for entry in ENTRY_POINTS if entry.find()]
+    _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    _replace_everywhere(
-        engines.scaled_dot_product_attention, replacements.scaled_dot_product_attention
-    )
-    _replace_everywhere(replacements.original_checkpoint, replacements.checkpoint)
-    _replace(F, "multi_head_attention_forward", replacements.multi_head_attention_forward)
+    _put_in_place(found)
+    _replace_everywhere({id(checkpointing.original_checkpoint): checkpointing.checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    call_listeners.append(replacements.note_flash_call)
-    _restore.append(lambda: call_listeners.remove(replacements.note_flash_call))
+    call_listeners.append(note_flash_call)
+    _restore.append(lambda: call_listeners.remove(note_flash_call))
+
+
+@guarded
+def look_again() -> None:
+    """Replaces the functions of libraries that were imported since they were last looked for."""
+    global _num_imported
+    if not _installations or len(sys.modules) == _num_imported:
+        return
+    _num_imported = len(sys.modules)
+    found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
+    if found:
+        _put_in_place(found)
+        for module in list(site_modules.values()):
+            redirect_references(module)
+
+
+def _put_in_place(entries: list[EntryPoint]) -> None:
+    _installed.extend(entries)
+    stand_ins = {id(entry.original): entry.stand_in for entry in entries}
+    _replace_everywhere(stand_ins)
+    for entry in entries:
+        for registry in entry.registries():
+            _redirect_items(registry, stand_ins)
 
 
 def _keep_compiler_rules() -> None:
     rules = getattr(trace_rules, _RULES, None)
     if rules is None:  # another version of PyTorch
         return
-    stand_ins = {
-        replacements.scaled_dot_product_attention: engines.scaled_dot_product_attention,
-        replacements.checkpoint: replacements.original_checkpoint,
-        replacements.multi_head_attention_forward: F.multi_head_attention_forward,
-    }
+    stand_ins: dict[Any, Any] = {checkpointing.checkpoint: checkpointing.original_checkpoint}
+    stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
     # Once all is put back the table is to be made anew, if it was made in between.
     _restore.append(getattr(rules, "cache_clear", lambda: None))
     _replace(trace_rules, _RULES, without(stand_ins, rules))
@@ -80,7 +110,8 @@ def restore() -> None:
     to_undo = _restore.copy()
     _restore.clear()
     with ExitStack() as each:  # the last one first
-        each.callback(_replace_what_is_left)
+        each.callback(_installed.clear)
+        each.callback(_replace_what_is_left, list(_installed))
         for undo in to_undo:
             each.callback(_undo, undo)
 
@@ -93,13 +124,12 @@ def _undo(undo: Callable[[], None]) -> None:
         raise
 
 
-def _replace_what_is_left() -> None:
+def _replace_what_is_left(installed: list[EntryPoint]) -> None:
     # `from ... import` may have taken these in the meantime.
     failed = _restore.copy()
-    _replace_everywhere(
-        replacements.scaled_dot_product_attention, engines.scaled_dot_product_attention
-    )
-    _replace_everywhere(replacements.checkpoint, replacements.original_checkpoint)
+    originals = {id(entry.stand_in): entry.original for entry in installed}
+    originals[id(checkpointing.checkpoint)] = checkpointing.original_checkpoint
+    _replace_everywhere(originals)
     _restore[:] = failed
 
 
@@ -109,72 +139,82 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
     _restore.append(lambda: setattr(owner, name, original))
 
 
-def _replace_everywhere(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replaces a function in all modules: `from ... import` made further references to it."""
-    own = (replacements.__name__, engines.__name__, f"{engines.__name__}.whole")
-    for module in [m for name, m in sys.modules.items() if name not in own]:
+def _replace_everywhere(replacements: dict[int, Any]) -> None:
+    """Replaces functions in all modules: `from ... import` made further references to them.
+
+    Args:
+        replacements: The id of a function -> what takes its place.
+    """
+    for module in _modules_of_others():
         for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is original:
-                _replace(module, name, replacement)
+            if id(value) in replacements:
+                _replace(module, name, replacements[id(value)])
+
+
+def _modules_of_others() -> Iterator[Any]:
+    for name, module in list(sys.modules.items()):
+        if name != "guardbit" and not name.startswith("guardbit."):
+            yield module
 
 
 def redirect_references(module: nn.Module) -> None:
-    """Replaces PyTorch's attention where a module or its class keeps it.
+    """Replaces attention functions where a module or its class keeps them.
 
     As an attribute, in a dict that is one, or as a default argument or in the closure of a method.
     """
+    stand_ins = {id(entry.original): entry.stand_in for entry in _installed}
     for owner in (module, *type(module).__mro__):
         if owner in (nn.Module, object):
             continue
         for name, value in list(vars(owner).items()):
             if isinstance(value, dict):
-                _redirect_items(value)
+                _redirect_items(value, stand_ins)
             elif isinstance(value, types.FunctionType):
-                _redirect_inside(value)
-            redirected = _redirected(value)
-            if redirected is replacements.scaled_dot_product_attention and owner is not module:
-                redirected = staticmethod(redirected)  # PyTorch's is built in: it takes no `self`
+                _redirect_inside(value, stand_ins)
+            redirected = _redirected(value, stand_ins)
+            if isinstance(value, types.BuiltinFunctionType) and owner is not module and redirected:
+                redirected = staticmethod(redirected)  # what is built in takes no `self`
             if redirected is not None:
                 setattr(owner, name, redirected)
                 _restore.append(functools.partial(setattr, owner, name, value))
 
 
-def _redirect_items(table: dict[Any, Any]) -> None:
+def _redirect_items(table: Any, stand_ins: dict[int, Any]) -> None:
     for key, value in list(table.items()):
-        redirected = _redirected(value)
+        redirected = _redirected(value, stand_ins)
         if redirected is not None:
             table[key] = redirected
             _restore.append(functools.partial(table.__setitem__, key, value))
 
 
-def _redirect_inside(function: types.FunctionType) -> None:
-    """Replaces PyTorch's attention among default arguments, and in what a function closes over."""
+def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) -> None:
+    """Replaces attention among default arguments, and in what a function closes over."""
     defaults = function.__defaults__ or ()
-    redirected = tuple(_redirected(value) or value for value in defaults)
-    if redirected != defaults:
+    redirected = tuple(_redirected(value, stand_ins) or value for value in defaults)
+    if any(new is not old for new, old in zip(redirected, defaults, strict=True)):
         function.__defaults__ = redirected
         _restore.append(functools.partial(setattr, function, "__defaults__", defaults))
-    _redirect_items(function.__kwdefaults__ or {})
+    _redirect_items(function.__kwdefaults__ or {}, stand_ins)
     for cell in function.__closure__ or ():
         try:
             value = cell.cell_contents
         except ValueError:  # not filled yet
             continue
-        redirected = _redirected(value)
+        redirected = _redirected(value, stand_ins)
         if redirected is not None:
             cell.cell_contents = redirected
             _restore.append(functools.partial(setattr, cell, "cell_contents", value))
 
 
-def _redirected(value: Any) -> Any:
-    """Returns the attribute with our function in place of PyTorch's, or None where it has none."""
-    if value is engines.scaled_dot_product_attention:
-        return replacements.scaled_dot_product_attention
+def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:
+    """Returns the attribute with a stand-in in place of its original; None where it has none."""
+    if id(value) in stand_ins:
+        return stand_ins[id(value)]
     if isinstance(value, staticmethod):
-        function = _redirected(value.__func__)
+        function = _redirected(value.__func__, stand_ins)
         return None if function is None else staticmethod(function)
     if isinstance(value, functools.partial):
-        function = _redirected(value.func)
+        function = _redirected(value.func, stand_ins)
         return function and functools.partial(function, *value.args, **value.keywords)
     return None
 

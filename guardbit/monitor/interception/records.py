@@ -28,6 +28,7 @@ class SiteRecord:
         with_gradients: Whether this was learned in training; what evaluation does, with padded
             batches say, counts only as long as nothing else is known.
         sharded: Why the site's heads are not all on this rank, or None.
+        entry: Name of the function that was called last.
     """
 
     number: int
@@ -35,6 +36,7 @@ class SiteRecord:
     calls: StepCalls
     with_gradients: bool = False
     sharded: str | None = None
+    entry: str = ""
 
 
 class TracedRefusal(NamedTuple):
@@ -55,15 +57,20 @@ _records: dict[int, SiteRecord] = {}
 # alike is ever traced.
 _traced_inputs: dict[int | type, ModuleInputs] = {}
 _traced_refusals: dict[int | type, TracedRefusal] = {}
+_traced_entries: dict[int | type, str] = {}
 
 
-def note_call(number: int, heads: Heads, refusal: str | None) -> str | None:
+def note_call(
+    number: int, heads: Heads, refusal: str | None, entry: str, watched: bool = False
+) -> str | None:
     """Remembers what kind of calls the running module makes.
 
     Args:
         number: Number of the site.
         heads: Heads of the call.
         refusal: Why the call keeps PyTorch's function, or None.
+        entry: Name of the function that is called.
+        watched: Whether the call is watched, though it keeps PyTorch's function.
 
     Returns:
         The refusal, which the site may have where the call has none.
@@ -80,7 +87,9 @@ def note_call(number: int, heads: Heads, refusal: str | None) -> str | None:
         _records[number] = record
     refusal = refusal or record.sharded
     if with_gradients == record.with_gradients:
-        record.calls.note(site_state(number).clock.now, heads, refusal)
+        record.entry = entry
+        watched = watched and record.sharded is None
+        record.calls.note(site_state(number).clock.now, heads, refusal, watched)
     return refusal
 
 
@@ -88,6 +97,12 @@ def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
     """Remembers the inputs of a module that a compiler traced, or that ran around such a one."""
     _traced_inputs[site_number(module)] = inputs
     _traced_inputs[type(module)] = inputs
+
+
+def keep_traced_entry(number: int, entry: str) -> None:
+    """Remembers which function a call that a compiler traced was a call of."""
+    if number in site_modules:
+        _traced_entries[number] = _traced_entries[type(site_modules[number])] = entry
 
 
 def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
@@ -102,7 +117,7 @@ def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
 
 def forget(number: int) -> None:
     """Forgets what was learned about one site; what its type taught stays."""
-    for noted in (_records, _traced_inputs, _traced_refusals):
+    for noted in (_records, _traced_inputs, _traced_refusals, _traced_entries):
         noted.pop(number, None)
 
 
@@ -126,7 +141,9 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         # Compiled calls came later.
         heads = (num_heads, *record.calls.heads[1:])
         can = record.sharded is None
-        calls = StepCalls(state.ran_at, heads, can, record.sharded, was_switchable=can)
+        calls = StepCalls(
+            state.ran_at, heads, can, record.sharded, was_switchable=can, is_watched=can
+        )
         return replace(record, calls=calls)
     if num_heads and number in _traced_inputs:
         # The module was traced itself: what was noted of another one of its type is not about it.
@@ -141,17 +158,21 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     modules = [(module, described) for module, described in inputs if described is not None]
     if refusal is None:
         heads = (num_heads, 0, 0)
-        calls = StepCalls(state.ran_at, heads, is_switchable=True, was_switchable=True)
+        calls = StepCalls(
+            state.ran_at, heads, is_switchable=True, was_switchable=True, is_watched=True
+        )
     else:
         heads = (num_heads, *refusal.heads[1:]) if num_heads else refusal.heads
         last = max(state.ran_at, state.clock.done)
         was_switchable = state.ran_at >= 0 and not refusal.is_sharded
         is_switchable = was_switchable and state.ran_at == last
         calls = StepCalls(
-            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable
-        )
+            last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable,
+            is_watched=is_switchable,
+        )  # fmt: skip
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
-    return SiteRecord(number, modules, calls, sharded=sharded)
+    entry = _traced(_traced_entries, number, module) or ""
+    return SiteRecord(number, modules, calls, sharded=sharded, entry=entry)
 
 
 def ran(number: int, module: nn.Module) -> bool:

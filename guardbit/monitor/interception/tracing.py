@@ -24,6 +24,7 @@ from guardbit.monitor.interception.inputs import (
 )
 from guardbit.monitor.interception.records import (
     TracedRefusal,
+    keep_traced_entry,
     keep_traced_inputs,
     keep_traced_refusal,
 )
@@ -44,8 +45,8 @@ def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     comptime(_read_inputs)
 
 
-def note_traced_call(site: Tensor, heads: Heads, refusal: str | None) -> None:
-    """Notes whether a call that is traced keeps PyTorch's function, and why."""
+def note_traced_call(site: Tensor, heads: Heads, refusal: str | None, entry: str) -> None:
+    """Notes what a call that is traced is a call of, whether it stays with that, and why."""
     comptime(_read_call)
 
 
@@ -74,6 +75,7 @@ def _read_call(context: Any) -> None:
         ) in frame_stack:  # modules around the traced code, entered before the compiler came
             keep_traced_inputs(frame.module, describe_inputs(frame.args, frame.kwargs))
         why = context.get_local("refusal").as_python_constant()
+        entry = context.get_local("entry").as_python_constant()
         site, sizes = (
             context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
             for name in ("site", "heads")
@@ -85,6 +87,7 @@ def _read_call(context: Any) -> None:
     except Exception:
         # Then the site is missing from those that are listed.
         return
+    keep_traced_entry(number, entry)
     refused = why or sharded
     if refused is not None:
         is_sharded = refused is sharded

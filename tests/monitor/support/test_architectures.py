@@ -30,6 +30,11 @@ MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
 WIDTHS = "its keys and values differ in shape"
+#: Of attention that is watched, and has nothing to switch.
+WRITTEN_OUT = (
+    "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
+    " nothing to correct"
+)
 
 
 class Architecture(NamedTuple):
@@ -380,7 +385,7 @@ ZOO: dict[str, Architecture] = {
         at(CONSECUTIVE, "in_proj_weight"),
         at(BLOCKS, "in_proj_weight"),
         lambda: vectors("x"),
-        "it returns attention weights (need_weights=True), which no fused kernel computes",
+        f"it returns attention weights (need_weights=True), so {WRITTEN_OUT}",
     ),
     "nanoGPT": Architecture(
         written_out(NanoGPT),

@@ -1,0 +1,21 @@
+"""One file for each function that people call for attention.
+
+To add one: its file, with `bind` and the function that stands in for it; its place in
+`ENTRY_POINTS`; its test in `tests/monitor/entry_points`; its row in `docs/support.md`.
+"""
+
+from __future__ import annotations
+
+from guardbit.monitor.interception.entry_points.base import (
+    Bound,
+    EntryPoint,
+    Refusal,
+    note_flash_call,
+)
+from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
+from guardbit.monitor.interception.entry_points.sdpa import SDPA
+
+#: Every function that GuardBit stands in for. Where one calls another, each takes its own calls.
+ENTRY_POINTS: tuple[EntryPoint, ...] = (SDPA, MULTI_HEAD)
+
+__all__ = ["ENTRY_POINTS", "Bound", "EntryPoint", "Refusal", "note_flash_call"]

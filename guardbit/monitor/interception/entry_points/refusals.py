@@ -1,0 +1,109 @@
+"""Why a call must stay with the original: the reasons that all entry points share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, is_autocast
+from guardbit.kernels.op import has_tangent
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.calls import CAPTURED
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why a call with such tensors must stay with the original, or None.
+
+    Args:
+        q: Queries, `(B, H, N, D)` if the call is an ordinary one.
+        k: Keys `(B, H_kv, M, D)`.
+        v: Values.
+    """
+    if isinstance(q, DTensor) or isinstance(k, DTensor):
+        return "its heads are sharded by tensor parallelism"
+    if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return "its inputs are not of shape (batch, heads, tokens, head size)"
+    if (why := why_head(q, q.size(3))) is not None:
+        return why
+    if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
+        return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
+    if k.shape != v.shape:
+        return "its keys and values differ in shape"
+    if q.size(0) != k.size(0) or q.size(3) != k.size(3):
+        return "its queries and keys differ in batch or head size"
+    return None
+
+
+def why_head(q: Tensor, head_dim: int) -> str | None:
+    """Why a call whose queries, of any shape, have heads of a size stays with the original."""
+    if isinstance(q, DTensor):
+        return "its heads are sharded by tensor parallelism"
+    if q.is_nested:
+        return "its inputs are nested"
+    if q.dtype not in _DTYPES:
+        return f"it computes in {q.dtype}"
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        return f"its head size {head_dim} is outside {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+    return None
+
+
+def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
+    """Why the heads of a call must stay with the original, or None.
+
+    Args:
+        q: Queries `(B, H, N, D)`.
+        k: Keys `(B, H_kv, M, D)`.
+        are_allowed: Whether several query heads may share one key head.
+    """
+    if q.size(1) != k.size(1) and not (are_allowed and q.size(1) % k.size(1) == 0):
+        return "it broadcasts keys over heads"
+    return None
+
+
+def why_mask(mask: Tensor | None) -> str | None:
+    """Why a call with such a mask must stay with the original, or None."""
+    if mask is None:
+        return None
+    if isinstance(mask, DTensor) or mask.is_nested or mask.layout is not torch.strided:
+        return "its mask is no ordinary tensor"
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        return f"its mask is {mask.dtype}"
+    return None
+
+
+def why_dropout(dropout_p: float) -> str | None:
+    """Why a call with such a dropout must stay with the original, or None."""
+    if dropout_p != 0.0 and not 0.0 < dropout_p < 1.0:
+        return f"it is called with dropout {dropout_p}"
+    return None
+
+
+def why_now(q: Tensor, *others: Tensor) -> str | None:
+    """Why eager calls must stay with the original for now, whatever they ask for, or None."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._are_functorch_transforms_active():
+        return "it runs under a torch.func transform"
+    if has_tangent(q, *others):
+        return "it is differentiated in forward mode"
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return CAPTURED
+    return None
+
+
+def why_spec(spec: AttentionSpec, q: Tensor, k: Tensor) -> str | None:
+    """Why our kernels cannot serve what a call asks for, or None."""
+    if spec.documents is not None:
+        return "it packs several sequences into one"
+    if spec.window != (-1, -1):
+        return f"it sees a window of {spec.window[0]} keys before and {spec.window[1]} after"
+    if spec.softcap:
+        return f"it caps its scores at {spec.softcap}"
+    if spec.sinks is not None:
+        return "its softmax has sinks"
+    if spec.causal is True and q.size(2) != k.size(2):
+        return "its causal mask is aligned with the last key"
+    return None

@@ -1,0 +1,77 @@
+"""`F.scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from guardbit.kernels.engines import scaled_dot_product_attention as original
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
+from guardbit.monitor.interception.entry_points.refusals import (
+    why_dropout,
+    why_groups,
+    why_mask,
+    why_now,
+    why_tensors,
+)
+
+
+def bind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Bound | Refusal:
+    """Binds a call, see `base.EntryPoint`."""
+    why = (
+        _why_two_masks(attn_mask, is_causal)
+        or why_mask(attn_mask)
+        or why_dropout(dropout_p)
+        or why_tensors(query, key, value)
+        or why_groups(query, key, are_allowed=enable_gqa)
+        or why_now(query, key, value)
+    )
+    if why is not None:
+        return Refusal(why, query, key)
+    if scale is None:
+        scale = 1.0 / math.sqrt(query.size(-1))
+    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
+    return Bound(query, key, value, spec)
+
+
+def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:
+    if mask is not None and is_causal:
+        return "it is called with a mask and is_causal=True, of which PyTorch takes one"
+    return None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Stands in for `F.scaled_dot_product_attention`; see there."""
+    return call(
+        SDPA, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+SDPA = EntryPoint(
+    "F.scaled_dot_product_attention",
+    home="torch.nn.functional",
+    attribute="scaled_dot_product_attention",
+    stand_in=scaled_dot_product_attention,
+    bind=bind,
+    original=original,
+)

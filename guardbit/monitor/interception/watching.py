@@ -1,0 +1,165 @@
+"""Attention that is watched and not switched: the original runs, and the observer hears of it.
+
+The call gets queries and returns an output that are the same to the bit, and tell their gradients.
+Only where an observer may listen: at other steps the original runs with nothing around it. For
+eager calls only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.attention import autocast_tensors
+from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import AttentionCall, site_state
+from guardbit.monitor.interception.doors import guarded
+
+#: Why attention that is written out is not switched.
+WRITTEN_OUT = (
+    "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
+    " nothing to correct"
+)
+
+
+class Watch:
+    """One call that is watched.
+
+    It is handed `query(q)` in the place of its queries, and `output(out, ...)` is handed on in the
+    place of its output. The observer hears of the call once dQ is there.
+
+    Args:
+        number: Number of the site.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._waits_for_dq = False
+        self._is_dq_of_attention = True
+        # From here on in the backward: q, k, v and, where it is known, P; then dO; then delta.
+        self._saved: tuple[Tensor, ...] = ()
+        self._d_out: Tensor | None = None
+        self._delta: Tensor | None = None
+        self._spec = AttentionSpec(1.0)
+
+    def query(self, q: Tensor) -> Tensor:
+        """Returns the queries `(B, H, N, D)`; the gradient is heard of."""
+        if not (torch.is_grad_enabled() and q.requires_grad):
+            return q
+        self._waits_for_dq = True
+        q = q.view_as(q)
+        q.register_hook(self._take_dq)
+        return q
+
+    def probabilities(self, p: Tensor) -> Tensor:
+        """Returns P `(B, H, N, M)`, to be multiplied with the values: delta comes from it."""
+        if not (torch.is_grad_enabled() and p.requires_grad):
+            return p
+        p = p.view_as(p)
+        p.register_hook(self._take_dp)
+        return p
+
+    def weights(self, weights: Tensor | None) -> None:
+        """Takes what is returned of P: of a loss that uses it comes a part of dQ, not from dO."""
+        if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
+            weights.register_hook(self._take_d_weights)
+
+    def output(
+        self,
+        out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        p: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the output; its gradient is heard of.
+
+        Args:
+            out: Output `(B, H, N, D)`.
+            q: Queries `(B, H, N, D)`.
+            k: Keys `(B, H_kv, M, D)`.
+            v: Values, shape of k.
+            spec: What the call asks for besides.
+            p: P `(B, H, N, M)`, which was handed to `probabilities`; None if it was not.
+        """
+        if not (torch.is_grad_enabled() and out.requires_grad):
+            return out
+        self._spec = spec
+        q, k, v = autocast_tensors(q, k, v)
+        return _Output.apply(out, self, q, k, v, *([] if p is None else [p]))
+
+    @guarded
+    def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
+        """Is told the gradient of the output, in the backward."""
+        self._d_out, self._saved = d_out, saved
+        if not self._waits_for_dq:
+            self._tell(None)
+
+    @guarded
+    def _take_dp(self, dp: Tensor) -> None:
+        if len(self._saved) == 4:
+            self._delta = (self._saved[3].detach().float() * dp.float()).sum(-1)
+
+    @guarded
+    def _take_d_weights(self, _: Tensor) -> None:
+        self._is_dq_of_attention = False
+
+    @guarded
+    def _take_dq(self, dq: Tensor) -> None:
+        self._tell(dq if self._is_dq_of_attention else None)
+
+    def _tell(self, dq: Tensor | None) -> None:
+        saved, d_out, delta = self._saved, self._d_out, self._delta
+        self._saved, self._d_out, self._delta = (), None, None
+        observer = site_state(self._number).observer
+        if observer is None or d_out is None:
+            return
+        q, k, v = (x.detach() for x in saved[:3])
+        heads, dropout_p = q.size(1), self._spec.dropout_p
+        dropped = None
+        if dropout_p > 0:  # by PyTorch, which does not tell what
+            dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
+        observer(
+            AttentionCall(
+                site=self._number,
+                q=q,
+                k=k,
+                v=v,
+                out=None if delta is None else _carrier(d_out.detach(), delta),
+                residual=None,
+                d_out=d_out.detach().to(q.dtype),
+                dq=None if dq is None else dq.detach(),
+                dk=None,
+                dv=None,
+                spec=self._spec,
+                stabilizers=("none",) * heads,
+                dropout=dropped,
+            )
+        )
+
+
+def _carrier(d_out: Tensor, delta: Tensor) -> Tensor:
+    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta."""
+    d_out = d_out.float()
+    squares = d_out.square().sum(-1)
+    return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, watch: Watch, *inputs: Tensor) -> Tensor:
+        # Saved, so that activation checkpointing does not keep them, and offloading may.
+        ctx.save_for_backward(*inputs)
+        ctx.watch = watch
+        # Not a view: one that autograd does not know must not be changed in place, as a model may.
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Any) -> Any:
+        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        ctx.watch.take_d_out(d_outs[0], saved)
+        return d_outs[0], None, *(None for _ in saved)

@@ -1,0 +1,125 @@
+"""A function of a library that nobody has imported yet, and what every entry point can count on."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import guardbit
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception import installation
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS, Bound, EntryPoint
+from guardbit.monitor.interception.entry_points.base import as_given, call, heads_first
+
+LIBRARY = """
+import torch.nn.functional as F
+
+def attend(q, k, v, causal=False):
+    '''(B, N, H, D), as FlashAttention has it; returns what it was asked for besides.'''
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with_pytorch = F.__dict__["_stock"]
+    return with_pytorch(q, k, v, is_causal=causal).transpose(1, 2), causal
+"""
+
+
+def bind(q, k, v, causal=False):
+    q, k, v = (heads_first(x, "BNHD") for x in (q, k, v))
+    spec = AttentionSpec(q.size(-1) ** -0.5, "top-left" if causal else False)
+    return Bound(q, k, v, spec, "BNHD")
+
+
+def attend(q, k, v, causal=False):
+    return call(ENTRY, q, k, v, causal=causal)
+
+
+ENTRY = EntryPoint(
+    "library.attend", "library", "attend", attend, bind,
+    returns=lambda out, lse, q, k, v, causal=False: (out, causal),
+)  # fmt: skip
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """Imports the library, and a module that has its function by name, when it is called."""
+    monkeypatch.setattr(F, "_stock", F.__dict__["scaled_dot_product_attention"], raising=False)
+    monkeypatch.setattr(installation, "ENTRY_POINTS", (*ENTRY_POINTS, ENTRY))
+    monkeypatch.setattr(ENTRY, "original", None)
+    registry = {}
+    monkeypatch.setattr(ENTRY, "registries", lambda: [registry])
+
+    def load():
+        for name, code in (("library", LIBRARY), ("borrower", "from library import attend")):
+            module = types.ModuleType(name)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(code, vars(module))
+        registry["library"] = sys.modules["library"].attend
+        return registry
+
+    return load
+
+
+class Attention(nn.Module):
+    """Calls the library, once it is there, as its users do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.qkv, self.how = nn.Linear(32, 96), how
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).unbind(2)
+        if "borrower" not in sys.modules:
+            return x
+        attend = {
+            "by name": sys.modules["borrower"].attend,
+            "from the library": sys.modules["library"].attend,
+            "from a registry": ENTRY.registries()[0]["library"],
+        }[self.how]
+        out, causal = attend(q, k, v, causal=True)
+        assert causal is True
+        return x + out.flatten(2)
+
+
+@pytest.mark.parametrize("how", ["by name", "from the library", "from a registry"])
+def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, tiny):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Attention(how)).bfloat16(), torch.randn(2, 9, 32).bfloat16()
+    inst = guardbit.instrument(model)
+    try:
+        model(x)
+        registry = library()
+        held = registry, sys.modules["borrower"], sys.modules["library"]
+        original = sys.modules["library"].attend
+        before = tiny.step(model.eval(), x, run=model[0].forward)  # outside of any hook
+        assert tiny.equal(tiny.step(model.train(), x), before)
+        assert list(inst.sites) == ["0"]
+        assert inst.sites["0"].refusal is None
+        assert inst.sites["0"].entry == "library.attend"
+        inst.switch("0", "compensated")
+        switched = tiny.step(model, x)
+        assert inst.sites["0"].launches["backward", "compensated"] == 1
+        # Another rounding of O: at most an ulp of BF16 of outputs below 4.
+        torch.testing.assert_close(switched["loss"], before["loss"], rtol=2**-7, atol=0)
+    finally:
+        inst.remove()
+    assert held[0]["library"] is held[1].attend is held[2].attend is original
+    assert tiny.equal(tiny.step(model, x), before)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"), [("BHND", (2, 3, 5, 16)), ("BNHD", (2, 5, 3, 16)), ("NHD", (5, 3, 16))]
+)
+def test_layouts_are_views_there_and_back(layout, shape):
+    x = torch.randn(shape)
+    seen = heads_first(x, layout)
+    assert seen.shape == (2 if len(shape) == 4 else 1, 3, 5, 16)
+    assert seen.data_ptr() == x.data_ptr()
+    assert torch.equal(as_given(seen, layout), x)
+
+
+def test_the_names_of_entry_points_are_where_they_say():
+    for entry in ENTRY_POINTS:
+        assert entry.name.endswith(f".{entry.attribute}")
+        assert entry.original is getattr(sys.modules[entry.home], entry.attribute)

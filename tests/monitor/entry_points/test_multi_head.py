@@ -1,0 +1,174 @@
+"""`nn.MultiheadAttention` that returns its weights: watched to the last number, and never changed."""
+
+import math
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import guardbit
+from guardbit import MonitorSession, read_run
+
+HEADS, WIDTH = 4, 64
+
+
+class ReturnsWeights(nn.Module):
+    def __init__(self, mask=None, checkpointed=False, uses_weights=0.0, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **options)
+        self.mask, self.checkpointed, self.uses_weights = mask, checkpointed, uses_weights
+        nn.init.normal_(self.attention.in_proj_weight, std=0.3)
+
+    def forward(self, x, padding=None):
+        def attend(x):
+            out, weights = self.attention(x, x, x, attn_mask=self.mask, key_padding_mask=padding)
+            return out.mul_(2.0), weights  # in place, as a model may
+
+        out, weights = (
+            checkpoint(attend, x, use_reentrant=False) if self.checkpointed else attend(x)
+        )
+        return out + self.uses_weights * weights @ x if self.uses_weights else out
+
+
+def heads(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+CAUSAL = torch.ones(9, 9, dtype=torch.bool).triu(1)  # True: may not see
+PADDING = torch.zeros(2, 9, dtype=torch.bool)
+PADDING[1, 6:] = True
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 9, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def observed(model, *args, tiny):
+    calls = []
+    before = tiny.step(model, *args)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, *args), before)
+        site = inst.sites["attention"]
+        told = {name: getattr(site, name) for name in ("refusal", "unwatched", "entry", "launches")}
+        return calls, types.SimpleNamespace(**told), before
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    ("mask", "padding"),
+    [(None, None), (CAUSAL, None), (None, PADDING), (CAUSAL, PADDING)],
+    ids=["all", "causal", "padded", "causal and padded"],
+)
+def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x, tiny):
+    model = ReturnsWeights(mask, checkpointed).double().float()
+    calls, site, before = observed(model, x, padding, tiny=tiny)
+    (call,) = calls
+    assert "need_weights=True" in site.refusal and "nothing to correct" in site.refusal
+    assert site.unwatched is None
+    assert site.entry == "F.multi_head_attention_forward"
+    assert site.launches == {}
+
+    # By hand, in FP64.
+    weight = model.attention.in_proj_weight.detach().double().requires_grad_()
+    projected = x.double() @ weight.T
+    q, k, v = (heads(y) for y in projected.chunk(3, -1))
+    q = q / math.sqrt(WIDTH // HEADS)
+    q.retain_grad()
+    hidden = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
+    hidden = hidden if mask is None else hidden | mask
+    hidden = hidden if padding is None else hidden | padding[:, None, None]
+    p = (q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf).softmax(-1)
+    p.retain_grad()
+    out = p @ v
+    out.retain_grad()
+    attended = 2.0 * out.transpose(1, 2).flatten(2) @ model.attention.out_proj.weight.double().T
+    loss = attended.square().mean()
+    loss.backward()
+    assert loss.item() == pytest.approx(before["loss"].item(), rel=1e-6)
+
+    def close(seen, expected):
+        # FP32 against FP64, of sums of at most 64 terms.
+        torch.testing.assert_close(seen.double(), expected, rtol=1e-5, atol=1e-5 * expected.std())
+
+    close(call.q, q.detach())
+    close(call.k, k.detach())
+    close(call.v, v.detach())
+    close(call.d_out, out.grad)
+    close(call.dq, q.grad)
+    # What PyTorch's softmax takes off dP.
+    delta = (p * p.grad).sum(-1).detach()
+    close((call.d_out * call.out).sum(-1), delta)
+    assert call.spec.scale == 1.0
+    if mask is None and padding is None:
+        assert call.spec.mask is None
+    else:
+        assert torch.equal((call.spec.mask == -torch.inf).expand(2, HEADS, 9, 9),
+                           hidden.expand(2, HEADS, 9, 9))  # fmt: skip
+
+
+def test_of_weights_that_the_loss_uses_no_gradient_is_compared(x, tiny):
+    """A part of dQ then comes from them, which no recomputation from dO knows."""
+    (call,), _, _ = observed(ReturnsWeights(uses_weights=0.1), x, tiny=tiny)
+    assert call.dq is None
+    # Delta is that of the output alone; as above.
+    delta = (call.d_out.double() * exact_output(call)).sum(-1)
+    torch.testing.assert_close(
+        (call.d_out * call.out).sum(-1).double(), delta, rtol=1e-4, atol=1e-7
+    )
+
+
+def exact_output(call):
+    p = (call.q.double() @ call.k.double().transpose(-1, -2)).softmax(-1)
+    return p @ call.v.double()
+
+
+def test_dropout_is_told_and_leaves_the_random_numbers_alone(x, tiny):
+    (call,), site, _ = observed(ReturnsWeights(dropout=0.3), x, tiny=tiny)
+    assert call.known_heads == ()
+    assert site.unwatched is None
+
+
+def test_all_indicators_are_measured(x, tmp_path):
+    model = ReturnsWeights().bfloat16()
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
+    for step in range(3):
+        with session.step(step) as record:
+            loss = model(x.bfloat16()).float().square().mean()
+            loss.backward()
+            record.loss(loss)
+            record.grad_norm(1.0)
+    session.close()
+    run = read_run(tmp_path)
+    measured = run[(run.step == 2) & run.value.notna()]
+    assert set(measured.indicator) == set(guardbit.INDICATORS)
+    bias = measured[measured.indicator == "delta_bias"].value.abs().max()
+    size = measured[measured.indicator == "delta_bias_abs"].value.max()
+    assert 0 < bias <= size
+
+
+def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
+    from guardbit.monitor.interception.entry_points import multi_head
+
+    model = ReturnsWeights()
+    session = MonitorSession(model, every_n_train_steps=10, strict=True)
+    with session.step(0):
+        model(x).square().mean().backward()
+    monkeypatch.setattr(multi_head, "_copy", None)  # not to be called
+    with session.step(1):
+        model(x).square().mean().backward()
+    session.close()
+    assert session.instrumentation.sites == {}
+
+
+def test_what_cannot_be_watched_is_said(x, tiny):
+    calls, site, _ = observed(ReturnsWeights().double(), x.double(), tiny=tiny)
+    assert calls == []
+    assert site.unwatched.endswith("nor is it watched: it computes in torch.float64")
