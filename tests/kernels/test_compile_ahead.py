@@ -57,7 +57,7 @@ POINTERS = {
     },
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask"), "fp32"),
-        **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
+        **dict.fromkeys(("rows", "maxima", "maxima_bf16"), "i64"),
     },
     "audit": {**dict.fromkeys(("dq", "mask"), "fp32"), "numbers": "i32"},
     "delta": {**dict.fromkeys(("lse", "delta", "mask"), "fp32"), "numbers": "i32"},
