@@ -24,7 +24,6 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
-from guardbit.records import Alarm
 from guardbit.store import LOGGED_KEYS, RUN_FOLDER
 
 log = logging.getLogger("guardbit")
@@ -123,6 +122,7 @@ class AttentionMonitor(pl.Callback):
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
         self._num_logged = 0
+        self._logged_step: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
@@ -136,7 +136,7 @@ class AttentionMonitor(pl.Callback):
             )
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
-        self._logged, self._num_logged = LoggedRun(), 0
+        self._logged, self._num_logged, self._logged_step = LoggedRun(), 0, None
         dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
         self.session = watched(
             self.strict,
@@ -212,10 +212,19 @@ class AttentionMonitor(pl.Callback):
             session.loss(loss, factor)
         if trainer.global_step == self._step:
             return
-        was_sampled = session.is_sampled
-        alarms = session.end_step()
-        if was_sampled:
-            session.attempt("logging", lambda: self._log(session, alarms, trainer, pl_module))
+        session.end_step()
+        if self._has_news(session):
+            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
+
+    @guarded
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Logs the last sampled step, where its numbers were still to come from a GPU."""
+        session = self.session
+        if session is None:
+            return
+        session.catch_up()
+        if self._has_news(session):
+            session.attempt("logging", lambda: self._log(session, trainer, None))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
@@ -263,13 +272,17 @@ class AttentionMonitor(pl.Callback):
         self._grad_norms[id(optimizer)] = norm
         session.grad_norm(get_total_norm(list(self._grad_norms.values())))
 
+    def _has_news(self, session: MonitorSession) -> bool:
+        """Whether the session has judged a step that was not logged; asked once a step."""
+        before, self._logged_step = self._logged_step, session.sampled_step
+        return self._logged_step != before
+
     def _log(
-        self,
-        session: MonitorSession,
-        alarms: Sequence[Alarm],
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
+        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
     ) -> None:
+        """Tells the loggers of a judged step, and the progress bar, which the end has no more."""
+        step = session.sampled_step
+        assert step is not None
         scalars, num_alarmed = session.scalars, session.num_alarmed_heads
         scalars = {**scalars, **self._logged.take(session.samples)}
         stabilizers = session.instrumentation.stabilizers()
@@ -280,13 +293,15 @@ class AttentionMonitor(pl.Callback):
         if worst is not None:
             metrics.update(zip(WORST_KEYS, worst, strict=True))
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=self._step)
-        for alarm in self._logged.news(alarms) if trainer.is_global_zero else ():
+            logger.log_metrics(metrics, step=step)
+        for alarm in self._logged.news(session.alarms) if trainer.is_global_zero else ():
             heads = ", ".join(map(str, alarm.heads))
             text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
             for logger in trainer.loggers:
-                send_text(logger, ALARMS_KEY, text, self._step)
+                send_text(logger, ALARMS_KEY, text, step)
         self._log_map(session, stabilizers, trainer)
+        if pl_module is None:
+            return
         shown = {"alarmed_heads": float(num_alarmed)}
         if "max_logit" in scalars:
             shown["max_logit"] = scalars["max_logit"]
@@ -310,7 +325,7 @@ class AttentionMonitor(pl.Callback):
         picture = self._logged.picture(session.alarmed_heads, stabilizers)
         if picture is not None:
             for logger in trainer.loggers:
-                send_picture(logger, MAP_KEY, picture, self._step)
+                send_picture(logger, MAP_KEY, picture, session.sampled_step)
 
 
 def _entries(gradient: Tensor) -> Tensor:

@@ -37,9 +37,6 @@ from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
 
-# Numbers that are added up side by side.
-_BLOCK = tl.constexpr(64)
-
 
 @triton.jit
 def _query_gradient(
@@ -105,7 +102,6 @@ def query_gradients_kernel(
     codes_pointer,
     dq_pointer,
     statistics_pointer,
-    bias_pointer,
     numbers_pointer,
     word_pointer,
     q_strides,
@@ -131,7 +127,7 @@ def query_gradients_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One program: delta, a head's share of its bias, and dQ of ROWS queries of one head.
+    """One program: delta and dQ of ROWS queries of one head.
 
     Leaves -L and delta of each row side by side. Heavy causal tiles come first.
     """
@@ -156,15 +152,12 @@ def query_gradients_kernel(
     out = load_tile(out_base, first, out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
     delta = tl.sum(widen(d_out) * widen(out), 1)
     # A variant of its own for launches without such heads would sum delta in another order.
-    correction = tl.zeros((ROWS,), tl.float32)
     if tl.load(codes_pointer + head) == _COMPENSATED:
         residual_base = head_of(residual_pointer, residual_strides, batch, head)
         counts = load_tile(
             residual_base, first, residual_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True
         )
-        correction = tl.sum(widen(d_out) * decode_residual(out, counts), 1)
-    delta += correction
-    tl.store(bias_pointer + program, -tl.sum(correction, 0))
+        delta += tl.sum(widen(d_out) * decode_residual(out, counts), 1)
     inside = positions < rows
     row_place = place.to(tl.int64) * rows + positions
     log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
@@ -266,49 +259,17 @@ def _key_gradients(
     return dk, dv
 
 
-@triton.jit
-def _add_bias(
-    bias_pointer,
-    codes_pointer,
-    delta_bias_pointer,
-    head,
-    heads,
-    batches,
-    row_tiles,
-):
-    """Stores a head's bias of delta, the sum of what the tiles of queries left; NaN if it has none.
-
-    In one order whatever else runs.
-    """
-    total = float("nan")
-    if tl.load(codes_pointer + head) == _COMPENSATED:
-        sums = tl.zeros((_BLOCK,), tl.float32)
-        for start in tl.range(0, batches * row_tiles, _BLOCK):
-            places = start + tl.arange(0, _BLOCK)
-            batch = places // row_tiles
-            pointers = bias_pointer + (batch * heads + head) * row_tiles + places % row_tiles
-            sums += tl.load(pointers, mask=batch < batches, other=0.0)
-        total = tl.sum(sums, 0)
-    tl.store(delta_bias_pointer + head, total)
-
-
 @triton.jit(
-    do_not_specialize=[
-        "kv_heads", "group", "rows", "keys", "shift", "all_heads", "threshold", "batches",
-        "row_tiles",
-    ]
-)  # fmt: skip
+    do_not_specialize=["kv_heads", "group", "rows", "keys", "shift", "all_heads", "threshold"]
+)
 def key_gradients_kernel(
     q_pointer,
     k_pointer,
     v_pointer,
     d_out_pointer,
     statistics_pointer,
-    bias_pointer,
-    codes_pointer,
     dk_pointer,
     dv_pointer,
-    delta_bias_pointer,
     numbers_pointer,
     word_pointer,
     q_strides,
@@ -317,8 +278,6 @@ def key_gradients_kernel(
     d_out_strides,
     dk_strides,
     dv_strides,
-    batches,
-    row_tiles,
     kv_heads,
     group,
     rows,
@@ -337,8 +296,6 @@ def key_gradients_kernel(
     KEYS: tl.constexpr,
 ):
     """One program: dK and dV of KEYS keys of one key head, over all query heads of its group.
-
-    Those with the first batch's last keys, the lightest, also add up the bias of delta.
 
     The first keys, which causal masking makes the heaviest, come first. BOUNDED says that ROWS does
     not divide the number of rows.
@@ -399,13 +356,6 @@ def key_gradients_kernel(
         dv *= factor
     rounded = round_nearest(dv, dtype)
     store_tile(dv_base, first, dv_strides[2], keys, rounded, KEYS, HEAD_DIM, WIDTH)
-    if (batch == 0) & (first + KEYS >= keys):
-        for member in tl.range(0, group, 1, num_stages=1):
-            head = key_head * group + member
-            _add_bias(
-                bias_pointer, codes_pointer, delta_bias_pointer,
-                head, kv_heads * group, batches, row_tiles,
-            )  # fmt: skip
 
 
 def backward(
@@ -468,11 +418,8 @@ def backward(
     key_size = tiles.tile(capability, width, "key_gradients")
     if dropout is not None:
         size, key_size = size.for_dropout, key_size.for_dropout
-    row_tiles = triton.cdiv(rows, size.rows)
     lse = lse.contiguous()
     statistics = lse.new_empty((*lse.shape, 2))
-    bias = torch.empty((batch, heads, row_tiles), dtype=torch.float32, device=q.device)
-    delta_bias = torch.empty(heads, dtype=torch.float32, device=q.device)
     random, dropped = (codes, lse), (heads, 0, 1.0)
     if dropout is not None:
         random = (launch.device_numbers(dropout.heads, q.device), dropout.word)
@@ -487,7 +434,7 @@ def backward(
     }
     with launch.device_of(q):
         if q.numel():
-            query_gradients_kernel[(bias.numel(),)](
+            query_gradients_kernel[(triton.cdiv(rows, size.rows) * batch * heads,)](
                 q,
                 k,
                 v,
@@ -498,7 +445,6 @@ def backward(
                 codes,
                 dq,
                 statistics,
-                bias,
                 *random,
                 q.stride()[:3],
                 k.stride()[:3],
@@ -521,11 +467,8 @@ def backward(
                 v,
                 d_out,
                 statistics,
-                bias,
-                codes,
                 dk,
                 dv,
-                delta_bias,
                 *random,
                 q.stride()[:3],
                 k.stride()[:3],
@@ -533,8 +476,6 @@ def backward(
                 d_out.stride()[:3],
                 dk.stride()[:3],
                 dv.stride()[:3],
-                batch,
-                row_tiles,
                 kv_heads,
                 *shared,
                 **options,
@@ -543,6 +484,4 @@ def backward(
                 KEYS=key_size.keys,
                 **key_size.options,
             )
-    if not k.numel():
-        delta_bias.fill_(torch.nan).masked_fill_(codes == _COMPENSATED.value, 0.0)
-    return Gradients(dq, dk, dv, delta_bias)
+    return Gradients(dq, dk, dv)

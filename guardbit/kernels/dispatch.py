@@ -181,19 +181,16 @@ def carry_compensated_delta(
         heads: The heads whose rows carry their delta.
         into: Where their rows are written; None for a copy of `out`.
     """
-    if into is None:
-        carried = torch.empty_like(out)
-        if len(heads) < out.size(1):
-            carried.copy_(out)
-    else:
-        carried = into
-    if on_triton("auto", out):
+    triton = on_triton("auto", out)
+    carried = torch.empty_like(out) if into is None else into
+    # Triton's kernel writes all rows of its heads, torch only those that can carry their delta.
+    if into is None and not (triton and len(heads) == out.size(1)):
+        carried.copy_(out)
+    if triton:
         from guardbit.kernels import compensated
 
         compensated.carry_compensated_delta(d_out, out, residual, carried, heads=heads)
         return carried
-    if into is None:
-        carried.copy_(out)  # for rows that cannot carry theirs
     index = device_constant(tuple(heads), torch.int64, out.device)
     rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)

@@ -24,7 +24,6 @@ from guardbit.kernels.mask.geometry import causal_shift
 from guardbit.kernels.mask.tiles import allowed, visible_keys
 from guardbit.kernels.primitives import (
     LN_2,
-    UNIT_LOG2,
     count_above,
     encode_residual,
     head_of,
@@ -37,7 +36,7 @@ from guardbit.kernels.primitives import (
     round_stochastic,
     store_tile,
 )
-from guardbit.kernels.reference import Causal, Dropout, Forward, Telemetry
+from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
@@ -51,9 +50,6 @@ _NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constex
 
 # The narrowest right operand of a product on tensor cores, PTX's m16n8k16.
 _LEAST_WIDTH = tl.constexpr(8)
-
-# What a program reports of its rows, see `_report`.
-_NUM_REPORTED = tl.constexpr(6)
 
 
 @triton.jit
@@ -83,8 +79,6 @@ def _attend(
     row_sum,
     rounded_sum,
     tied,
-    unit,
-    weighted,
     q,
     k_base,
     v_base,
@@ -107,7 +101,6 @@ def _attend(
     COMPENSATED: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
-    TELEMETRY: tl.constexpr,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -118,10 +111,8 @@ def _attend(
 
     Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
     row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
-    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max. With
-    TELEMETRY also unit, whether a second P-bar rounds to 1 in BF16, and weighted, the sum of P-bar
-    log2 P-bar. Which products are fused with a sum is spelled out, so that all variants give the
-    same bits.
+    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max.
+    Which products are fused with a sum is spelled out, so that all variants give the same bits.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -139,11 +130,8 @@ def _attend(
         # multiply-add, s beyond 10^4 makes it 2^e with e the rounding of row_max scale, which BF16
         # then rounds.
         differences = scores - finite[:, None]
-        if ROW_MAX != _NO_HEAD or TELEMETRY:
+        if ROW_MAX != _NO_HEAD:
             tied = _second_near_maximum(tied, differences, row_max, tile_max, eps)
-        if TELEMETRY:
-            least = -UNIT_LOG2 / scale_log2
-            unit = _second_near_maximum(unit, differences, row_max, tile_max, least)
         if ROW_MAX == _NO_HEAD:
             new_raised = raised
             exponents = differences * scale_log2
@@ -160,12 +148,6 @@ def _attend(
             rise = tl.fma(row_max - finite, scale_log2, raised - new_raised)
         probabilities = tl.exp2(exponents)
         rescale = tl.exp2(rise)
-        if TELEMETRY:
-            # Exponents of earlier tiles become `rise` lower; where it is -inf there were none.
-            earlier = weighted + rise * tl.sum(row_sum, 1)
-            weighted = tl.where(rescale > 0.0, earlier * rescale, 0.0)
-            logs = tl.where(probabilities > 0.0, probabilities * exponents, 0.0)
-            weighted += tl.sum(logs, 1)
         rounded = round_nearest(probabilities, dtype)
         v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         weights = rounded
@@ -177,35 +159,11 @@ def _attend(
             # By a tensor core: widening and adding the rounded numbers costs more.
             ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
             rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
-        if COMPENSATED != _ALL_HEADS or TELEMETRY:
+        if COMPENSATED != _ALL_HEADS:
             row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
         row_max = new_max
         raised = new_raised
-    return accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted
-
-
-@triton.jit
-def _report(pointer, inside, row_max, tied, unit, row_sum, weighted):
-    """Stores what a program saw of its rows: six FP32 numbers, see `Telemetry`.
-
-    Args:
-        pointer: Where to.
-        inside: Which rows exist.
-        row_max: Largest score of each row.
-        tied: Whether a second score lies within eps of it.
-        unit: Whether a second P-bar rounds to 1 in BF16.
-        row_sum: Sum of P-bar.
-        weighted: Sum of P-bar log2 P-bar.
-    """
-    counted = inside & (tl.abs(row_max) < float("inf"))
-    tl.store(pointer, tl.sum(tl.where(counted, 1.0, 0.0), 0))
-    tl.store(pointer + 1, tl.sum(tl.where(counted & tied, 1.0, 0.0), 0))
-    tl.store(pointer + 2, tl.sum(tl.where(counted & unit, 1.0, 0.0), 0))
-    tl.store(pointer + 3, tl.max(tl.where(inside, row_max, float("-inf")), 0))
-    tl.store(pointer + 4, tl.sum(tl.where(counted, row_max, 0.0), 0))
-    row_sum = tl.where(counted, row_sum, 1.0)
-    entropy = tl.log(row_sum) - weighted / row_sum * LN_2
-    tl.store(pointer + 5, tl.sum(tl.where(counted, entropy, 0.0), 0))
+    return accumulator, row_max, raised, row_sum, rounded_sum, tied
 
 
 @triton.jit(
@@ -223,7 +181,6 @@ def forward_kernel(
     codes_pointer,
     numbers_pointer,
     word_pointer,
-    telemetry_pointer,
     q_strides,
     k_strides,
     v_strides,
@@ -250,7 +207,6 @@ def forward_kernel(
     STOCHASTIC: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
-    TELEMETRY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -259,8 +215,7 @@ def forward_kernel(
     """One program: one tile of ROWS queries of one head; heavy causal tiles come first.
 
     COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
-    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`. With TELEMETRY, each
-    program reports its rows.
+    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
     """
     row_tiles = tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -293,31 +248,26 @@ def forward_kernel(
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
     tied = tl.zeros((ROWS,), tl.int1)
-    unit = tl.zeros((ROWS,), tl.int1)
-    weighted = tl.zeros((ROWS,), tl.float32)
     # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
     # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
     if whole_end > 0:
-        accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, raised, row_sum, rounded_sum, tied = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, tied,
             q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, keys, shift,
             scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
     if end > whole_end:
-        accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, tied, unit, weighted,
+        accumulator, row_max, raised, row_sum, rounded_sum, tied = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, tied,
             q, k_base, v_base, k_strides[2], v_strides[2], positions, whole_end, end, keys, shift,
             scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
             word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, TELEMETRY, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
+            COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
         )  # fmt: skip
 
     row_sum = tl.sum(row_sum, 1)
-    if TELEMETRY:
-        report = telemetry_pointer + program.to(tl.int64) * _NUM_REPORTED
-        _report(report, positions < rows, row_max * scale, tied, unit, row_sum, weighted)
     if COMPENSATED == _ALL_HEADS:
         row_sum = tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH)
     elif COMPENSATED == _SOME_HEADS:
@@ -362,7 +312,6 @@ def forward(
     offset: int = 0,
     heads: Sequence[int] | None = None,
     dropout: Dropout | None = None,
-    telemetry: Telemetry | None = None,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
 
@@ -383,9 +332,6 @@ def forward(
         offset: Last word of the random numbers' counter, modulo 2^32.
         heads: The query heads to compute, C of them; None for all.
         dropout: What to drop from P-bar; None for nothing.
-        telemetry: Is filled with what the rows of the C heads look like, in the same launch and
-            without making the host wait. A kernel of its own does it, so that without it nobody
-            pays; the bits of the rest are the same.
 
     Returns:
         See `Forward`, with C for H; out and residual lie in memory as q does.
@@ -407,8 +353,6 @@ def forward(
     compensated = "compensated" in stabilizers
     residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
     if not out.numel():
-        if telemetry is not None:
-            _fill(telemetry, torch.zeros(0, len(numbers), 0, _NUM_REPORTED.value, device=q.device))
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
@@ -416,10 +360,6 @@ def forward(
     if dropout is not None:
         size = size.for_dropout
     row_tiles = triton.cdiv(rows, size.rows)
-    reports = lse  # never written to without telemetry
-    if telemetry is not None:
-        shape = (batch, len(numbers), row_tiles, _NUM_REPORTED.value)
-        reports = torch.empty(shape, dtype=torch.float32, device=q.device)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
@@ -433,7 +373,6 @@ def forward(
             codes,
             launch.device_numbers(numbers, q.device),
             lse if dropout is None else dropout.word,
-            reports,
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],
@@ -460,7 +399,6 @@ def forward(
             STOCHASTIC=_share(stabilizers, "stochastic"),
             ROW_MAX=_share(stabilizers, "row_max"),
             DROPOUT=dropout is not None,
-            TELEMETRY=telemetry is not None,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,
@@ -468,19 +406,7 @@ def forward(
             **size.options,
             **launch.COMPILER_OPTIONS,
         )
-    if telemetry is not None:
-        _fill(telemetry, reports)
     return Forward(out, lse, residual)
-
-
-def _fill(telemetry: Telemetry, reports: Tensor) -> None:
-    """Adds up what the programs reported, FP32 (B, C, row tiles, 6), in FP64 and one order."""
-    lowest = reports.new_full((reports.shape[1], 1), -math.inf)
-    largest = torch.cat([reports[..., 3].transpose(0, 1).flatten(1), lowest], 1).amax(1)
-    rows, maxima, units, _, row_max, entropy = reports.double().sum((0, 2)).unbind(-1)
-    summed = (rows, maxima, units, largest, row_max / rows, entropy / rows)
-    for buffer, values in zip(telemetry, summed, strict=True):
-        buffer.copy_(values)
 
 
 def _share(stabilizers: Sequence[str], name: str) -> int:

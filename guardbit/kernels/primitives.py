@@ -22,9 +22,6 @@ INTERPRET = tl.constexpr(knobs.runtime.interpret)
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
-
-# log2 of the least P-bar that rounds to 1 in BF16, whose numbers below 1 are 2^-8 apart.
-UNIT_LOG2 = tl.constexpr(math.log2(1 - 2.0**-9))
 RESIDUAL_STEPS = tl.constexpr(numerics.RESIDUAL_STEPS)
 RESIDUAL_STEP_BITS = tl.constexpr(numerics.RESIDUAL_STEP_BITS)
 

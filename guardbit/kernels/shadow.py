@@ -29,7 +29,6 @@ from guardbit.kernels.mask.tiles import (
 )
 from guardbit.kernels.primitives import (
     LN_2,
-    UNIT_LOG2,
     decode_residual,
     head_of,
     load_rows,
@@ -135,7 +134,6 @@ def _attend(
     weighted,
     maxima,
     maxima_bf16,
-    units,
     q,
     k_base,
     v_base,
@@ -147,7 +145,6 @@ def _attend(
     reference,
     tied,
     tied_bf16,
-    unit,
     start,
     end,
     rows,
@@ -165,7 +162,7 @@ def _attend(
     """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
 
     Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
-    `reference`, up to the rounding of that; tied, tied_bf16 and unit are the least that count.
+    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
@@ -186,7 +183,6 @@ def _attend(
             exponents = tl.where(visible, exponents, _NOTHING)
         maxima += partial_sums(mark_above(exponents, tied[:, None]))
         maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
-        units += partial_sums(mark_above(exponents, unit[:, None]))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
         weighted += partial_sums(probabilities * exponents)
@@ -197,7 +193,7 @@ def _attend(
         # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
         # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
         accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
-    return accumulator, row_sum, weighted, maxima, maxima_bf16, units
+    return accumulator, row_sum, weighted, maxima, maxima_bf16
 
 
 @triton.jit(do_not_specialize=["heads", "group", "count", "rows", "keys", "shift"])
@@ -212,7 +208,6 @@ def shadow_kernel(
     entropy_pointer,
     maxima_pointer,
     maxima_bf16_pointer,
-    units_pointer,
     largest_pointer,
     q_strides,
     k_strides,
@@ -293,24 +288,22 @@ def shadow_kernel(
     # The division may round beyond the maximum itself.
     tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
     tied = moved - eps_log2
-    unit = moved + UNIT_LOG2
 
     accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     weighted = tl.zeros((ROWS, 8), tl.float32)
     maxima = tl.zeros((ROWS, 8), tl.float32)
     maxima_bf16 = tl.zeros((ROWS, 8), tl.float32)
-    units = tl.zeros((ROWS, 8), tl.float32)
-    accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16, units,
+    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, weighted, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        reference, tied, tied_bf16, unit, 0, whole_end, rows, keys, shift, scale_log2,
+        reference, tied, tied_bf16, 0, whole_end, rows, keys, shift, scale_log2,
         inverse_scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
-    accumulator, row_sum, weighted, maxima, maxima_bf16, units = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16, units,
+    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, weighted, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        reference, tied, tied_bf16, unit, whole_end, end, rows, keys, shift, scale_log2,
+        reference, tied, tied_bf16, whole_end, end, rows, keys, shift, scale_log2,
         inverse_scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
 
@@ -334,7 +327,6 @@ def shadow_kernel(
     tl.store(entropy_pointer + start + places, entropy, mask=inside)
     tl.store(maxima_pointer + start + places, tl.sum(maxima, 1) * counted, mask=inside)
     tl.store(maxima_bf16_pointer + start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside)
-    tl.store(units_pointer + start + places, tl.sum(units, 1) * counted, mask=inside)
 
 
 def shadow(
@@ -388,7 +380,7 @@ def shadow(
     shape = (batch, heads, count)
     out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
-    counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(3)]
+    counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
     spec = AttentionSpec(scale, causal, mask)
     whole_shape = (batch, heads, all_rows, keys)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from guardbit.monitor import indicators, ranks
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
 from guardbit.monitor.sites import Instrumentation, Site
+from guardbit.monitor.transfer import Transfer
 from guardbit.records import RUN_INDICATORS, Sample
 
 _NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"})
@@ -36,6 +36,24 @@ class _KnownSite(NamedTuple):
     name: str
     num_heads: int
     is_sharded: bool
+
+
+class Sent(NamedTuple):
+    """What was measured until a sampled step, maybe still on its way to the host.
+
+    Attributes:
+        step: The optimizer step.
+        columns: Site, its layer, and the indicator, of all that was measured of heads.
+        losses: Step and factor of each micro-batch.
+        grad_norms: The steps of the gradient norms.
+        numbers: The values of all these.
+    """
+
+    step: int
+    columns: list[tuple[str, int, str]]
+    losses: list[tuple[int, float]]
+    grad_norms: list[int]
+    numbers: Transfer
 
 
 class Measurement:
@@ -179,34 +197,42 @@ class Measurement:
         self._next_audited += self._num_audited_heads
         return columns
 
-    def samples(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> list[Sample]:
-        """Turns what was measured until optimizer step `step` into samples, with one transfer."""
+    def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
+        """Begins to move what was measured until optimizer step `step` to the host, in one copy."""
         losses, self._losses = self._losses, []
         grad_norms, self._grad_norms = self._grad_norms, []
         scalars = [*(loss for _, loss, _ in losses), *(norm for _, norm in grad_norms)]
-        numbers = _to_host([*columns.values(), *scalars])
+        return Sent(
+            step,
+            [(site, self._layers[site], indicator) for site, indicator in columns],
+            [(loss_step, factor) for loss_step, _, factor in losses],
+            [norm_step for norm_step, _ in grad_norms],
+            Transfer([*columns.values(), *scalars]),
+        )
+
+    def receive(self, sent: Sent) -> list[Sample]:
+        """Turns what was sent into samples, each once and in the order of the steps."""
+        numbers = iter(sent.numbers.read())
         samples = []
-        for site, indicator in columns:
+        for site, layer, indicator in sent.columns:
             values = next(numbers)
-            samples.append(Sample(step, site, self._layers[site], indicator, values))
+            samples.append(Sample(sent.step, site, layer, indicator, values))
             if indicator == "delta_bias":
                 total = self._accumulate(site, values)
-                samples.append(
-                    Sample(step, site, self._layers[site], "delta_bias_cumulative", total)
-                )
+                samples.append(Sample(sent.step, site, layer, "delta_bias_cumulative", total))
         by_step: dict[int, list[float]] = {}
-        for loss_step, _, factor in losses:
+        for loss_step, factor in sent.losses:
             by_step.setdefault(loss_step, []).append(next(numbers)[0] * factor)
         for loss_step, values in by_step.items():
             samples.append(Sample(loss_step, "", -1, "loss", (sum(values) / len(values),)))
-        for norm_step, _ in grad_norms:
+        for norm_step in sent.grad_norms:
             samples.append(Sample(norm_step, "", -1, "grad_norm", next(numbers)))
         return [sample for sample in samples if sample.indicator in self._wanted]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next samples depend on; plain Python only."""
-        losses = _to_host(loss for _, loss, _ in self._losses)
-        norms = _to_host(norm for _, norm in self._grad_norms)
+        losses = Transfer(loss for _, loss, _ in self._losses).read()
+        norms = Transfer(norm for _, norm in self._grad_norms).read()
         return {
             "layers": dict(self._layers),
             "cumulative": {site: list(values) for site, values in self._cumulative.items()},
@@ -330,23 +356,3 @@ def _number(value: Tensor | float) -> Tensor | float:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     return value.detach().reshape(()) if isinstance(value, Tensor) else float(value)
-
-
-def _to_host(values: Iterable[Tensor | float]) -> Iterator[tuple[float, ...]]:
-    """Moves tensors of one dimension or none to the host in one transfer, whatever their dtypes."""
-    values = list(values)
-    tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
-    if tensors:
-        # On a GPU tensors of one dtype are joined by a few kernels, mixed ones by one for each.
-        alike: dict[torch.dtype, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            alike.setdefault(tensor.dtype, []).append(place)
-        device = tensors[0].device
-        joined = [torch.cat([tensors[i].to(device) for i in places]) for places in alike.values()]
-        places = [place for some in alike.values() for place in some]
-        parts = torch.cat(joined).cpu().split([tensors[place].numel() for place in places])
-        tensors = [part for _, part in sorted(zip(places, parts, strict=True), key=itemgetter(0))]
-    moved = iter(tensors)
-    return iter(
-        [tuple(next(moved).tolist()) if isinstance(v, Tensor) else (float(v),) for v in values]
-    )

@@ -29,7 +29,7 @@ from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measurement import Measurement, NoAttentionSeenError
+from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
@@ -86,9 +86,12 @@ class MonitorSession:
     Attributes:
         loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be
             set before a sampled step ends; `delta_bias` is divided by it.
-        samples: What the last sampled step measured.
-        scalars: Values of the last sampled step for loggers and progress bars: of each indicator
-            the value largest in size over all heads.
+        samples: What the last sampled step measured. On a GPU, of a single process, it is known
+            once the next step has ended, see `catch_up`; elsewhere at once.
+        scalars: Values of the same step for loggers and progress bars: of each indicator the value
+            largest in size over all heads.
+        alarms: What was raised by them.
+        sampled_step: The step that all these are of; None before the first.
 
     Raises:
         ValueError: If an argument is out of range or the model cannot be watched.
@@ -126,6 +129,8 @@ class MonitorSession:
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
+        self.alarms: list[Alarm] = []
+        self.sampled_step: int | None = None
         self.detectors = Detectors(rules)
         repeat, calm = self.detectors.cool_down_steps, policy.calm_steps if policy else None
         if calm is not None and calm <= repeat and ranks.rank() == 0:
@@ -151,6 +156,8 @@ class MonitorSession:
         self._capture = Capture(
             self.instrumentation, self._measurement.consume, self._capture_failed
         )
+        # A step whose samples are still to be judged, and these, unless they could not be sent.
+        self._unjudged: tuple[int, Sent | None] | None = None
         self._step: int | None = None
         self._last_ended: int | None = None
         self._micro_batch = 0
@@ -278,8 +285,11 @@ class MonitorSession:
     def end_step(self) -> list[Alarm]:
         """Is told that the optimizer step is done; on sampled steps measures, judges and acts.
 
+        On a GPU, in a single process, what is measured is judged when the next step has ended: by
+        then it is there, and the device does not run dry while the host reads it.
+
         Returns:
-            The alarms raised at this step.
+            The alarms raised now.
         """
         if self._step is None:
             return []
@@ -295,14 +305,40 @@ class MonitorSession:
         if not self._closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
+        alarms = self.catch_up()
         if self._closed or not was_sampled or self._has_given_up:
-            return []
+            return alarms
         self.attempt("capture", self._finish_capture)
         # An error from here on is of one rank, and may not keep it from this.
         self._has_given_up = not self.attempt("ranks", self._agree)
         if self._has_given_up:
+            return alarms
+        self.attempt(_WATCHING, lambda: self._measure(step))
+        return alarms if self._may_wait() else [*alarms, *self.catch_up()]
+
+    def catch_up(self) -> list[Alarm]:
+        """Judges the last sampled step and acts, where that waits for numbers from a GPU.
+
+        Happens by itself when the next step ends, before the state is taken and in the end.
+
+        Returns:
+            The alarms raised.
+        """
+        unjudged, self._unjudged = self._unjudged, None
+        if unjudged is None:
             return []
-        return self.attempt(_WATCHING, lambda: self._measure_and_act(step)) or []
+        return self.attempt(_WATCHING, lambda: self._judge_and_act(*unjudged)) or []
+
+    def _may_wait(self) -> bool:
+        """Whether the sampled step that has ended may be judged after the next one.
+
+        Always one step later, not as soon as the numbers are there: runs repeat to the bit. Several
+        ranks have waited for one another already; a policy that is due is not to miss a step.
+        """
+        _, sent = self._unjudged or (0, None)
+        is_under_way = sent is not None and sent.numbers.is_under_way
+        is_due = self.policy is not None and self.policy.is_due
+        return is_under_way and not is_due and ranks.world_size() == 1
 
     def _finish_capture(self) -> None:
         self._capture.disarm()
@@ -339,9 +375,15 @@ class MonitorSession:
     def _lasting_refusals(self) -> dict[str, str | None]:
         return {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
 
-    def _measure_and_act(self, step: int) -> list[Alarm]:
-        columns = self.attempt("metrics", self._measure) or {}
-        samples = self.attempt("samples", lambda: self._measurement.samples(columns, step)) or []
+    def _measure(self, step: int) -> None:
+        columns = self.attempt("metrics", self._columns) or {}
+        sent = self.attempt("samples", lambda: self._measurement.send(columns, step))
+        self._unjudged = step, sent
+
+    def _judge_and_act(self, step: int, sent: Sent | None) -> list[Alarm]:
+        samples: list[Sample] = []
+        if sent is not None:
+            samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
         refusals = self.attempt("refusals", self._lasting_refusals) or {}
@@ -349,9 +391,17 @@ class MonitorSession:
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
+        self.sampled_step, self.alarms = step, alarms
         self.attempt("alarms", lambda: self._tell(alarms))
-        self.attempt("policy", lambda: self._decide(alarms, step))
-        self.attempt("verdict", lambda: self._judge(alarms, step))
+
+        def decide() -> None:
+            self.attempt("policy", lambda: self._decide(alarms, step))
+
+        if self._is_within_step():
+            self._deferred.append(decide)  # a forward and its recomputation must be alike
+        else:
+            decide()
+        self.attempt("verdict", lambda: self._judge(alarms))
         return alarms
 
     def _tell(self, alarms: list[Alarm]) -> None:
@@ -391,6 +441,7 @@ class MonitorSession:
                 self._tell_what_ran_last,
                 self._drop_calls,
                 self._remember_stabilizers,
+                self.catch_up,
             ):
                 each.callback(self._stages.always, "close", last)
 
@@ -407,8 +458,11 @@ class MonitorSession:
 
     def _write_what_is_left(self) -> None:
         step = self._last_ended or 0
-        left = self.attempt("samples", lambda: self._measurement.samples({}, step)) or []
-        self._journal.add(left)
+        left = self.attempt("samples", lambda: self._measurement.send({}, step))
+        if left is not None:
+            self._journal.add(
+                self.attempt("samples", lambda: self._measurement.receive(left)) or []
+            )
 
     def _tell_what_ran_last(self) -> None:
         if self._last_ended is not None:
@@ -487,8 +541,10 @@ class MonitorSession:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
         "stabilizers" is what is asked for, "running" what the heads really ran in the latest step.
-        Where the rest cannot be had, what is asked for alone.
+        Where the rest cannot be had, what is asked for alone. A sampled step that is still to be
+        judged is judged first, see `catch_up`.
         """
+        self.catch_up()
         switched = self._stages.always("stabilizers", self._switched) or {}
         state = self._stages.always("state", lambda: self._state(switched))
         return {"stabilizers": switched} if state is None else state
@@ -545,7 +601,7 @@ class MonitorSession:
             self.policy.load_state_dict(state["policy"])
         self.instrumentation.load_stabilizers(state["stabilizers"])
         self._loaded_stabilizers = state["stabilizers"]
-        self._last_ended = state["last_step"]
+        self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         alarms = [
@@ -596,7 +652,7 @@ class MonitorSession:
         self.instrumentation.rest(not (is_sampled and wanted))
         return is_sampled and wanted
 
-    def _measure(self) -> dict[tuple[str, str], Tensor]:
+    def _columns(self) -> dict[tuple[str, str], Tensor]:
         try:
             columns = self._measurement.columns(
                 self.loss_scale, usable="capture" not in self._stages.off
@@ -646,7 +702,7 @@ class MonitorSession:
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
-    def _judge(self, alarms: list[Alarm], step: int) -> None:
+    def _judge(self, alarms: list[Alarm]) -> None:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
@@ -655,7 +711,7 @@ class MonitorSession:
         )
         if verdict != self._verdict or departed:
             self._verdict = verdict
-            self.record(Event(step, "verdict", "", (), why, rule=verdict))
+            self.record(Event(self._last_ended or 0, "verdict", "", (), why, rule=verdict))
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites[decision.site]
@@ -672,7 +728,9 @@ class MonitorSession:
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer
-        self.record(Event(decision.step, "switch", decision.site, heads, why, stabilizer=done))
+        # Of the last step that ran without it, which may be later than the sampled one.
+        step = self._last_ended or 0
+        self.record(Event(step, "switch", decision.site, heads, why, stabilizer=done))
 
     # --- telling ---------------------------------------------------------------------------------
 

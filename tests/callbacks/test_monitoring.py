@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import typing
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from lightning.pytorch.plugins import MixedPrecision
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.monitoring import COUNTED_KEYS, WORST_KEYS
+from guardbit.monitor import transfer
 from guardbit.records import HEAD_INDICATORS
 from guardbit.store import LOGGED_KEYS
 
@@ -301,7 +303,10 @@ def documented_keys():
     return set(table)
 
 
-def test_the_keys_logged_are_the_keys_documented(trains, tmp_path):
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_the_keys_logged_are_the_keys_documented(trains, tmp_path, monkeypatch, late):
+    if late:  # as from a GPU
+        monkeypatch.setattr(transfer, "_send", lambda joined: (joined.cpu(), Mock()))
     recorder, table = Recorder(), CSVLogger(tmp_path / "logs")
 
     class Bars(Callback):
@@ -337,7 +342,9 @@ def test_the_keys_logged_are_the_keys_documented(trains, tmp_path):
     assert documented_keys() <= rows[0].keys()
     assert [int(row["step"]) for row in rows if row["guardbit/max_logit"]] == [0, 2, 4]
     assert Bars.seen[-1].keys() == {"alarmed_heads", "max_logit", "worst_layer", "worst_head"}
-    assert Bars.seen[-1]["max_logit"] == pytest.approx(ours[2][1]["guardbit/max_logit"])
+    assert Bars.seen[-1]["max_logit"] == pytest.approx(
+        ours[1 if late else 2][1]["guardbit/max_logit"]
+    )
 
 
 def test_signatures_are_plain_enough_for_a_command_line():

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from guardbit.kernels import backward, forward, reference
-from guardbit.numerics import decode_residual
 from guardbit.records import STABILIZERS as ALL_STABILIZERS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,12 +78,6 @@ def test_gradients_of_every_stabilizer(dtype, shape, causal):
         error = (mine.double() - right).norm().item()
         allowed = 1.02 * (other.double() - right).norm().item() + 1e-6
         assert error <= allowed, f"{name}: {error:.3g} above {allowed:.3g}"
-    head = STABILIZERS.index("compensated")
-    residual = decode_residual(result.out, result.residual)[:, head].double()
-    correction = (d_out[:, head].double() * residual).sum().item()
-    # FP32 sums of a few thousand numbers of size 1.
-    assert ours.delta_bias[head].item() == pytest.approx(-correction, abs=1e-4)
-    assert ours.delta_bias.isnan().sum() == 3
 
 
 def test_rows_without_a_key_have_no_gradient():
@@ -120,21 +113,6 @@ def test_a_key_alone_has_a_probability_of_one_however_large_its_score():
     assert (backward.backward(d_out, q, k, k, *result, **options).dv == 1).all()
 
 
-def test_the_bias_of_delta_adds_up_over_many_tiles_batches_and_grouped_heads():
-    # 33 batches of two tiles of rows: more sums than are added side by side.
-    q, k, v, d_out = inputs((33, 2, 1, 65, 5, 16))
-    options = {"causal": False, "scale": 0.25, "stabilizers": ["compensated", "none"]}
-    result = forward.forward(q, k, v, **options)
-    bias = backward.backward(d_out, q, k, v, *result, **options).delta_bias
-    residual = decode_residual(result.out, result.residual)[:, 0].double()
-    products = -(d_out[:, 0].double() * residual)
-    # FP32 sums of 34,000 numbers of size 2^-9, 64 side by side.
-    allowed = 1e-5 * products.abs().sum().item()
-    assert bias[0].item() == pytest.approx(products.sum().item(), abs=allowed)
-    assert abs(products.sum().item()) > 10 * allowed
-    assert bias[1].isnan()
-
-
 def test_no_keys_no_rows_no_batch():
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
         q, k, v, d_out = inputs(shape)
@@ -144,8 +122,6 @@ def test_no_keys_no_rows_no_batch():
         for gradient, x in zip(ours, (q, k, v), strict=False):
             assert gradient.shape == x.shape
             assert not gradient.any()
-        assert ours.delta_bias.dtype == torch.float32
-        assert ours.delta_bias[0].isnan() and (shape[0] == 0 or ours.delta_bias[1] == 0)
 
 
 def test_layouts_and_determinism():

@@ -45,19 +45,17 @@ FLOATS = {
 POINTERS = {
     "forward": {
         "lse": "fp32", "residual": "i8", "codes": "i8", "numbers": "i32", "word": "i64",
-        "telemetry": "fp32",
     },
     "query_gradients": {
-        **dict.fromkeys(("lse", "statistics", "bias"), "fp32"),
+        **dict.fromkeys(("lse", "statistics"), "fp32"),
         **dict.fromkeys(("residual", "codes"), "i8"), "numbers": "i32", "word": "i64",
     },
     "key_gradients": {
-        **dict.fromkeys(("statistics", "bias", "delta_bias"), "fp32"), "codes": "i8",
-        "numbers": "i32", "word": "i64",
+        "statistics": "fp32", "numbers": "i32", "word": "i64",
     },
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask"), "fp32"),
-        **dict.fromkeys(("rows", "maxima", "maxima_bf16", "units"), "i64"),
+        **dict.fromkeys(("rows", "maxima", "maxima_bf16"), "i64"),
     },
     "audit": {**dict.fromkeys(("dq", "mask"), "fp32"), "numbers": "i32"},
     "delta": {**dict.fromkeys(("lse", "delta", "mask"), "fp32"), "numbers": "i32"},
@@ -142,7 +140,6 @@ def compile_all(architecture):
                 "STOCHASTIC": some_heads,
                 "ROW_MAX": some_heads,
                 "DROPOUT": False,
-                "TELEMETRY": False,
             },
         ),
         "query_gradients": (backward.query_gradients_kernel, "bf16", {"DROPOUT": False}),

@@ -42,14 +42,12 @@ def scores_of(q, k, causal, scale):
 
 
 def counts_of(scores, eps=1e-3):
-    """The three counts of `Shadow` by their definitions, from FP32 scores."""
+    """The two counts of `Shadow` by their definitions, from FP32 scores."""
     row_max = scores.amax(-1, keepdim=True)
     rounded, rounded_max = scores.bfloat16().float(), row_max.bfloat16().float()
-    probabilities = (scores.double() - row_max.double()).exp().float()
     return [
         (row_max - scores <= eps).sum(-1),
         (rounded_max - rounded <= eps).sum(-1),
-        (probabilities.bfloat16() == 1).sum(-1),
     ]
 
 
@@ -59,7 +57,7 @@ def check(result, scores, v, dtype):
     weights = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
     v = v.double().repeat_interleave(scores.shape[1] // v.shape[1], 1)
     truth = (weights @ v) * alive[..., None]
-    assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 3 + [
+    assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 2 + [
         torch.float32
     ] * 2
     # The parts of P-bar, and exponents whose FP32 scores are rounded.
@@ -76,7 +74,7 @@ def check(result, scores, v, dtype):
     # FP32 sums and a hardware logarithm.
     assert (result.entropy[alive] - entropy[alive]).abs().max() <= 5e-6 * (1 + largest)
     assert not result.entropy[~alive].any()
-    fields = (result.maxima, result.maxima_bf16, result.unit_probabilities)
+    fields = (result.maxima, result.maxima_bf16)
     for field, expected in zip(fields, counts_of(scores.float()), strict=True):
         assert torch.equal(field[alive], expected[alive])
         assert not field[~alive].any()
@@ -130,9 +128,7 @@ def rows_of_scores(scores):
 
 
 def counts(result):
-    return [
-        field.item() for field in (result.maxima, result.maxima_bf16, result.unit_probabilities)
-    ]
+    return [result.maxima.item(), result.maxima_bf16.item()]
 
 
 # Each number stands in a tile of keys of its own.
@@ -142,27 +138,27 @@ STEP = 2.0**-12
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
-        ([5.0, 4.0, 3.0], [1, 1, 1]),
-        ([5.0, 3.0, 5.0, 5.0], [3, 3, 3]),
+        ([5.0, 4.0, 3.0], [1, 1]),
+        ([5.0, 3.0, 5.0, 5.0], [3, 3]),
         # A maximum that rises by less than eps, four steps of 2^-12, keeps what is within eps of
-        # the last one only; 8 steps below, P-bar = 1 - 2^-9 rounds to 1, 9 below it does not.
-        ([5 + n * STEP for n in range(5)], [5, 5, 5]),
-        ([5 + n * STEP for n in range(-3, 3)], [5, 6, 6]),
-        ([5 + n * STEP for n in (-6, -5, 0, 3)], [2, 4, 3]),
-        ([5 + n * STEP for n in (3, 0, -5, -6)], [2, 4, 3]),
+        # the last one only.
+        ([5 + n * STEP for n in range(5)], [5, 5]),
+        ([5 + n * STEP for n in range(-3, 3)], [5, 6]),
+        ([5 + n * STEP for n in (-6, -5, 0, 3)], [2, 4]),
+        ([5 + n * STEP for n in (3, 0, -5, -6)], [2, 4]),
         # BF16 has 5 and next below 4.96875; 4.984375, half-way, goes to 5, the even one.
-        ([4.984375, 5.0], [1, 2, 1]),
-        ([4.984374, 5.0], [1, 1, 1]),
+        ([4.984375, 5.0], [1, 2]),
+        ([4.984374, 5.0], [1, 1]),
         # The maximum itself is rounded: 4.97 and 4.96 are 4.96875, and 4.94 is not.
-        ([4.97, 4.96, 4.94], [1, 2, 1]),
-        ([1000.0, 998.5, 900.0, 997.9], [1, 2, 1]),
+        ([4.97, 4.96, 4.94], [1, 2]),
+        ([1000.0, 998.5, 900.0, 997.9], [1, 2]),
         # Below 0 half-way is above: -4.984375 goes to -5, the even one, and its upper neighbour
         # to -4.96875.
-        ([-4.984374, -4.96875, -5.0], [1, 2, 1]),
-        ([-4.984375, -5.0, -5.015625], [1, 3, 1]),
-        ([0.10009765625, 0.099609375, -1.0], [2, 2, 2]),
-        ([0.0, -0.0009, -0.0011, -0.0021], [2, 2, 3]),
-        ([0.0, 0.0, 0.0, 0.0], [4, 4, 4]),
+        ([-4.984374, -4.96875, -5.0], [1, 2]),
+        ([-4.984375, -5.0, -5.015625], [1, 3]),
+        ([0.10009765625, 0.099609375, -1.0], [2, 2]),
+        ([0.0, -0.0009, -0.0011, -0.0021], [2, 2]),
+        ([0.0, 0.0, 0.0, 0.0], [4, 4]),
     ],
 )
 def test_counts_of_maxima_across_tiles(scores, expected):
@@ -225,7 +221,7 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     assert scores[..., 0].abs().min() > 1e5
     assert (result.out - weights @ v.double()).abs().max() <= 4 * PARTS[dtype] + 1e-6
     assert torch.equal(result.row_max.double(), scores.amax(-1))
-    for field, expected in zip(result[2:5], counts_of(scores.float()), strict=True):
+    for field, expected in zip(result[2:4], counts_of(scores.float()), strict=True):
         assert torch.equal(field, expected)
     entropy = torch.special.entr(weights).sum(-1)
     assert (result.entropy - entropy).abs().max() <= 5e-6
@@ -236,7 +232,7 @@ def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
     q, k = q.to(DEVICE), k.to(DEVICE)
     result = shadow.shadow(q, k, k, causal=False, scale=1.0)
     assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
-    assert counts(result) == [300, 300, 300]
+    assert counts(result) == [300, 300]
 
 
 @pytest.mark.parametrize("scale", [1.0, -1.0])
@@ -288,15 +284,15 @@ def test_dense_masks(module, name, causal):
     parts = [x[kept][None, None] for x in (*result, scores)]
     largest = scores.abs().masked_fill(~seen, -math.inf).amax(-1)
     expected = largest[kept][None, None]
-    torch.testing.assert_close(parts[6].double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(parts[5].double(), expected, rtol=1e-6, atol=1e-6)
     groups = v.double().repeat_interleave(2, 1)[:, :, None].expand(2, 4, len(rows), 70, 16)
-    weights = torch.softmax(parts[7], -1).nan_to_num(0.0)
+    weights = torch.softmax(parts[6], -1).nan_to_num(0.0)
     truth = (weights[0, 0, :, None] @ groups[kept])[:, 0]
     assert (parts[0][0, 0] - truth).abs().max() <= 1e-4
-    alive = parts[7].amax(-1) > -math.inf
+    alive = parts[6].amax(-1) > -math.inf
     assert torch.equal(parts[1] == -math.inf, ~alive)
-    assert torch.allclose(parts[1][alive].double(), parts[7].amax(-1)[alive], rtol=1e-6, atol=1e-6)
-    for field, counted in zip(parts[2:5], counts_of(parts[7].float()), strict=True):
+    assert torch.allclose(parts[1][alive].double(), parts[6].amax(-1)[alive], rtol=1e-6, atol=1e-6)
+    for field, counted in zip(parts[2:4], counts_of(parts[6].float()), strict=True):
         assert torch.equal(field[alive], counted[alive])
     if name == "lowest" and not causal:
         every = alike & (scores > -math.inf).all(-1)
@@ -335,7 +331,7 @@ def test_nan_and_infinity_show_and_are_not_counted():
     assert result.largest[0, 0, 3].isnan()
     assert result.out[0, 0].isnan().all(-1).tolist() == [True, False, True, True, True, False]
     assert result.entropy[0, 0].isnan().all()
-    for field in result[2:5]:
+    for field in result[2:4]:
         assert field[0, 0, [0, 2, 3, 4]].tolist() == [0] * 4
         assert (field[0, 0, [1, 5]] > 0).all()
     others = [key for key in range(70) if key != 5]
@@ -352,7 +348,7 @@ def test_no_keys_no_rows_no_batch():
         assert result.out.shape == q.shape
         assert (result.row_max == -math.inf).all()
         assert (result.largest == -math.inf).all()
-        assert not any(field.any() for field in (result.out, *result[2:6]))
+        assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
     assert shadow.shadow(q, k, v, causal=False, scale=1.0, rows=none).out.shape == (1, 2, 0, 16)

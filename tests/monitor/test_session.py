@@ -24,6 +24,7 @@ from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import normalised_sites, replay
+from guardbit.monitor.transfer import Transfer
 from guardbit.records import HEAD_INDICATORS, Event
 from guardbit.store import RunWriter, is_run, read_metadata
 
@@ -864,8 +865,8 @@ def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
         torch.tensor(0.5, dtype=torch.float16), torch.tensor(2.0**-149), 5,
     ]  # fmt: skip
     expected = [(1.5, 2.5), (3.0,), (4.25,), (1 / 3,), (7.0,), (), (0.5,), (2.0**-149,), (5.0,)]
-    assert list(measurement._to_host(values)) == expected
-    assert list(measurement._to_host([])) == []
+    assert Transfer(values).read() == expected
+    assert Transfer([]).read() == []
 
 
 def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
@@ -1162,7 +1163,7 @@ def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
 def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
     loop = Loop(every_n_train_steps=2).run([0], close=False)
     with monkeypatch.context() as broken:
-        broken.setattr(measurement, "_to_host", fail)
+        broken.setattr(measurement, "Transfer", fail)
         loop.run([1, 2], close=False)
     assert sum("the stage 'samples' failed" in message for message in caplog.messages) == 1
     loop.run([3, 4, 5], close=False)

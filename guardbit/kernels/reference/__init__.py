@@ -8,7 +8,7 @@ from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_query_gra
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import exact_delta, lse_gradient, write_carrier
-from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, Telemetry, forward
+from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
 from guardbit.kernels.spec import Causal
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "Forward",
     "Gradients",
     "Shadow",
-    "Telemetry",
     "backward",
     "delta_bias",
     "exact_delta",

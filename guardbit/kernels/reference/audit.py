@@ -33,8 +33,6 @@ class Shadow(NamedTuple):
         maxima: INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
         maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
             ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
-        unit_probabilities: INT64 (B, H, R), how many entries of P-bar = exp(S - row_max) round to 1
-            in BF16; above 1 is the condition of the paper's claim 3.
         entropy: FP32 (B, H, R), of the row's probabilities, nats.
         largest: FP32 (B, H, R), the largest size |score| of keys that no mask means to hide, see
             `guardbit.kernels.mask.geometry.HIDES`: row_max passes over a row whose scores are all
@@ -45,7 +43,6 @@ class Shadow(NamedTuple):
     row_max: Tensor
     maxima: Tensor
     maxima_bf16: Tensor
-    unit_probabilities: Tensor
     entropy: Tensor
     largest: Tensor
 
@@ -115,14 +112,13 @@ def shadow(
 
     row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
     maxima = torch.zeros_like(row_max, dtype=torch.int64)
-    maxima_bf16, units = torch.zeros_like(maxima), torch.zeros_like(maxima)
+    maxima_bf16 = torch.zeros_like(maxima)
     accumulator = torch.zeros_like(q_chosen)
     for keys in chunks:
         scores = scores_of(keys)
         maxima += (row_max[..., None] - scores <= eps).sum(-1)
         maxima_bf16 += (row_max_bf16 - round_nearest(scores, torch.bfloat16) <= eps).sum(-1)
         probabilities = scores.sub_(reference).exp_()
-        units += (round_nearest(probabilities, torch.bfloat16) == 1).sum(-1)
         row_sum += probabilities.sum(-1)
         weighted_logs += torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
@@ -138,7 +134,6 @@ def shadow(
         row_max=row_max,
         maxima=maxima,
         maxima_bf16=maxima_bf16,
-        unit_probabilities=units,
         entropy=row_sum.log() + weighted_logs / row_sum,
         largest=largest.where(~row_max.isnan(), row_max),
     )

@@ -20,20 +20,17 @@ from guardbit.numerics import decode_residual, round_nearest
 
 
 class Gradients(NamedTuple):
-    """Gradients of the loss, and the bias that compensation took out of delta.
+    """Gradients of the loss.
 
     Attributes:
         dq: (B, H, N, D) in q's dtype.
         dk: (B, H_kv, M, D) in k's dtype.
         dv: (B, H_kv, M, D) in v's dtype.
-        delta_bias: FP32 (H,), sum over batch and rows of delta_lp - delta_hp, where delta_lp is
-            that of the rounded O; NaN in heads that are not compensated.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
-    delta_bias: Tensor
 
 
 @float32_products()
@@ -84,15 +81,12 @@ def backward(
     keys, kv_heads = k.shape[2], k.shape[1]
     d_out_wide = d_out.float()
     delta = (d_out_wide * out.float()).sum(-1)
-    delta_bias = torch.full((heads,), torch.nan, device=q.device)
     if "compensated" in stabilizers:
         if residual is None:
             raise ValueError("Compensated heads need the forward's residual, but it is None.")
         chosen = torch.tensor([name == "compensated" for name in stabilizers], device=q.device)
         correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
-        correction = torch.where(chosen[:, None], correction, 0.0)
-        delta = delta + correction
-        delta_bias = torch.where(chosen, -correction.sum((0, 2)), delta_bias)
+        delta = delta + torch.where(chosen[:, None], correction, 0.0)
 
     # exp(S - inf) = 0: a row with no allowed key has no probabilities, instead of exp(-inf + inf).
     log_sum = lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]
@@ -125,4 +119,4 @@ def backward(
         dv[:, :, tile] = round_nearest(dv_tile, v.dtype)
         dk[:, :, tile] = round_nearest((d_rounded.mT @ q_rows) * scale, k.dtype)
         dq += d_rounded @ k_tile
-    return Gradients(round_nearest(dq * scale, q.dtype).reshape(q.shape), dk, dv, delta_bias)
+    return Gradients(round_nearest(dq * scale, q.dtype).reshape(q.shape), dk, dv)

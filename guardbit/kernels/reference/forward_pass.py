@@ -40,34 +40,6 @@ SHIFT_MAX = 12 * math.log(2)
 SHIFT_MAX_FP16 = 2 * math.log(2)
 
 
-class Telemetry(NamedTuple):
-    """What the rows of each head look like, FP64 (H,) each; see `reference.Shadow` for single rows.
-
-    Rows count if they have an allowed key and no score of theirs is NaN or infinite.
-
-    Attributes:
-        rows: How many count.
-        multiple_maxima: How many have a second score within eps of the largest.
-        unit_probabilities: How many have a second P-bar = exp(S - row_max) that rounds to 1 in
-            BF16, the condition of the paper's claim 3.
-        max_logit: Largest score; -inf if there is none.
-        mean_row_max: Mean of the rows' largest scores; NaN if no row counts.
-        mean_entropy: Mean entropy of the rows' probabilities, nats; NaN if no row counts.
-    """
-
-    rows: Tensor
-    multiple_maxima: Tensor
-    unit_probabilities: Tensor
-    max_logit: Tensor
-    mean_row_max: Tensor
-    mean_entropy: Tensor
-
-    @classmethod
-    def empty(cls, num_heads: int, device: torch.device) -> Telemetry:
-        """Buffers for a forward to fill, again and again."""
-        return cls(*torch.empty(6, num_heads, dtype=torch.float64, device=device))
-
-
 class Forward(NamedTuple):
     """What the forward leaves for the user and for the backward.
 

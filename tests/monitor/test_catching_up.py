@@ -1,0 +1,212 @@
+"""Samples that come from the device later: judged after the next step, and else as ever."""
+
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.monitor import transfer
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.policy import Policy
+
+SITE = "0"
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+class Late:
+    """What stands in for a copy from a GPU: nothing is there before somebody waits for it."""
+
+    def __init__(self, joined, waits):
+        self.host, self.joined, self.waits = torch.full_like(joined, torch.nan), joined, waits
+
+    def synchronize(self):
+        self.waits.append(len(self.joined))
+        self.host.copy_(self.joined)
+
+
+def come_late(monkeypatch):
+    """Lets copies come late; returns how many numbers each had that somebody waited for."""
+    found = []
+
+    def send(joined):
+        late = Late(joined.clone(), found)
+        return late.host, late
+
+    monkeypatch.setattr(transfer, "_send", send)
+    return found
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    return come_late(monkeypatch)
+
+
+@dataclass(frozen=True)
+class Always:
+    """Names head 1 at every sample; an alarm is repeated after many steps only."""
+
+    name: str = "always"
+
+    def examine(self, frame, state):
+        return [Finding(SITE, (1,), "it always does")] if SITE in frame.of("max_logit") else []
+
+
+class Run:
+    """A model in training under a session, with data that depend on the step only."""
+
+    def __init__(self, **settings):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(Attention()).bfloat16()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.session = MonitorSession(self.model, strict=True, **settings)
+        self.alarmed, self.ran = {}, {}
+
+    def backward(self, step):
+        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = self.model(x).float().square().mean()
+        loss.backward()
+        self.session.loss(loss)
+
+    def steps(self, numbers):
+        for step in numbers:
+            self.session.begin_batch(step)
+            self.optimizer.zero_grad()
+            self.backward(step)
+            self.optimizer.step()
+            self.ran[step] = self.session.instrumentation.stabilizers()[SITE][1]
+            self.alarmed[step] = [alarm.step for alarm in self.session.end_step()]
+        return self
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def events(path):
+    found = read_events(path)
+    return list(zip(found.kind, found.step, found.stabilizer, strict=True))
+
+
+@pytest.mark.parametrize("cadence", [1, 3])
+def test_what_comes_late_is_the_same_and_is_waited_for_after_the_next_step(
+    tmp_path, monkeypatch, cadence
+):
+    def run(path):
+        one = Run(every_n_train_steps=cadence, dirpath=path, rules=(Always(),))
+        return one.steps(range(8))
+
+    at_once = run(tmp_path / "at once")
+    at_once.session.close()
+    waits = come_late(monkeypatch)
+    late = run(tmp_path / "late")
+    # That of the last step, which with a cadence of 1 is sampled, is still to come.
+    assert len(waits) == len(range(0, 7, cadence))
+    late.session.close()
+    alarms = [step for one in (at_once, late) for step, raised in one.alarmed.items() if raised]
+    assert alarms == [0, 1]
+    frames = [read_run(tmp_path / name) for name in ("at once", "late")]
+    pd.testing.assert_frame_equal(*frames)
+    assert sorted(set(frames[1].query("indicator == 'max_logit'").step)) == list(
+        range(0, 8, cadence)
+    )
+    assert ("alarm", 0, "") in events(tmp_path / "late")
+    assert torch.equal(at_once.weights(), late.weights())
+
+
+def test_a_sampled_step_waits_for_nothing(waits):
+    run = Run(every_n_train_steps=4).steps(range(5))
+    (first,) = waits
+    run.steps([5])
+    # Eleven columns of two heads, and in the first sample no audit and one loss, then four.
+    assert waits == [first, first + 3]
+    assert run.session.sampled_step == 4
+    run.session.close()
+    assert waits == [first, first + 3, 1], "the loss of step 5"
+
+
+def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path, waits):
+    run = Run(every_n_train_steps=3, dirpath=tmp_path, rules=(Always(),), policy=Policy())
+    run.steps(range(4))
+    run.session.close()
+    assert run.ran == {0: "none", 1: "none", 2: "compensated", 3: "compensated"}
+    assert events(tmp_path) == [
+        ("alarm", 0, ""), ("switch", 1, "compensated"), ("verdict", 1, ""),
+    ]  # fmt: skip
+
+
+def test_a_policy_that_is_due_switches_after_the_first_step(waits):
+    run = Run(every_n_train_steps=3, policy=Policy(always=True)).steps(range(2))
+    assert run.ran == {0: "none", 1: "compensated"}
+    run.session.close()
+
+
+@pytest.mark.parametrize("last", [2, 3, 4])
+def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
+    settings = {"every_n_train_steps": 3, "rules": (Always(),), "policy": Policy()}
+
+    def run(name):
+        return Run(dirpath=tmp_path / name, **settings)
+
+    whole = run("whole").steps(range(last + 1))
+    state = whole.session.state_dict()  # as a checkpoint does
+    weights = whole.weights().clone()
+    whole.steps(range(last + 1, 9)).session.close()
+
+    stopped = run("parts").steps(range(last + 1))
+    stopped_state = stopped.session.state_dict()
+    assert stopped_state == state
+    stopped.session.close()
+    resumed = run("parts")
+    nn.utils.vector_to_parameters(weights, resumed.model.parameters())
+    resumed.session.load_state_dict(stopped_state)
+    resumed.steps(range(last + 1, 9)).session.close()
+    assert torch.equal(whole.weights(), resumed.weights())
+    pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
+    assert events(tmp_path / "whole") == events(tmp_path / "parts")
+
+
+def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
+    run = Run(every_n_train_steps=3, rules=(Always(),), policy=Policy()).steps([0])
+    run.session.begin_batch(1)
+    run.backward(1)
+    run.session.state_dict()
+    assert len(waits) >= 1 and run.session.alarmed_heads == {SITE: {1}}
+    assert run.session.instrumentation.asked() == {SITE: ["none", "none"]}
+    run.session.end_step()
+    assert run.session.instrumentation.asked() == {SITE: ["none", "compensated"]}
+    run.session.close()
+
+
+def test_the_end_leaves_no_sample_out(tmp_path, waits):
+    run = Run(every_n_train_steps=3, dirpath=tmp_path, rules=(Always(),), policy=Policy())
+    run.steps(range(4))
+    run.session.abandon_step()  # there is none
+    run.session.close()
+    frame = read_run(tmp_path)
+    assert sorted(set(frame[frame.indicator == "max_logit"].step)) == [0, 3]
+    assert run.session.state_dict()["stabilizers"] == {SITE: ["none", "compensated"]}
+
+
+def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
+    from guardbit.monitor import ranks
+
+    run = Run(every_n_train_steps=3, rules=(Always(),))
+    monkeypatch.setattr(ranks, "world_size", lambda: 2)
+    monkeypatch.setattr(ranks, "rank", lambda: 0)
+    monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
+    monkeypatch.setattr(ranks, "of_rank_zero", lambda value: value)
+    assert run.steps(range(2)).alarmed == {0: [0], 1: []}
+    run.session.close()
