@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from guardbit.kernels import backward, forward, shadow
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
 Shape = tuple[int, int, int, int, int]
@@ -107,7 +108,8 @@ def of_ours(name: str, tensors: list[Tensor]) -> Kernel:
     q, k, v, d_out = tensors
     options = {"causal": True, "scale": 1 / math.sqrt(q.shape[-1])}
     if name == "shadow":
-        return Kernel(lambda: (shadow.shadow(q, k, v, **options).out,), None, None)
+        spec = AttentionSpec(options["scale"], True)
+        return Kernel(lambda: (shadow.shadow(q, k, v, spec=spec).out,), None, None)
     options["stabilizers"] = [name] * q.shape[1]
 
     def run_backward(result: forward.Forward) -> tuple[Tensor, ...]:

@@ -44,15 +44,16 @@ def call_all(width: int) -> None:
             result = forward.forward(q, k, v, stabilizers=names, **options)
             gradients = backward.backward(d_out, q, k, v, *result, stabilizers=names, **options)
             assert all(x.isfinite().all() for x in (result.out, *gradients[:3]))
+        spec = AttentionSpec(options["scale"], causal)
         for rows in (None, torch.arange(0, length, 3, device="cuda")):
-            exact = shadow.shadow(q, k, v, rows=rows, **options).out
+            exact = shadow.shadow(q, k, v, rows=rows, spec=spec).out
             bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
             assert all(x.isfinite().all() for x in (exact, *bias))
         shown = torch.rand(1, 1, length, keys, device="cuda") < 0.9
         for mask in (None, shown, torch.randn(length, keys, dtype=dtype, device="cuda")):
-            exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], mask=mask, **options)
-            again = shadow.shadow(q, k, v, rows=None, mask=mask, **options).out
             spec = AttentionSpec(options["scale"], causal, mask)
+            exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], spec=spec)
+            again = shadow.shadow(q, k, v, rows=None, spec=spec).out
             carried = delta.carry_exact_delta(
                 d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
             )

@@ -350,7 +350,7 @@ def attention_at_site(
             wants_mask=wants_mask,
             traced=torch.compiler.is_compiling(),
             # With dropout `exact_delta` gives way to `compensated`, which needs the room.
-            keeps_residual=residuals_kept[0] or (dropout_p > 0.0 and attn_mask is None),
+            keeps_residual=residuals_kept[0] or (spec.dropout_p > 0.0 and mask is None),
         )
     )
 

@@ -31,7 +31,7 @@ from guardbit.kernels.primitives import (
     store_tile,
 )
 from guardbit.kernels.reference.delta import check_heads
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.spec import AttentionSpec
 
 
 @triton.jit
@@ -170,10 +170,8 @@ def exact_query_gradient(
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     heads: Sequence[int],
-    mask: Tensor | None = None,
 ) -> Tensor:
     """DQ of a few heads to FP32 accuracy, from the inputs a kernel got; O(N) memory.
 
@@ -186,10 +184,8 @@ def exact_query_gradient(
         q: (B, H, N, D), BF16 or FP16.
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
+        spec: What the call asks for.
         heads: The query heads wanted, C of them.
-        mask: Boolean or additive, see `AttentionSpec`.
 
     Returns:
         FP32 (B, C, N, D).
@@ -197,7 +193,7 @@ def exact_query_gradient(
     Raises:
         IndexError: If a head does not exist.
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If `causal` is unknown, the mask does not broadcast to (B, H, N, M), or a tensor
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
             is not on a CUDA device.
     """
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
@@ -205,14 +201,13 @@ def exact_query_gradient(
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
     batch, all_heads, rows, head_dim = q.shape
     keys = k.shape[2]
-    spec = AttentionSpec(scale, causal, mask)
     numbers = launch.device_numbers(tuple(heads), q.device)
     count = len(numbers)
     dq = torch.empty((batch, count, rows, head_dim), dtype=torch.float32, device=q.device)
     dense, dense_strides, kind = mask_arguments(spec, (batch, all_heads, rows, keys), dq)
     if not dq.numel():
         return dq
-    size_of_scale = launch.size_of_scale(scale)
+    size_of_scale = launch.size_of_scale(spec.scale)
     width = launch.padded_width(head_dim)
     size = tiles.tile(launch.capability_of(q), width, "audit")
     if kind != NO_MASK.value:
@@ -232,13 +227,13 @@ def exact_query_gradient(
             all_heads // k.shape[1],
             rows,
             keys,
-            causal_shift(causal, rows, keys),
-            scale,
+            causal_shift(spec.causal, rows, keys),
+            spec.scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
-            CAUSAL=causal is not False,
+            CAUSAL=spec.causal is not False,
             MASK=kind,
-            NEGATIVE_SCALE=scale < 0,
+            NEGATIVE_SCALE=spec.scale < 0,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,

@@ -96,16 +96,12 @@ def shadow(
 
     With dropout always in plain torch: Triton's kernel drops nothing.
     """
-    settings: dict[str, Any] = {**_fields(spec), "eps": eps, "rows": rows}
-    if dropout is None and on_triton("auto", q):
+    settings: dict[str, Any] = {"spec": spec, "eps": eps, "rows": rows}
+    if dropout is None and not spec.extras and on_triton("auto", q):
         from guardbit.kernels import shadow as kernels
 
         return kernels.shadow(q, k, v, **settings)
     return reference.shadow(q, k, v, **settings, dropout=dropout)
-
-
-def _fields(spec: AttentionSpec) -> dict[str, Any]:
-    return {"causal": spec.causal, "scale": spec.scale, "mask": spec.mask}
 
 
 def delta_bias(
@@ -138,8 +134,8 @@ def exact_query_gradient(
 
     With dropout always in plain torch, as `shadow`.
     """
-    settings: dict[str, Any] = {**_fields(spec), "heads": heads}
-    if dropout is None and on_triton("auto", q):
+    settings: dict[str, Any] = {"spec": spec, "heads": heads}
+    if dropout is None and not spec.extras and on_triton("auto", q):
         from guardbit.kernels import audit
 
         return audit.exact_query_gradient(d_out, q, k, v, **settings)
@@ -158,7 +154,7 @@ def carry_exact_delta(
     heads: Sequence[int],
 ) -> Tensor:
     """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
-    if on_triton("auto", q):
+    if not spec.extras and on_triton("auto", q):
         from guardbit.kernels import delta
 
         return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out

@@ -106,7 +106,30 @@ def resolve(
     Returns:
         One stabilizer a head, whether the engine's backward may serve all heads, and why a head
         runs other than it is asked to, or "".
+
+    Raises:
+        ValueError: If ours serves all heads, and the call asks for what they do not take.
     """
+    if engine is None and call.spec.extras:
+        raise ValueError(f"GuardBit's own kernels take {_none_of(call.spec.extras)}.")
+    asked, uncentered = _without_centering(call.spec, asked)
+    names, shared, why = _resolved(call, asked, engine, keeps_residual)
+    return names, shared, "; ".join(filter(None, (uncentered, why)))
+
+
+def _without_centering(spec: AttentionSpec, asked: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Takes `centered_keys` back where the softmax would see it, and says why, or ""."""
+    seeing = [field for field in spec.extras if field in ("soft cap", "sinks")]
+    if not seeing or "centered_keys" not in asked:
+        return asked, ""
+    names = tuple("none" if name == "centered_keys" else name for name in asked)
+    return names, f"centered_keys would change what the softmax makes of {' and '.join(seeing)}"
+
+
+def _resolved(
+    call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
+) -> tuple[tuple[str, ...], bool, str]:
+    """As `resolve`, where nothing that is asked for has to be refused or taken back."""
     stabilized = set(asked) - {"none", "centered_keys"}
     if not stabilized:
         return asked, False, ""
@@ -140,19 +163,20 @@ def _settled(
     """What one stabilizer becomes in a call, and why it is not what was asked for, or ""."""
     if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
         return name, ""
-    masked = call.spec.mask is not None
+    beyond = (*(["mask"] if call.spec.mask is not None else []), *call.spec.extras)
     if name == "exact_delta":
-        if masked:
+        if beyond:
             return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
         if not keeps_residual:
             return "none", f"exact_delta is not possible: {obstacle}"
         return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
-    if masked:
+    if beyond:
+        takes = f"takes {_none_of(beyond)}"
         if name == "compensated" and shared:
-            return "exact_delta", "exact_delta runs instead of compensated, which takes no mask"
+            return "exact_delta", f"exact_delta runs instead of compensated, which {takes}"
         if not shared:
-            return "none", f"{name} takes no mask, and exact_delta is not possible: {obstacle}"
-        return "none", f"{name} takes no mask: exact_delta would work"
+            return "none", f"{name} {takes}, and exact_delta is not possible: {obstacle}"
+        return "none", f"{name} {takes}: exact_delta would work"
     if name == "compensated" and not keeps_residual:
         if shared:
             return "exact_delta", (
@@ -160,3 +184,8 @@ def _settled(
             )
         return "none", f"the compiled graph has no room for compensated, and {obstacle}"
     return name, ""
+
+
+def _none_of(fields: tuple[str, ...]) -> str:
+    """In words, "no mask", or "no mask, no window"."""
+    return ", ".join(f"no {field}" for field in fields)

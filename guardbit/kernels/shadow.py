@@ -42,7 +42,7 @@ from guardbit.kernels.primitives import (
     widen,
 )
 from guardbit.kernels.reference import Shadow
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.spec import AttentionSpec
 
 # Rows of a program that sums up the bias of delta.
 _BIAS_ROWS = 64
@@ -334,11 +334,9 @@ def shadow(
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     eps: float = 1e-3,
     rows: Tensor | None = None,
-    mask: Tensor | None = None,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
 
@@ -356,33 +354,29 @@ def shadow(
         q: (B, H, N, D), BF16 or FP16; any strides.
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
+        spec: What the call asks for.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
             all N.
-        mask: Boolean or additive, see `AttentionSpec`.
 
     Returns:
         See `Shadow`.
 
     Raises:
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If `causal` is unknown, the mask does not broadcast to (B, H, N, M), or a tensor
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
             is not on a CUDA device.
     """
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
     batch, heads, all_rows, head_dim = q.shape
     kv_heads, keys = k.shape[1:3]
-    shift = causal_shift(causal, all_rows, keys)
     count = all_rows if rows is None else len(rows)
     shape = (batch, heads, count)
     out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
-    spec = AttentionSpec(scale, causal, mask)
     whole_shape = (batch, heads, all_rows, keys)
     dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
     if not out.numel():
@@ -392,7 +386,7 @@ def shadow(
     size = tiles.tile(launch.capability_of(q), width, "shadow")
     if kind != NO_MASK.value:
         size = size.for_mask
-    size_of_scale = launch.size_of_scale(scale)
+    size_of_scale = launch.size_of_scale(spec.scale)
     with launch.device_of(q):
         shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
             q,
@@ -414,16 +408,16 @@ def shadow(
             count,
             all_rows,
             keys,
-            shift,
+            causal_shift(spec.causal, all_rows, keys),
             size_of_scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
             eps,
             eps * math.log2(math.e),
             CHOSEN=rows is not None,
-            CAUSAL=causal is not False,
+            CAUSAL=spec.causal is not False,
             MASK=kind,
-            NEGATIVE_SCALE=scale < 0,
+            NEGATIVE_SCALE=spec.scale < 0,
             HEAD_DIM=head_dim,
             WIDTH=width,
             ROWS=size.rows,

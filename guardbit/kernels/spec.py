@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -59,8 +60,11 @@ class AttentionSpec:
             the probabilities of the keys add up to less than 1. None for no sinks.
 
     Raises:
-        ValueError: If `causal` is none of the three.
-        TypeError: If `mask` is neither boolean nor floating.
+        ValueError: If `causal` is none of the three, a number of `window` is no whole number from
+            -1 on, `softcap` is negative or not finite, or the tensors of `documents` or `sinks`
+            have no possible shape.
+        TypeError: If `mask` is neither boolean nor floating, `documents` not INT32, or `sinks` not
+            floating.
     """
 
     scale: float
@@ -77,6 +81,94 @@ class AttentionSpec:
         mask = self.mask
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"`mask` takes booleans or floating numbers, but it is {mask.dtype}.")
+        if len(self.window) != 2 or any(type(n) is not int or n < -1 for n in self.window):
+            raise ValueError(
+                "`window` takes two whole numbers, keys before and after, -1 for all, but it is"
+                f" {self.window!r}."
+            )
+        if not 0 <= self.softcap < math.inf:
+            raise ValueError(
+                f"`softcap` takes a finite number from 0 on, 0 for none, but it is {self.softcap}."
+            )
+        if self.documents is not None:
+            _check_documents(self.documents)
+        if self.sinks is not None and not self.sinks.is_floating_point():
+            raise TypeError(f"`sinks` takes floating numbers, but it is {self.sinks.dtype}.")
+        if self.sinks is not None and self.sinks.dim() != 1:
+            raise ValueError(
+                f"`sinks` takes one number a head, (H,), but has {tuple(self.sinks.shape)}."
+            )
+
+    @property
+    def is_ranged(self) -> bool:
+        """Whether more than `causal` bounds the keys that a query sees, dense masks apart."""
+        return self.window != (-1, -1) or self.documents is not None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """In words, what is asked for that `F.scaled_dot_product_attention` cannot be."""
+        fields = {
+            "window": self.window != (-1, -1),
+            "documents": self.documents is not None,
+            "soft cap": self.softcap > 0,
+            "sinks": self.sinks is not None,
+        }
+        return tuple(name for name, is_there in fields.items() if is_there)
+
+    def check_shape(self, shape: tuple[int, int, int, int]) -> None:
+        """Refuses what does not fit a call's tensors. Values on another device are not looked at.
+
+        Args:
+            shape: (B, H, N, M).
+
+        Raises:
+            ValueError: Saying what came.
+        """
+        batch, heads, rows, keys = shape
+        if self.sinks is not None and len(self.sinks) != heads:
+            raise ValueError(
+                f"`sinks` needs one number a head, ({heads},), but has {tuple(self.sinks.shape)}."
+            )
+        if self.documents is None:
+            return
+        if batch != 1:
+            raise ValueError(
+                f"`documents` needs a batch of one, packed sequences, but it is {batch}."
+            )
+        for name, starts, length in (
+            ("cu_queries", self.documents.cu_queries, rows),
+            ("cu_keys", self.documents.cu_keys, keys),
+        ):
+            # Asking another device would make the host wait for it.
+            if starts.device.type == "cpu":
+                found = starts.tolist()
+                if (found[0], found[-1]) != (0, length) or found != sorted(found):
+                    raise ValueError(f"`{name}` needs to rise from 0 to {length}, but is {found}.")
+
+
+def _check_documents(documents: Documents) -> None:
+    starts = documents.cu_queries, documents.cu_keys
+    dtypes = [x.dtype for x in starts]
+    if dtypes != [torch.int32] * 2:
+        raise TypeError(
+            f"`cu_queries` and `cu_keys` take INT32, but are {dtypes[0]} and {dtypes[1]}."
+        )
+    shapes = [tuple(x.shape) for x in starts]
+    if shapes[0] != shapes[1] or len(shapes[0]) != 1 or shapes[0] == (0,):
+        raise ValueError(
+            "`cu_queries` and `cu_keys` need one number a document and one more, (G + 1,), but have"
+            f" {shapes[0]} and {shapes[1]}."
+        )
+    if starts[0].device != starts[1].device:
+        raise ValueError(
+            "`cu_queries` and `cu_keys` need to be on one device, but are on"
+            f" {starts[0].device} and {starts[1].device}."
+        )
+    if min(documents.max_queries, documents.max_keys) < 0:
+        raise ValueError(
+            "`max_queries` and `max_keys` take numbers from 0 on, but are"
+            f" {documents.max_queries} and {documents.max_keys}."
+        )
 
 
 def check_causal(causal: Causal) -> None:

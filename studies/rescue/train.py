@@ -5,8 +5,8 @@
 
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
 alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
-`from_start` switches all heads after the first step. Within a seed all arms see the same batches and
-start from the same weights.
+`from_start` switches all heads after the first step. Within a seed all arms see the same batches
+and start from the same weights.
 
 Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
 a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by

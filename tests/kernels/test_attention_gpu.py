@@ -11,6 +11,7 @@ from guardbit import flash_attention
 from guardbit.kernels import reference, switchboard
 from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,7 +106,7 @@ def test_the_mask_is_that_of_the_reference(stabilizer) -> None:
         # Another mask would be off by about the root of 2 times the value itself.
         error = (mine - other).square().mean().sqrt() / other.square().mean().sqrt()
         assert error < 0.01
-    shadow = reference.shadow(q, k, v, causal=False, scale=0.125, dropout=dropout)
+    shadow = reference.shadow(q, k, v, spec=AttentionSpec(0.125), dropout=dropout)
     assert (shadow.out - truth).abs().max() < 1e-5
 
 

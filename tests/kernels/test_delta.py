@@ -511,7 +511,9 @@ def test_backward_with_a_carrier_is_the_backward_with_exact_delta():
     result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, heads=[0, 1])
     mine = reference.backward(d_out, q, k, v, result.out, forward.lse, None, **common)
     stock = reference.backward(d_out, q, k, v, *forward, **common)
-    truth = reference.exact_query_gradient(d_out, q, k, v, causal=True, scale=0.25, heads=[0, 1])
+    truth = reference.exact_query_gradient(
+        d_out, q, k, v, spec=AttentionSpec(0.25, True), heads=[0, 1]
+    )
     assert torch.equal(mine.dv, stock.dv)
     assert (mine.dq - truth).norm() < 0.3 * (stock.dq - truth).norm()
 

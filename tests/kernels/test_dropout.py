@@ -13,6 +13,7 @@ from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import reference, switchboard
 from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -239,7 +240,7 @@ def test_shadow_and_exact_query_gradient():
     word = torch.tensor(5)
     mask = kept(5, 0.3, 2, 4, 30, 150)
     out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
-    common = {"causal": True, "scale": 0.25}
+    common = {"spec": AttentionSpec(0.25, True)}
     rows = torch.tensor([0, 7, 29])
     plain = reference.shadow(q, k, v, rows=rows, **common)
     shadow = reference.shadow(

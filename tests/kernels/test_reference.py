@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels import reference
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, philox_4x32, round_nearest, round_stochastic
 
 SAFE = ("none", "compensated", "stochastic", "row_max")
@@ -567,8 +568,8 @@ def test_products_are_fp32_whatever_the_program_allows(precision, monkeypatch):
     torch.set_float32_matmul_precision(precision)
     try:
         run(q, k, v, d_out, "none")
-        reference.shadow(q, k, v, causal=False, scale=1.0)
-        reference.exact_query_gradient(d_out, q, k, v, causal=False, scale=1.0, heads=[0])
+        reference.shadow(q, k, v, spec=AttentionSpec(1.0))
+        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), heads=[0])
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

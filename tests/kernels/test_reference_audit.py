@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from guardbit import numerics
 from guardbit.kernels import reference
+from guardbit.kernels.spec import AttentionSpec
 
 
 def random_inputs(shape, dtype, seed=0):
@@ -55,8 +56,7 @@ def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, ch
         q,
         k,
         v,
-        causal=causal,
-        scale=0.5,
+        spec=AttentionSpec(0.5, causal),
         rows=None if chosen is None else torch.tensor(chosen),
         chunk=chunk,
     )
@@ -111,7 +111,7 @@ def test_counts_of_maxima(scores, maxima, maxima_bf16, chunk):
     # FP32 inputs, so that the scores are these numbers.
     q = torch.tensor(scores)[None, None, None]
     k = torch.eye(4)[None, None]
-    result = reference.shadow(q, k, torch.ones_like(k), causal=False, scale=1.0, chunk=chunk)
+    result = reference.shadow(q, k, torch.ones_like(k), spec=AttentionSpec(1.0), chunk=chunk)
     assert result.row_max.item() == max(scores)
     assert result.maxima.item() == maxima
     assert result.maxima_bf16.item() == maxima_bf16
@@ -131,7 +131,9 @@ def test_counts_of_maxima(scores, maxima, maxima_bf16, chunk):
 def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
     q = torch.ones(1, 1, 3, 1)
     k = torch.tensor(scores)[None, None, :, None]
-    result = reference.shadow(q, k, torch.ones_like(k), causal="top-left", scale=1.0, chunk=chunk)
+    result = reference.shadow(
+        q, k, torch.ones_like(k), spec=AttentionSpec(1.0, "top-left"), chunk=chunk
+    )
     torch.testing.assert_close(result.largest[0, 0, 2].item(), largest, equal_nan=True)
 
 
@@ -139,7 +141,7 @@ def test_eps_is_the_width_of_a_tie():
     q = torch.tensor([1.0, 0.75, 0.5, 0.0])[None, None, None]
     k = torch.eye(4)[None, None]
     counts = [
-        reference.shadow(q, k, k, causal=False, scale=1.0, eps=eps).maxima.item()
+        reference.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps).maxima.item()
         for eps in (0.1, 0.25, 0.6, 1.0)
     ]
     assert counts == [1, 2, 3, 4]
@@ -147,14 +149,14 @@ def test_eps_is_the_width_of_a_tie():
 
 def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
     q, k = torch.zeros(1, 1, 1, 16), torch.ones(1, 1, 300, 16)
-    result = reference.shadow(q, k, k, causal=False, scale=1.0)
+    result = reference.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
 
 
 def test_nan_shows_and_is_not_counted_as_a_maximum():
     q, k, v, _ = random_inputs((1, 1, 1, 3, 5, 16), torch.bfloat16)
     q[0, 0, 1, 0] = math.nan
-    result = reference.shadow(q, k, v, causal=False, scale=1.0)
+    result = reference.shadow(q, k, v, spec=AttentionSpec(1.0))
     for field in (result.out[..., 0], result.row_max, result.entropy):
         assert field[0, 0].isnan().tolist() == [False, True, False]
     assert result.maxima[0, 0].tolist() == [1, 0, 1]
@@ -175,7 +177,7 @@ def test_exact_query_gradient_agrees_with_fp64(kv_heads, groups, rows, keys, cau
     q, k, v, d_out = random_inputs((2, heads, kv_heads, rows, keys, 16), dtype, rows + keys)
     chosen = [heads - 1, 0]
     computed = reference.exact_query_gradient(
-        d_out, q, k, v, causal=causal, scale=0.5, heads=chosen, chunk=chunk
+        d_out, q, k, v, spec=AttentionSpec(0.5, causal), heads=chosen, chunk=chunk
     )
     assert computed.dtype == torch.float32
     for place, head in enumerate(chosen):
@@ -200,7 +202,8 @@ def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
     names = {"stabilizers": ["none", "none"]}
     result = reference.forward(q, k, v, **common, **names)
     low = reference.backward(d_out, q, k, v, *result, **common, **names)
-    exact = reference.exact_query_gradient(d_out, q, k, v, **common, heads=[0, 1])
+    spec = AttentionSpec(common["scale"], True)
+    exact = reference.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[0, 1])
     error = (low.dq.float() - exact).norm() / exact.norm()
     # A few roundings to 8 bits, each 2^-9 at most and about a third of it in the mean.
     assert 2.0**-11 < error < 2.0**-7
@@ -209,7 +212,7 @@ def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
 def test_exact_query_gradient_refuses_heads_that_do_not_exist():
     q, k, v, d_out = random_inputs((1, 2, 1, 3, 3, 16), torch.bfloat16)
     with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
-        reference.exact_query_gradient(d_out, q, k, v, causal=False, scale=1.0, heads=[0, 2, -1])
+        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), heads=[0, 2, -1])
 
 
 @settings(deadline=None, max_examples=30)

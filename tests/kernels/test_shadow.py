@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import reference, shadow
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +100,7 @@ SHAPES = [
 def test_agrees_with_fp64(shape, dtype, causal):
     q, k, v, _ = inputs(shape, dtype)
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
-    result = shadow.shadow(q, k, v, causal=causal, scale=0.25)
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
     check(result, scores_of(q, k, causal, 0.25), v, dtype)
 
 
@@ -107,8 +108,8 @@ def test_agrees_with_fp64(shape, dtype, causal):
 def test_chosen_rows_are_those_of_all(causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
-    every = shadow.shadow(q, k, v, causal=causal, scale=0.25)
-    some = shadow.shadow(q, k, v, causal=causal, scale=0.25, rows=rows)
+    every = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
+    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), rows=rows)
     check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
@@ -164,12 +165,12 @@ STEP = 2.0**-12
 def test_counts_of_maxima_across_tiles(scores, expected):
     apart = [-1e4] * 64
     q, k = rows_of_scores([number for score in scores for number in (score, *apart)])
-    result = shadow.shadow(q, k, k, causal=False, scale=1.0)
+    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.row_max.item() == torch.tensor(max(scores)).item()
     assert counts(result) == expected
     # The same together in one tile.
     q, k = rows_of_scores(scores)
-    assert counts(shadow.shadow(q, k, k, causal=False, scale=1.0)) == expected
+    assert counts(shadow.shadow(q, k, k, spec=AttentionSpec(1.0))) == expected
 
 
 @given(
@@ -185,7 +186,7 @@ def test_counts_follow_their_definitions(base, steps, coarseness, scale):
     bits = round(base / place)
     scores = [float((bits + coarseness * step) * place) for step in steps]
     q, k = rows_of_scores([score / scale for score in scores])
-    result = shadow.shadow(q, k, k, causal=False, scale=scale)
+    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale))
     expected = counts_of(torch.tensor(scores, dtype=torch.float32))
     assert counts(result) == [int(count) for count in expected]
 
@@ -193,7 +194,7 @@ def test_counts_follow_their_definitions(base, steps, coarseness, scale):
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.25, 0.6, 1.0])
 def test_eps_is_the_width_of_a_tie(eps):
     q, k = rows_of_scores([1.0, 0.75, 0.5, 0.0])
-    result = shadow.shadow(q, k, k, causal=False, scale=1.0, eps=eps)
+    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
     assert result.maxima.item() == {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}[eps]
     assert result.maxima_bf16.item() == result.maxima.item()
 
@@ -202,7 +203,12 @@ def test_eps_is_the_width_of_a_tie(eps):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_scale(scale, dtype):
     q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
-    check(shadow.shadow(q, k, v, causal=True, scale=scale), scores_of(q, k, True, scale), v, dtype)
+    check(
+        shadow.shadow(q, k, v, spec=AttentionSpec(scale, True)),
+        scores_of(q, k, True, scale),
+        v,
+        dtype,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -216,7 +222,7 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     v = torch.randn(1, 1, 150, 16, generator=generator)
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     scores = scores_of(q, k, True, 1.0)
-    result = shadow.shadow(q, k, v, causal=True, scale=1.0)
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0, True))
     weights = torch.softmax(scores, -1)
     assert scores[..., 0].abs().min() > 1e5
     assert (result.out - weights @ v.double()).abs().max() <= 4 * PARTS[dtype] + 1e-6
@@ -230,7 +236,7 @@ def test_scores_of_plus_and_minus_1e5(dtype):
 def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
     q, k = torch.zeros(1, 1, 1, 16).bfloat16(), torch.ones(1, 1, 300, 16).bfloat16()
     q, k = q.to(DEVICE), k.to(DEVICE)
-    result = shadow.shadow(q, k, k, causal=False, scale=1.0)
+    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
     assert counts(result) == [300, 300]
 
@@ -240,7 +246,7 @@ def test_the_largest_size_is_seen_below_0_and_behind_a_mask(scale):
     seen, hidden = [-7.0, -3e4, -5.0], [-1e5, 1e5]
     q, k = rows_of_scores([scale * score for score in (*seen, *hidden)])
     q = q.expand(-1, -1, 3, -1)
-    result = shadow.shadow(q, k, k, causal="top-left", scale=scale)
+    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
     assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
     assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
 
@@ -275,7 +281,7 @@ def test_dense_masks(module, name, causal):
     boolean = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask.double()
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
-    result = module.shadow(q, k, v, causal=causal, scale=scale, mask=mask, rows=rows)
+    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), rows=rows)
     scores = scores[:, :, rows]
     # Where every key has the lowest number, all weigh alike.
     alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
@@ -303,16 +309,16 @@ def test_dense_masks(module, name, causal):
 
 def test_layouts_and_strides():
     q, k, v, _ = inputs((2, 4, 2, 33, 33, 16))
-    expected = shadow.shadow(q, k, v, causal=True, scale=0.25)
+    expected = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
     by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     transposed = [x.mT.contiguous().mT for x in (q, k, v)]
     strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
     for tensors in (by_rows, transposed, strided):
-        result = shadow.shadow(*tensors, causal=True, scale=0.25)
+        result = shadow.shadow(*tensors, spec=AttentionSpec(0.25, True))
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
-    result = shadow.shadow(*by_rows, causal=True, scale=0.25, rows=every_other)
+    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), rows=every_other)
     assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
 
 
@@ -323,7 +329,7 @@ def test_nan_and_infinity_show_and_are_not_counted():
     k[0, 0, 5] = 0
     k[0, 0, 5, 0] = math.inf
     q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
-    result = shadow.shadow(q, k, v, causal=False, scale=1.0)
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()
@@ -344,14 +350,14 @@ def test_no_keys_no_rows_no_batch():
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
         q, k, v, _ = inputs((*shape[:4], max(shape[4], 1), 16))
         k, v = k[:, :, : shape[4]], v[:, :, : shape[4]]
-        result = shadow.shadow(q, k, v, causal=False, scale=1.0)
+        result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
         assert result.out.shape == q.shape
         assert (result.row_max == -math.inf).all()
         assert (result.largest == -math.inf).all()
         assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert shadow.shadow(q, k, v, causal=False, scale=1.0, rows=none).out.shape == (1, 2, 0, 16)
+    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), rows=none).out.shape == (1, 2, 0, 16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -384,7 +390,7 @@ def test_delta_bias_has_the_sign_of_the_rounding():
     v = torch.ones(1, 2, 4, 16, dtype=torch.bfloat16, device=DEVICE)
     v[:, 0, :1] += 2.0**-7
     v[:, 1, 1:] += 2.0**-7
-    exact = shadow.shadow(q, k, v, causal=False, scale=1.0).out
+    exact = shadow.shadow(q, k, v, spec=AttentionSpec(1.0)).out
     assert (exact[:, 0] == 1 + 2.0**-9).all()
     out = exact.bfloat16()
     d_out = torch.full_like(q, 0.5)
@@ -408,9 +414,7 @@ def test_delta_bias_shows_nan_in_its_own_head():
 
 def test_refusals():
     q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
-    with pytest.raises(ValueError, match="'bottom'"):
-        shadow.shadow(q, k, v, causal="bottom", scale=1.0)
     with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
-        shadow.shadow(q.float(), k, v, causal=False, scale=1.0)
+        shadow.shadow(q.float(), k, v, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
         shadow.delta_bias(q.float(), q, q.float())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from guardbit.kernels import audit, backward, forward, shadow
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 
 pytestmark = [
@@ -76,7 +77,7 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
         for keys in lengths:
             q, k, v, d_out = inputs((2, 4, 2, rows, keys, width), dtype, seed=rows)
             scores, probabilities, out, gradients = dense(q, k, v, d_out, causal, scale)
-            result = shadow.shadow(q, k, v, causal=causal, scale=scale)
+            result = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal))
             alive = scores.amax(-1) > -math.inf
             # Two parts of P-bar: 17 bits in BF16, 22 in FP16; in FP32 the exponents' rounding.
             assert relative(result.out, out) <= (6e-6 if dtype == torch.bfloat16 else 1e-6)
@@ -100,9 +101,8 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
                 assert wrong.sum() <= max(2, 1e-3 * wrong.numel())
 
             heads = [3, 0]
-            computed = audit.exact_query_gradient(
-                d_out, q, k, v, causal=causal, scale=scale, heads=heads
-            )
+            spec = AttentionSpec(scale, causal)
+            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=heads)
             right = gradients[0][:, heads]
             assert relative(computed, right) <= 3e-6 or right.norm() <= 1e-6
 
@@ -111,11 +111,12 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
 def test_chosen_rows_delta_bias_and_repetition(width):
     q, k, v, d_out = inputs((2, 4, 2, 1000, 1000, width))
     options = {"causal": True, "scale": width**-0.5}
-    every = shadow.shadow(q, k, v, **options)
-    again = shadow.shadow(q, k, v, **options)
+    spec = AttentionSpec(width**-0.5, True)
+    every = shadow.shadow(q, k, v, spec=spec)
+    again = shadow.shadow(q, k, v, spec=spec)
     assert all(torch.equal(x, y) for x, y in zip(every, again, strict=True))
     rows = torch.linspace(0, 999, 130, device="cuda").round().long()
-    some = shadow.shadow(q, k, v, **options, rows=rows)
+    some = shadow.shadow(q, k, v, spec=spec, rows=rows)
     for whole, chosen in zip(every, some, strict=True):
         torch.testing.assert_close(chosen, whole[:, :, rows], rtol=1e-6, atol=1e-6)
 
@@ -139,8 +140,9 @@ def test_chosen_rows_delta_bias_and_repetition(width):
 def test_audit_repeats_its_bits_and_is_far_nearer_than_the_kernels():
     q, k, v, d_out = inputs((1, 4, 2, 2048, 2048, 64))
     options = {"causal": True, "scale": 0.125}
-    computed = audit.exact_query_gradient(d_out, q, k, v, **options, heads=[2, 1])
-    again = audit.exact_query_gradient(d_out, q, k, v, **options, heads=[2, 1])
+    spec = AttentionSpec(0.125, True)
+    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
+    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
     assert torch.equal(computed, again)
     gradients = dense(q, k, v, d_out, True, 0.125)[3]
     names = {"stabilizers": ["none"] * 4}
@@ -155,7 +157,7 @@ def test_long_sums_do_not_drift():
     q, k, v, _ = inputs((1, 1, 1, 256, 32_768, 64))
     q, v = q * 0.1, v.abs() + 1
     truth = torch.softmax(q.double() @ k.double().mT * 0.125, -1) @ v.double()
-    out = shadow.shadow(q, k, v, causal=False, scale=0.125).out
+    out = shadow.shadow(q, k, v, spec=AttentionSpec(0.125)).out
     drift = (out - truth).sum() / truth.sum()
     assert drift.abs() <= 5e-7
 
@@ -163,11 +165,11 @@ def test_long_sums_do_not_drift():
 def test_more_heads_than_a_grid_axis_holds():
     # 65,535 programs is the limit of the second and third grid axis.
     q, k, v, d_out = inputs((1, 70_000, 70_000, 33, 33, 16))
-    result = shadow.shadow(q, k, v, causal=True, scale=0.25)
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
     bias, _ = shadow.delta_bias(d_out, q, result.out)
     for start in (0, 69_900):
         heads = slice(start, start + 100)
-        few = shadow.shadow(q[:, heads], k[:, heads], v[:, heads], causal=True, scale=0.25)
+        few = shadow.shadow(q[:, heads], k[:, heads], v[:, heads], spec=AttentionSpec(0.25, True))
         for whole, piece in zip(result, few, strict=True):
             assert torch.equal(whole[:, heads], piece)
         part, _ = shadow.delta_bias(d_out[:, heads], q[:, heads], few.out)

@@ -48,7 +48,14 @@ def choose(
         training: Whether a gradient will be asked for; some kernels have no backward for some
             head sizes.
         wants_mask: Whether the gradient of its mask will be asked for; few kernels have one.
+
+    Raises:
+        ValueError: If the call asks for what `F.scaled_dot_product_attention` cannot be asked for.
     """
+    if spec.extras:
+        raise ValueError(
+            f"F.scaled_dot_product_attention has no argument for {' and '.join(spec.extras)}."
+        )
     mask = spec.mask
     with torch.set_grad_enabled(training):
         if training and not (q.requires_grad or k.requires_grad or v.requires_grad):

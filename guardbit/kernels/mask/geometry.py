@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,18 @@ from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 #: An additive mask means to hide a key where it adds less: -inf, or the lowest number of a format,
 #: FP16's being -65,504. No position bias comes near it.
 HIDES = -3e4
+
+
+class Visible(NamedTuple):
+    """Which keys each query sees, dense masks apart: from `first` on, `end` not included.
+
+    Attributes:
+        first: INT32 (N,), in 0 to M.
+        end: INT32 (N,), in `first` to M; `first` itself where a query sees no key.
+    """
+
+    first: Tensor
+    end: Tensor
 
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:
@@ -22,42 +37,101 @@ def causal_shift(causal: Causal, rows: int, keys: int) -> int:
     return keys - rows if causal is True else 0
 
 
-def visible_end(causal: Causal, last_row: int, shape: tuple[int, int]) -> int:
-    """Where the keys end that queries up to `last_row` see, dense masks apart.
+def visible_range(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], device: torch.device | str
+) -> Visible:
+    """Which keys each query of a call sees, dense masks apart: always one interval.
+
+    Made on the device, which is not waited for. What cu_queries and cu_keys hold is not checked
+    there, but no range leaves the keys, and a query of no document sees none.
 
     Args:
-        causal: See `Causal`.
-        last_row: Number of a query.
-        shape: (N, M), the whole lengths.
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        device: Where the ranges are wanted, and where `documents` are.
+
+    Returns:
+        See `Visible`.
+
+    Raises:
+        ValueError: If `spec` does not fit `shape`.
     """
-    if causal is False:
-        return shape[1]
-    return min(max(last_row + 1 + causal_shift(causal, *shape), 0), shape[1])
+    spec.check_shape(shape)
+    rows, keys = shape[2:]
+    # Of each query: its number in its document, where the document's keys begin and how many they
+    # are, and its own place among them.
+    own = torch.arange(rows, dtype=torch.int32, device=device)
+    start, length, place = 0, keys, own + (keys - rows)
+    if spec.documents is not None:
+        cu_queries, cu_keys = spec.documents[:2]
+        document = torch.searchsorted(cu_queries[1:].contiguous(), own, right=True)
+        present = document < len(cu_queries) - 1
+        document = document.clamp_(max=max(len(cu_queries) - 2, 0))
+        following = (document + 1).clamp_(max=len(cu_queries) - 1)
+        own = own - cu_queries[document]
+        start = cu_keys[document]
+        length = (cu_keys[following] - start) * present
+        place = own + length - (cu_queries[following] - cu_queries[document])
+    first, end = torch.zeros_like(own), torch.zeros_like(own) + length
+    # No further than any key is.
+    left, right = (min(n, rows + keys) for n in spec.window)
+    if left >= 0:
+        first = first.maximum(place - left)
+    if right >= 0:
+        end = end.minimum(place + 1 + right)
+    if spec.causal is not False:
+        end = end.minimum((place if spec.causal is True else own) + 1)
+    first, end = (first + start).clamp_(0, keys), (end + start).clamp_(0, keys)
+    return Visible(first, end.maximum(first))
 
 
-def additive_mask(rows: Tensor, columns: Tensor, shape: tuple[int, int], causal: Causal) -> Tensor:
+def key_spans(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], chunk: int
+) -> Iterator[tuple[slice, slice]]:
+    """Cuts the queries of a call into chunks, each with the keys that any of its queries may see.
+
+    The host works this out alone: where documents are on another device, which it does not ask, the
+    span is all keys.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        chunk: Queries a chunk.
+
+    Yields:
+        The queries and the keys; none for a chunk that sees none.
+    """
+    documents = spec.documents
+    visible = None
+    if documents is None or documents.cu_queries.device.type == "cpu":
+        visible = visible_range(spec, shape, "cpu")
+    for start in range(0, shape[2], chunk):
+        rows = slice(start, min(start + chunk, shape[2]))
+        keys = slice(0, shape[3])
+        if visible is not None:
+            seeing = visible.first[rows] < visible.end[rows]
+            first, end = (x[rows][seeing].tolist() for x in visible)
+            keys = slice(min(first, default=0), max(end, default=0))
+        yield rows, keys
+
+
+def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
     """0 where a query may see a key, -inf where not, dense masks apart.
 
     It is added, not filled in, so that NaN and +inf scores of forbidden keys come out as in
     PyTorch's math backend.
 
     Args:
+        visible: Of all queries.
         rows: INT64 (R,), positions of the queries.
         columns: INT64 (C,), positions of the keys.
-        shape: (N, M), the whole lengths.
-        causal: See `Causal`.
 
     Returns:
         FP32 (R, C).
-
-    Raises:
-        ValueError: If `causal` is none of the three.
     """
+    first, end = (x[rows, None] for x in visible)
     mask = torch.zeros(len(rows), len(columns), device=rows.device)
-    shift = causal_shift(causal, *shape)
-    if causal is False:
-        return mask
-    return mask.masked_fill_(columns > rows[:, None] + shift, -torch.inf)
+    return mask.masked_fill_((columns < first) | (columns >= end), -torch.inf)
 
 
 def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
@@ -88,6 +162,7 @@ def mask_tile(
     heads: Tensor,
     rows: Tensor,
     columns: Tensor,
+    visible: Visible | None = None,
 ) -> Tensor:
     """What all masks of a call add to some of its scaled scores; -inf where a key is not seen.
 
@@ -97,17 +172,20 @@ def mask_tile(
         heads: INT64 (C,), the query heads.
         rows: INT64 (R,), positions of the queries.
         columns: INT64 (K,), positions of the keys.
+        visible: `visible_range` of the call, for who needs many tiles; None to make it here.
 
     Returns:
         FP32, or FP64 where the mask is, (R, K) or (B, C, R, K).
 
     Raises:
-        ValueError: If the mask does not broadcast to `shape`.
+        ValueError: If the mask, or another field, does not fit `shape`.
     """
-    causal = additive_mask(rows, columns, shape[2:], spec.causal)
+    if visible is None:
+        visible = visible_range(spec, shape, rows.device)
+    ranges = additive_mask(visible, rows, columns)
     if spec.mask is None:
-        return causal
+        return ranges
     dense = dense_mask(spec.mask, shape)[:, heads[:, None, None], rows[:, None], columns]
     if dense.dtype == torch.bool:
-        return causal.expand(dense.shape).masked_fill(~dense, -torch.inf)
-    return dense + causal
+        return ranges.expand(dense.shape).masked_fill(~dense, -torch.inf)
+    return dense + ranges

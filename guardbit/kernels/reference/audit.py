@@ -8,16 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import HIDES, mask_tile
+from guardbit.kernels.mask.geometry import HIDES, key_spans, mask_tile, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
+    cap_slope,
+    capped,
     finite_reference,
     float32_products,
     fold_groups,
     masked_scores,
 )
 from guardbit.kernels.reference.delta import check_heads
-from guardbit.kernels.spec import AttentionSpec, Causal
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
 
 
@@ -25,15 +27,17 @@ class Shadow(NamedTuple):
     """A recomputed forward and what its rows look like; R is the number of rows.
 
     With dropout, `out` lacks what was dropped; all else is of the scores and probabilities before.
-    A row with no allowed key has out 0, row_max and largest -inf, entropy 0 and counts 0.
+    Scores are what the softmax gets, soft cap and mask in them; a sink is none of them, but takes
+    its part of the probabilities. A row with no allowed key has out 0, row_max and largest -inf,
+    entropy 0 and counts 0.
 
     Attributes:
-        out: FP32 (B, H, R, D).
+        out: FP32 (B, H, R, E).
         row_max: FP32 (B, H, R), the largest score.
         maxima: INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
         maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
             ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
-        entropy: FP32 (B, H, R), of the row's probabilities, nats.
+        entropy: FP32 (B, H, R), of the row's probabilities, nats; that of its sink among them.
         largest: FP32 (B, H, R), the largest size |score| of keys that no mask means to hide, see
             `guardbit.kernels.mask.geometry.HIDES`: row_max passes over a row whose scores are all
             far below 0. NaN where row_max is.
@@ -53,11 +57,9 @@ def shadow(
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     eps: float = 1e-3,
     rows: Tensor | None = None,
-    mask: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Shadow:
@@ -68,12 +70,10 @@ def shadow(
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
         k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
+        v: (B, H_kv, M, E).
+        spec: What the call asks for; of its dropout `dropout` tells.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at; None for all N.
-        mask: Boolean or additive, see `AttentionSpec`.
         dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
         chunk: Keys looked at together.
 
@@ -81,9 +81,8 @@ def shadow(
         See `Shadow`.
 
     Raises:
-        ValueError: If `causal` is unknown, or the mask does not broadcast to (B, H, N, M).
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    spec = AttentionSpec(scale, causal, mask)
     heads, kv_heads = q.shape[1], k.shape[1]
     shape = (len(q), heads, q.shape[2], k.shape[2])
     head_numbers, row_numbers, key_positions = (
@@ -92,12 +91,16 @@ def shadow(
     rows = row_numbers if rows is None else rows
     q_chosen = q[:, :, rows].float()
     q_rows = fold_groups(q_chosen, kv_heads)
+    visible = visible_range(spec, shape, q.device)
 
     def mask_of(keys: slice) -> Tensor:
-        return mask_tile(spec, shape, head_numbers, rows, key_positions[keys]).float()
+        tile = mask_tile(spec, shape, head_numbers, rows, key_positions[keys], visible)
+        return tile.float()
 
     def scores_of(keys: slice) -> Tensor:
-        return masked_scores(q_rows, k[:, :, keys].float(), heads, scale, mask_of(keys))
+        return masked_scores(
+            q_rows, k[:, :, keys].float(), heads, spec.scale, mask_of(keys), spec.softcap
+        )
 
     chunks = [slice(start, start + chunk) for start in range(0, shape[3], chunk)]
     row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
@@ -113,7 +116,7 @@ def shadow(
     row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
     maxima = torch.zeros_like(row_max, dtype=torch.int64)
     maxima_bf16 = torch.zeros_like(maxima)
-    accumulator = torch.zeros_like(q_chosen)
+    accumulator = q_chosen.new_zeros(*row_max.shape, v.shape[-1])
     for keys in chunks:
         scores = scores_of(keys)
         maxima += (row_max[..., None] - scores <= eps).sum(-1)
@@ -128,7 +131,15 @@ def shadow(
         products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
 
-    row_sum = row_sum.masked_fill(row_max == -torch.inf, 1.0)
+    if spec.sinks is not None:
+        # All relative to the larger of the row's maximum and its sink.
+        sink = spec.sinks.float()[:, None] - reference[..., 0]
+        top = sink.relu()
+        share, decay = (sink - top).exp_(), (-top).exp_()
+        weighted_logs = weighted_logs * decay + top * (row_sum * decay) + torch.special.entr(share)
+        row_sum = row_sum * decay + share
+        accumulator *= decay[..., None]
+    row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
     return Shadow(
         out=accumulator / row_sum[..., None],
         row_max=row_max,
@@ -176,27 +187,24 @@ def exact_query_gradient(
     k: Tensor,
     v: Tensor,
     *,
-    causal: Causal,
-    scale: float,
+    spec: AttentionSpec,
     heads: Sequence[int],
-    mask: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Tensor:
     """DQ of a few heads in FP32 throughout, from the inputs a kernel got.
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
-    to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped. Autocast must be off.
+    to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
+    among those. Autocast must be off.
 
     Args:
-        d_out: (B, H, N, D), gradient of the output.
+        d_out: (B, H, N, E), gradient of the output.
         q: (B, H, N, D), BF16, FP16 or FP32.
         k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
+        v: (B, H_kv, M, E).
+        spec: What the call asks for; of its dropout `dropout` tells.
         heads: The query heads wanted, C of them.
-        mask: Boolean or additive, see `AttentionSpec`.
         dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.
 
@@ -205,32 +213,42 @@ def exact_query_gradient(
 
     Raises:
         IndexError: If a head does not exist.
-        ValueError: If `causal` is unknown, or the mask does not broadcast to (B, H, N, M).
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
     check_heads(heads, q.shape[1])
-    spec = AttentionSpec(scale, causal, mask)
     chosen = torch.tensor(list(heads), dtype=torch.int64, device=q.device)
     kv_chosen = chosen // (q.shape[1] // k.shape[1])
     q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
     k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
     shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
     query_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
+    visible = visible_range(spec, shape, q.device)
+    sinks = None if spec.sinks is None else spec.sinks.float()[chosen, None, None]
     dq = torch.zeros_like(q_chosen)
-    if not shape[3]:
-        return dq
 
-    for start in range(0, shape[2], chunk):
-        rows = slice(start, start + chunk)
-        tile = mask_tile(spec, shape, chosen, query_positions[rows], key_positions).float()
-        scores = masked_scores(q_chosen[:, :, rows], k_chosen, len(chosen), scale, tile)
-        row_max = finite_reference(scores.amax(-1, keepdim=True))
-        probabilities = scores.sub_(row_max).exp_()
+    for rows, keys in key_spans(spec, shape, chunk):
+        if keys.start == keys.stop:
+            continue
+        k_seen, v_seen = k_chosen[:, :, keys], v_chosen[:, :, keys]
+        tile = mask_tile(spec, shape, chosen, query_positions[rows], key_positions[keys], visible)
+        products = (q_chosen[:, :, rows] @ k_seen.mT).mul_(spec.scale)
+        scores = capped(products, spec.softcap) + tile.float()
+        row_max = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            row_max = row_max.maximum(sinks)
+        reference = finite_reference(row_max)
+        probabilities = scores.sub_(reference).exp_()
         row_sum = probabilities.sum(-1, keepdim=True)
+        if sinks is not None:
+            row_sum += (sinks - reference).exp_()
         probabilities /= row_sum.masked_fill(row_sum == 0, 1.0)
-        d_probabilities = d_out_chosen[:, :, rows] @ v_chosen.mT
+        d_probabilities = d_out_chosen[:, :, rows] @ v_seen.mT
         if dropout is not None:
-            kept = dropout.kept(len(q), query_positions[rows], slice(0, shape[3]))
+            kept = dropout.kept(len(q), query_positions[rows], keys)
             d_probabilities *= kept * dropout.factor
         delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
-        dq[:, :, rows] = (probabilities * (d_probabilities - delta)) @ k_chosen * scale
+        d_scores = probabilities * (d_probabilities - delta)
+        if spec.softcap > 0:
+            d_scores *= cap_slope(products, spec.softcap)
+        dq[:, :, rows] = d_scores @ k_seen * spec.scale
     return dq

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask
+from guardbit.kernels.mask.geometry import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     float32_products,
     fold_groups,
     masked_scores,
 )
-from guardbit.kernels.spec import Causal
+from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import decode_residual, round_nearest
 
 
@@ -94,13 +94,14 @@ def backward(
     d_out_rows = fold_groups(d_out_wide, kv_heads)
     query_positions = torch.arange(rows, device=q.device)
     key_positions = torch.arange(keys, device=q.device)
+    visible = visible_range(AttentionSpec(scale, causal), (len(q), heads, rows, keys), q.device)
     dq = torch.zeros_like(q_rows)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
 
     for start in range(0, keys, key_tile):
         tile = slice(start, start + key_tile)
         k_tile, v_tile = k[:, :, tile].float(), v[:, :, tile].float()
-        mask = additive_mask(query_positions, key_positions[tile], (rows, keys), causal)
+        mask = additive_mask(visible, query_positions, key_positions[tile])
         scores = masked_scores(q_rows, k_tile, heads, scale, mask)
         probabilities = (scores - log_sum).exp_()
         d_probabilities = (d_out_rows @ v_tile.mT).reshape(scores.shape)

@@ -1,4 +1,4 @@
-"""What the passes of the reference share: dropout, grouped heads, true FP32 products."""
+"""What the passes of the reference share: dropout, grouped heads, true FP32 products, scores."""
 
 from __future__ import annotations
 
@@ -101,7 +101,9 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor) -> Tensor:
+def masked_scores(
+    q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor, softcap: float = 0.0
+) -> Tensor:
     """Scores of folded queries against one tile of keys, in FP32.
 
     Products of BF16 or FP16 numbers are exact in FP32; what rounds is their sum, as in a tensor
@@ -113,13 +115,33 @@ def masked_scores(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask
         heads: H.
         scale: Factor of Q K^T.
         mask: FP32 (R, C) or (B, H, R, C), see `guardbit.kernels.mask.geometry.mask_tile`.
+        softcap: See `AttentionSpec`.
 
     Returns:
         FP32 (B, H, R, C).
     """
     rows, columns = mask.shape[-2:]
     products = (q_rows @ k_tile.mT).reshape(q_rows.shape[0], heads, rows, columns)
-    return products.mul_(scale).add_(mask)
+    return capped(products.mul_(scale), softcap).add_(mask)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores with a soft cap: softcap * tanh(s / softcap); as they are where it is 0."""
+    return scores if softcap == 0 else (scores / softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(scores: Tensor, softcap: float) -> Tensor:
+    """The derivative of `capped`, 1 - tanh(s / softcap)^2.
+
+    Written as 4 e / (1 + e)^2 with e = exp(-2 |s| / softcap), which keeps its digits where tanh is
+    all but 1.
+
+    Args:
+        scores: Any shape, before the cap.
+        softcap: Above 0.
+    """
+    decay = (scores.abs() * (-2 / softcap)).exp_()
+    return 4 * decay / (1 + decay).square_()
 
 
 def finite_reference(row_max: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import mask_tile, visible_end
-from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
+from guardbit.kernels.reference.common import capped, float32_products
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
 
@@ -38,15 +38,16 @@ def exact_delta(
     delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
     kernel's own forward; that the P of a row, as the kernel's backward will compute them, need not
     sum to 1 (an L of 1,000 is rounded to 6e-5) is divided out: else the rows of dS, whose sum is
-    what goes wrong in training, would sum to something. Autocast must be off.
+    what goes wrong in training, would sum to something. A sink's P belongs to the sum below, L
+    having it, and its dP is 0. Autocast must be off.
 
     Args:
         d_out: (B, H, N, E), gradient of the output; any strides.
         q: (B, H, N, D), BF16, FP16, FP32, or FP64, which stays FP64.
         k: (B, H_kv, M, D), H a multiple of H_kv.
         v: (B, H_kv, M, E).
-        lse: FP32 (B, H, N), log of the sum of exponentials of each row's scaled scores. Whatever it
-            is for a row that sees no key, if not NaN.
+        lse: FP32 (B, H, N), log of the sum of exponentials of each row's scores, with their soft
+            cap, and of its sink. Whatever it is for a row that sees no key, if not NaN.
         spec: What the call asks for.
         heads: The query heads wanted, C of them.
         chunk: Rows looked at together; memory grows as chunk x M.
@@ -56,35 +57,65 @@ def exact_delta(
 
     Raises:
         IndexError: If a head does not exist.
-        ValueError: If the mask does not broadcast to (B, H, N, M).
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
     check_heads(heads, q.shape[1])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     batch, all_heads, rows = q.shape[:3]
     shape = (batch, all_heads, rows, k.shape[2])
     group = all_heads // k.shape[1]
-    key_positions = torch.arange(shape[3], device=q.device)
+    row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
+    visible = visible_range(spec, shape, q.device)
     delta = torch.zeros(batch, len(heads), rows, dtype=wide, device=q.device)
+    spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
     for key_head in sorted({head // group for head in heads}):
         places = [place for place, head in enumerate(heads) if head // group == key_head]
         members = torch.tensor([heads[place] for place in places], device=q.device)
         k_wide, v_wide = (x[:, key_head, None].to(wide) for x in (k, v))
-        for start in range(0, rows, chunk):
-            present = torch.arange(start, min(start + chunk, rows), device=q.device)
-            end = visible_end(spec.causal, start + len(present) - 1, shape[2:])
+        for present, seen in spans:
             q_rows, d_out_rows, lse_rows = (
-                x[:, :, start : start + chunk][:, members].to(wide) for x in (q, d_out, lse)
+                x[:, :, present][:, members].to(wide) for x in (q, d_out, lse)
             )
-            mask = mask_tile(spec, shape, members, present, key_positions[:end])
-            scores = (q_rows @ k_wide[:, :, :end].mT).mul_(spec.scale).add_(mask)
+            mask = mask_tile(
+                spec, shape, members, row_positions[present], key_positions[seen], visible
+            )
+            scores = (q_rows @ k_wide[:, :, seen].mT).mul_(spec.scale)
+            scores = capped(scores, spec.softcap).add_(mask)
             # A row that sees no key has scores of -inf alone.
             reference = lse_rows.masked_fill(lse_rows.isinf(), 0.0)
             probabilities = scores.sub_(reference[..., None]).exp_()
             row_sum = probabilities.sum(-1)
-            weighted = (d_out_rows @ v_wide[:, :, :end].mT).mul_(probabilities).sum(-1)
-            seen = row_sum.masked_fill(row_sum == 0, 1.0)
-            delta[:, places, start : start + chunk] = weighted / seen
+            if spec.sinks is not None:
+                row_sum += (spec.sinks[members, None].to(wide) - reference).exp_()
+            weighted = (d_out_rows @ v_wide[:, :, seen].mT).mul_(probabilities).sum(-1)
+            delta[:, places, present] = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
     return delta
+
+
+def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, heads: Sequence[int]) -> Tensor:
+    """The gradient of some heads' sinks, from exact delta: -sum_i P_i delta_i.
+
+    A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). As delta,
+    it is off by what rounding took from O where a kernel takes it from rowsum(dO * O); and unlike
+    delta's other terms that does not average out.
+
+    Args:
+        delta: FP32 (B, C, N), see `exact_delta`.
+        lse: FP32 (B, H, N), the kernel's own, the sinks in it.
+        sinks: (H,), see `AttentionSpec`.
+        heads: The C query heads that delta is of.
+
+    Returns:
+        FP64 (C,), summed over batch and rows. A row whose delta is 0, as where no key is seen,
+        adds 0 whatever its L.
+
+    Raises:
+        IndexError: If a head does not exist.
+    """
+    check_heads(heads, len(sinks))
+    index = torch.tensor(list(heads), dtype=torch.int64, device=delta.device)
+    probabilities = (sinks[index, None].double() - lse[:, index].double()).exp()
+    return -(probabilities * delta).where(delta != 0, 0.0).sum((0, 2))
 
 
 def check_heads(heads: Sequence[int], all_heads: int) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask
+from guardbit.kernels.mask.geometry import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     finite_reference,
@@ -17,7 +17,7 @@ from guardbit.kernels.reference.common import (
     fold_groups,
     masked_scores,
 )
-from guardbit.kernels.spec import Causal
+from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
 #: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
@@ -137,6 +137,7 @@ def forward(
     q_rows = fold_groups(q.float(), kv_heads)
     query_positions = torch.arange(rows, device=q.device)
     key_positions = torch.arange(keys, device=q.device)
+    visible = visible_range(AttentionSpec(scale, causal), (batch, num_heads, rows, keys), q.device)
     row_max = q.new_full((batch, num_heads, rows), -torch.inf, dtype=torch.float32)
     tied = torch.zeros_like(row_max, dtype=torch.bool)
     normalizer, row_sum = row_max, torch.zeros_like(row_max)
@@ -145,7 +146,7 @@ def forward(
 
     for start in range(0, keys, key_tile):
         tile = slice(start, start + key_tile)
-        mask = additive_mask(query_positions, key_positions[tile], (rows, keys), causal)
+        mask = additive_mask(visible, query_positions, key_positions[tile])
         scores = masked_scores(q_rows, k[:, :, tile].float(), num_heads, scale, mask)
         tile_max = scores.amax(-1)
         before, row_max = row_max, row_max.maximum(tile_max)

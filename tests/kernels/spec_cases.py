@@ -1,0 +1,188 @@
+"""Attention with every field of `AttentionSpec` by brute force in FP64, and specs to try it on."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from guardbit.kernels.spec import AttentionSpec, Documents
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Dense(NamedTuple):
+    """All of one call in FP64: `scores` with cap and masks, `terms` = P dP, P without the sink."""
+
+    scores: Tensor
+    lse: Tensor
+    weights: Tensor
+    sink_weights: Tensor
+    out: Tensor
+    terms: Tensor
+    dq: Tensor
+    d_sinks: Tensor
+
+
+def packed(query_lengths, key_lengths, device=DEVICE):
+    """Documents of these lengths."""
+    starts = []
+    for lengths in (query_lengths, key_lengths):
+        sums = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        starts.append(torch.tensor(sums, dtype=torch.int32, device=device))
+    longest = [max(lengths, default=0) for lengths in (query_lengths, key_lengths)]
+    return Documents(*starts, *longest)
+
+
+def is_seen(spec, row, key, rows, keys):
+    """Whether one query sees one key, dense masks apart, by the words of `AttentionSpec`."""
+    if spec.documents is not None:
+        queries, starts = (x.tolist() for x in spec.documents[:2])
+        for g in range(len(queries) - 1):
+            if queries[g] <= row < queries[g + 1]:
+                if not starts[g] <= key < starts[g + 1]:
+                    return False
+                row, rows = row - queries[g], queries[g + 1] - queries[g]
+                key, keys = key - starts[g], starts[g + 1] - starts[g]
+                break
+        else:
+            return False
+    place = row + keys - rows
+    left, right = spec.window
+    if left >= 0 and key < place - left:
+        return False
+    if right >= 0 and key > place + right:
+        return False
+    return key <= {False: keys, True: place, "top-left": row}[spec.causal]
+
+
+def dense(d_out, q, k, v, spec):
+    """See `Dense`, for all heads."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    seen = [[is_seen(spec, n, m, rows, keys) for m in range(keys)] for n in range(rows)]
+    hidden = ~torch.tensor(seen, dtype=torch.bool, device=q.device).reshape(rows, keys)
+    leaf = q.double().requires_grad_()
+    scores = leaf @ k.mT * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.mask is not None and spec.mask.dtype == torch.bool:
+        hidden = hidden | ~spec.mask
+    elif spec.mask is not None:
+        scores = scores + spec.mask
+    scores = scores.masked_fill(hidden, -math.inf)
+    none = torch.full((q.shape[1],), -math.inf, dtype=torch.float64, device=q.device)
+    sinks = (none if spec.sinks is None else spec.sinks.double()).clone().requires_grad_()
+    column = sinks[:, None, None].expand(len(q), -1, rows, 1)
+    every = torch.cat([scores, column], -1)
+    dead = (every == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(every.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    kept = weights[..., :-1]
+    out = kept @ v
+    terms = kept * (d_out.double() @ v.mT)
+    dq, d_sinks = torch.autograd.grad(out, (leaf, sinks), d_out.double())
+    results = (scores, every.logsumexp(-1), kept, weights[..., -1], out, terms, dq, d_sinks)
+    return Dense(*(x.detach() for x in results))
+
+
+def inputs(shape, dtype=torch.bfloat16, seed=0):
+    """d_out, q, k, v of B, H, H_kv, N, M, D, E."""
+    batch, heads, kv_heads, rows, keys, width, value_width = shape
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(size, generator=generator).to(DEVICE, dtype)
+
+    return (
+        normal(batch, heads, rows, value_width),
+        normal(batch, heads, rows, width),
+        normal(batch, kv_heads, keys, width),
+        normal(batch, kv_heads, keys, value_width),
+    )
+
+
+def sinks(*values):
+    return torch.tensor(values, device=DEVICE)
+
+
+#: B, H, H_kv, N, M, D, E and the spec: what each kernel is tried on. Lengths pass those of tiles.
+CASES = {
+    "window": ((1, 2, 1, 150, 200, 16, 16), AttentionSpec(0.25, window=(40, 7))),
+    "window one-sided": ((2, 2, 2, 70, 70, 16, 16), AttentionSpec(0.25, window=(-1, 3))),
+    "window of itself": ((1, 2, 2, 70, 33, 16, 16), AttentionSpec(0.25, window=(0, 0))),
+    "wide window": ((1, 2, 1, 150, 150, 16, 16), AttentionSpec(0.25, True, window=(90, 9))),
+    "top-left": ((1, 2, 1, 90, 120, 16, 16), AttentionSpec(0.25, "top-left", window=(50, -1))),
+    "beyond all": ((1, 1, 1, 30, 40, 16, 16), AttentionSpec(0.25, True, window=(2**40, 2**40))),
+    "documents": (
+        (1, 4, 2, 150, 150, 16, 16),
+        AttentionSpec(0.25, True, documents=packed(*[[0, 70, 1, 0, 60, 19, 0]] * 2)),
+    ),
+    "documents whole": (
+        (1, 2, 1, 140, 260, 16, 16),
+        AttentionSpec(0.25, documents=packed([64, 0, 70, 6], [200, 7, 0, 53])),
+    ),
+    "documents, window": (
+        (1, 2, 1, 160, 170, 16, 48),
+        AttentionSpec(0.25, True, window=(20, -1), documents=packed([100, 10, 50], [90, 30, 50])),
+    ),
+    "no document": ((1, 1, 1, 0, 0, 16, 16), AttentionSpec(0.25, documents=packed([], []))),
+    "soft cap 5": ((1, 2, 1, 70, 90, 16, 16), AttentionSpec(1.0, True, softcap=5.0)),
+    "soft cap 50": ((1, 2, 1, 70, 90, 64, 32), AttentionSpec(-2.0, softcap=50.0)),
+    "sinks": (
+        (1, 4, 2, 70, 90, 16, 16),
+        AttentionSpec(0.25, True, sinks=sinks(0.5, -math.inf, 9.0, -3.0)),
+    ),
+    "sinks, rows without a key": (
+        (2, 2, 2, 70, 33, 16, 16),
+        AttentionSpec(0.25, True, sinks=sinks(30.0, 1.0)),
+    ),
+    "everything": (
+        (1, 4, 2, 150, 150, 32, 32),
+        AttentionSpec(
+            0.5,
+            True,
+            torch.randn(1, 1, 150, 150, generator=torch.Generator().manual_seed(2)).to(DEVICE),
+            window=(30, 0),
+            documents=packed([90, 60], [90, 60]),
+            softcap=5.0,
+            sinks=sinks(0.5, -math.inf, 2.0, -3.0),
+        ),
+    ),
+    "boolean, documents": (
+        (1, 2, 2, 90, 90, 16, 16),
+        AttentionSpec(
+            0.25,
+            mask=torch.arange(90, device=DEVICE) % 3 > 0,
+            documents=packed([89, 1], [70, 20]),
+        ),
+    ),
+}
+
+
+@st.composite
+def specs(draw):
+    """A spec with its shape, N and M small; every field but `mask`."""
+    documents = None
+    if draw(st.booleans()):
+        lengths = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=0, max_size=6)
+        pairs = draw(lengths)
+        queries, keys = ([pair[i] for pair in pairs] for i in range(2))
+        documents = packed(queries, keys)
+        rows, columns = sum(queries), sum(keys)
+    else:
+        rows, columns = draw(st.integers(1, 30)), draw(st.integers(0, 30))
+    kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    number = st.sampled_from([-1, 0, 1, 2, 5, 40])
+    some_sinks = st.sampled_from([-math.inf, -4.0, 0.0, 3.0, 500.0])
+    heads = kv_heads * group
+    spec = AttentionSpec(
+        draw(st.sampled_from([0.25, 1.0, -0.5])),
+        draw(st.sampled_from([False, True, "top-left"])),
+        window=(draw(number), draw(number)),
+        documents=documents,
+        softcap=draw(st.sampled_from([0.0, 5.0, 50.0])),
+        sinks=sinks(*(draw(some_sinks) for _ in range(heads))) if draw(st.booleans()) else None,
+    )
+    return spec, (1, heads, kv_heads, rows, columns, 16, draw(st.sampled_from([16, 8])))

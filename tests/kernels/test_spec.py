@@ -1,0 +1,129 @@
+"""What a call may ask for besides q, k and v: which keys are seen, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
+from guardbit.kernels.spec import AttentionSpec, Documents
+from tests.kernels.spec_cases import DEVICE, is_seen, packed, specs
+
+
+def brute_force(spec, shape):
+    rows, keys = shape[2:]
+    seen = [[is_seen(spec, n, m, rows, keys) for m in range(keys)] for n in range(rows)]
+    return torch.tensor(seen, dtype=torch.bool, device=DEVICE).reshape(rows, keys)
+
+
+@settings(max_examples=200, deadline=None)
+@given(specs())
+def test_the_keys_a_query_sees_are_those_of_brute_force(case):
+    spec, sizes = case
+    shape = (1, sizes[1], *sizes[3:5])
+    seen = brute_force(spec, shape)
+    first, end = visible_range(spec, shape, DEVICE)
+    assert first.dtype == end.dtype == torch.int32
+    assert first.device.type == DEVICE
+    columns = torch.arange(shape[3], device=DEVICE)
+    found = (columns >= first[:, None]) & (columns < end[:, None])
+    assert torch.equal(found, seen)
+    assert (first <= end).all() and (first >= 0).all() and (end <= shape[3]).all()
+    heads, rows = (torch.arange(n, device=DEVICE) for n in (1, shape[2]))
+    tile = mask_tile(spec, shape, heads, rows, columns)
+    assert torch.equal(tile == 0, seen)
+    assert (tile[~seen] == -math.inf).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(specs())
+def test_spans_of_chunks_hold_every_key_that_is_seen_and_no_further_edge(case):
+    spec, sizes = case
+    shape = (1, sizes[1], *sizes[3:5])
+    seen = brute_force(spec, shape)
+    rows_met = 0
+    for rows, keys in key_spans(spec, shape, 4):
+        assert rows.start == rows_met
+        rows_met = rows.stop
+        any_seen = seen[rows].any(0).nonzero().flatten().tolist()
+        if DEVICE == "cuda" and spec.documents is not None:
+            assert keys == slice(0, shape[3])
+        elif any_seen:
+            assert (keys.start, keys.stop) == (any_seen[0], any_seen[-1] + 1)
+        else:
+            assert keys.start == keys.stop
+    assert rows_met == shape[2]
+
+
+def test_a_range_never_leaves_the_keys_whatever_the_documents_say(monkeypatch):
+    # On a GPU nobody looks at these numbers before the kernels do.
+    monkeypatch.setattr(AttentionSpec, "check_shape", lambda self, shape: None)
+    starts = torch.tensor([0, 4, 9, 30], dtype=torch.int32, device=DEVICE)
+    spec = AttentionSpec(1.0, True, documents=Documents(starts, starts - 2, 9, 9))
+    first, end = visible_range(spec, (1, 1, 40, 12), DEVICE)
+    assert (first >= 0).all() and (first <= end).all() and (end <= 12).all()
+    assert (first == end)[30:].all()  # of no document
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "sentence"),
+    [
+        ({"window": (-2, 0)}, ValueError, r"`window` takes two whole numbers.*\(-2, 0\)"),
+        ({"window": (1, 2, 3)}, ValueError, "two whole numbers"),
+        ({"window": (1.5, 0)}, ValueError, "two whole numbers"),
+        ({"window": (None, None)}, ValueError, "two whole numbers"),
+        ({"softcap": -1.0}, ValueError, "`softcap` takes a finite number from 0 on.*-1.0"),
+        ({"softcap": math.inf}, ValueError, "inf"),
+        ({"softcap": math.nan}, ValueError, "nan"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, TypeError, "`sinks` takes floating numbers"),
+        ({"sinks": torch.zeros(1, 4)}, ValueError, r"\(H,\), but has \(1, 4\)"),
+    ],
+)
+def test_a_field_that_makes_no_sense_is_refused_in_a_sentence(fields, error, sentence):
+    with pytest.raises(error, match=sentence):
+        AttentionSpec(1.0, **fields)
+
+
+def test_documents_that_make_no_sense_are_refused_in_a_sentence():
+    good = torch.tensor([0, 3], dtype=torch.int32)
+    for documents, error, sentence in (
+        (Documents(good.long(), good, 3, 3), TypeError, "INT32, but are torch.int64"),
+        (Documents(good, good[:1], 3, 3), ValueError, r"have \(2,\) and \(1,\)"),
+        (Documents(good[None], good[None], 3, 3), ValueError, r"\(1, 2\)"),
+        (Documents(good[:0], good[:0], 3, 3), ValueError, r"\(0,\)"),
+        (Documents(good, good, -1, 3), ValueError, "from 0 on, but are -1 and 3"),
+        (Documents(good, good.to("meta"), 3, 3), ValueError, "one device.*cpu and meta"),
+    ):
+        with pytest.raises(error, match=sentence):
+            AttentionSpec(1.0, documents=documents)
+
+
+def test_what_does_not_fit_the_tensors_is_refused_in_a_sentence():
+    documents = packed([3, 4], [5, 6], "cpu")
+    spec = AttentionSpec(1.0, documents=documents)
+    spec.check_shape((1, 2, 7, 11))
+    for shape, sentence in (
+        ((2, 2, 7, 11), "`documents` needs a batch of one, packed sequences, but it is 2"),
+        ((1, 2, 8, 11), r"`cu_queries` needs to rise from 0 to 8, but is \[0, 3, 7\]"),
+        ((1, 2, 7, 10), r"`cu_keys` needs to rise from 0 to 10, but is \[0, 5, 11\]"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            spec.check_shape(shape)
+    falling = documents._replace(cu_keys=torch.tensor([0, 9, 8], dtype=torch.int32))
+    with pytest.raises(ValueError, match="cu_keys"):
+        AttentionSpec(1.0, documents=falling).check_shape((1, 2, 7, 8))
+    with pytest.raises(
+        ValueError, match=r"`sinks` needs one number a head, \(2,\), but has \(3,\)"
+    ):
+        AttentionSpec(1.0, sinks=torch.zeros(3)).check_shape((1, 2, 7, 8))
+    # Elsewhere than on the CPU the numbers are not looked at: that would make the host wait.
+    away = Documents(documents.cu_queries.to("meta"), documents.cu_keys.to("meta"), 4, 6)
+    AttentionSpec(1.0, documents=away).check_shape((1, 2, 99, 99))
+
+
+def test_extras_are_what_pytorch_has_no_argument_for():
+    assert AttentionSpec(1.0, True, torch.ones(2, 2), 0.1).extras == ()
+    assert AttentionSpec(1.0, window=(3, -1)).extras == ("window",)
+    everything = AttentionSpec(1.0, True, None, 0.0, (0, 0), packed([1], [1]), 5.0, torch.zeros(1))
+    assert everything.extras == ("window", "documents", "soft cap", "sinks")

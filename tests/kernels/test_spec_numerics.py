@@ -1,0 +1,209 @@
+"""Delta, shadow and audit with windows, documents, soft caps and sinks, against FP64.
+
+Plain torch, and Triton interpreted or compiled.
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from guardbit.kernels import reference
+from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, specs
+
+pytestmark = [
+    # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned_memory"),
+]
+MODULES = {"torch": (reference, reference, reference)}
+BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
+
+# FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum |P dP|.
+DELTA_ERROR = 2e-6
+
+
+def score_error(truth, spec):
+    """By how much FP32 scores may be off: sums of products, and the cap's rounding."""
+    finite = truth.scores[truth.scores.isfinite()]
+    largest = max(finite.abs().tolist(), default=0.0)
+    return 2.0**-22 * (1 + largest + spec.softcap)
+
+
+def check_delta(module, tensors, spec, truth):
+    heads = list(range(tensors[1].shape[1]))[::-1]
+    lse = truth.lse.float()
+    found = module.exact_delta(*tensors, lse, spec=spec, heads=heads)
+    assert found.dtype == torch.float32
+    error = (found - truth.terms.sum(-1)[:, heads]).abs()
+    bar = (DELTA_ERROR + 2 * score_error(truth, spec)) * truth.terms.abs().sum(-1)[:, heads]
+    # Beside a sink of 500 all is less than FP32's smallest number.
+    assert (error <= bar + 1e-37).all(), (error - bar).max()
+
+
+def check_shadow(module, tensors, spec, truth, rows=None):
+    _, q, k, v = tensors
+    found = module.shadow(q, k, v, spec=spec, rows=rows)
+    picked = slice(None) if rows is None else rows
+    scores, weights, sink_weights, out = (
+        x[:, :, picked] for x in (truth.scores, truth.weights, truth.sink_weights, truth.out)
+    )
+    assert found.out.shape == out.shape
+    off = score_error(truth, spec)
+    # The parts of P-bar, 17 bits in BF16, and exponents whose scores are rounded.
+    bar = (2.0**-17 + 4 * off) * (v.double().abs().max().item() if v.numel() else 0)
+    assert ((found.out - out).abs() <= bar).all()
+    if scores.shape[-1]:
+        row_max = scores.amax(-1)
+        alive = row_max > -math.inf
+        assert torch.equal(found.row_max == -math.inf, ~alive)
+        assert ((found.row_max - row_max).abs()[alive] <= 4 * off).all()
+        shown = scores > -3e4
+        largest = scores.abs().masked_fill(~shown, -math.inf).amax(-1)
+        assert ((found.largest - largest).abs()[alive] <= 4 * off).all()
+        assert not found.maxima[~alive].any()
+        assert (found.maxima[alive] >= 1).all()
+        # A score at the very edge of a tie may be rounded to either side.
+        least, most = (
+            (row_max[..., None] - scores <= 1e-3 + d).sum(-1) for d in (-8 * off, 8 * off)
+        )
+        assert (found.maxima >= least)[alive].all() and (found.maxima <= most)[alive].all()
+    every = torch.cat([weights, sink_weights[..., None]], -1)
+    entropy = torch.special.entr(every).sum(-1)
+    assert ((found.entropy - entropy).abs() <= 1e-5 + 8 * off).all()
+
+
+def check_audit(module, tensors, spec, truth):
+    heads = list(range(tensors[1].shape[1]))[::-1]
+    found = module.exact_query_gradient(*tensors, spec=spec, heads=heads)
+    right = truth.dq[:, heads]
+    assert found.shape == right.shape
+    if not right.numel() or not tensors[2].numel():
+        assert not found.any()
+        return
+    # dS = P (dP - delta), P and both others off by FP32's rounding of scores and of sums.
+    sizes = (truth.weights * (tensors[0].double() @ values(tensors).mT).abs()).sum(-1, keepdim=True)
+    sizes = sizes * abs(spec.scale) * keys(tensors).abs().amax((2, 3), True)
+    bar = (8 * score_error(truth, spec) + 4e-6) * sizes[:, heads]
+    error = (found - right).abs()
+    assert (error <= bar + 1e-37).all(), (error - bar).max()
+
+
+def keys(tensors):
+    return tensors[2].double().repeat_interleave(tensors[1].shape[1] // tensors[2].shape[1], 1)
+
+
+def values(tensors):
+    return tensors[3].double().repeat_interleave(tensors[1].shape[1] // tensors[3].shape[1], 1)
+
+
+@BOTH
+@pytest.mark.parametrize("name", CASES)
+def test_every_field_against_fp64(modules, name):
+    shape, spec = CASES[name]
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    delta, shadow, audit = modules
+    check_delta(delta, tensors, spec, truth)
+    check_shadow(shadow, tensors, spec, truth)
+    check_audit(audit, tensors, spec, truth)
+    rows = torch.arange(shape[3] - 1, -1, -3, device=DEVICE)
+    check_shadow(shadow, tensors, spec, truth, rows)
+
+
+@BOTH
+@settings(max_examples=30, deadline=None)
+@given(case=specs())
+def test_any_spec_against_fp64(modules, case):
+    spec, shape = case
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    delta, shadow, audit = modules
+    check_delta(delta, tensors, spec, truth)
+    check_shadow(shadow, tensors, spec, truth)
+    check_audit(audit, tensors, spec, truth)
+
+
+@BOTH
+@pytest.mark.parametrize("left", [-math.inf, math.inf, 0.0])
+def test_rows_of_a_document_without_keys_have_delta_0_whatever_l_is(modules, left):
+    shape, spec = CASES["documents whole"]
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    dead = truth.lse == -math.inf
+    assert dead[..., 64:134].all() and not dead[..., :64].any()
+    lse = truth.lse.float().masked_fill(dead, left)
+    found = modules[0].exact_delta(*tensors, lse, spec=spec, heads=[0, 1])
+    assert (found[dead] == 0).all()
+
+
+@BOTH
+@pytest.mark.parametrize("wrong", [-3.0, 1e-3, 4.0])
+def test_an_error_of_l_leaves_delta_as_it_is_with_a_sink(modules, wrong):
+    # Divided by the sum of P over keys alone, delta would be ten times as large in head 2.
+    shape, spec = CASES["sinks"]
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    assert truth.sink_weights[:, 2].min() > 0.9
+    lse = (truth.lse + wrong).float()
+    found = modules[0].exact_delta(*tensors, lse, spec=spec, heads=[0, 1, 2, 3])
+    error = (found - truth.terms.sum(-1)).abs()
+    assert (error <= 2 * DELTA_ERROR * truth.terms.abs().sum(-1)).all()
+
+
+@pytest.mark.parametrize("name", ["sinks", "sinks, rows without a key", "everything"])
+def test_the_gradient_of_sinks_is_that_of_autograd(name):
+    shape, spec = CASES[name]
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    heads = [1, 0]
+    lse = truth.lse.float()
+    delta = reference.exact_delta(*tensors, lse, spec=spec, heads=heads)
+    found = reference.sink_gradient(delta, lse, spec.sinks, heads=heads)
+    size = (truth.sink_weights * truth.terms.abs().sum(-1)).sum((0, 2))
+    # L of 30 is rounded to 2^-20.
+    assert ((found - truth.d_sinks[heads]).abs() <= (2.0**-20 + 8e-6) * size[heads]).all()
+    # A kernel that takes delta from an O that is rounded to BF16 is off by hundreds of times that.
+    if name == "sinks":
+        rounded = (tensors[0].double() * truth.out.bfloat16().double()).sum(-1)
+        theirs = -(truth.sink_weights * rounded).sum((0, 2))
+        worst = ((theirs - truth.d_sinks).abs() / size.clamp_min(1e-9))[0]
+        mine = ((found - truth.d_sinks[heads]).abs() / size[heads].clamp_min(1e-9))[1]
+        assert mine < worst / 10
+
+
+def test_the_slope_of_the_cap_keeps_its_digits_far_out():
+    scores = torch.tensor([0.0, 1.0, -30.0, 200.0, 2e3])
+    leaf = scores.double().requires_grad_()
+    truth = torch.cosh(leaf.detach() / 50) ** -2
+    found = reference.common.cap_slope(scores, 50.0)
+    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=0)
+
+
+def test_chunks_change_nothing():
+    shape, spec = CASES["documents, window"]
+    tensors = inputs(shape)
+    truth = dense(*tensors, spec)
+    lse = truth.lse.float()
+    for chunk in (1, 37, 999):
+        delta = reference.exact_delta(*tensors, lse, spec=spec, heads=[0, 1], chunk=chunk)
+        assert (delta - truth.terms.sum(-1)).abs().max() <= 1e-5
+        dq = reference.exact_query_gradient(*tensors, spec=spec, heads=[0, 1], chunk=chunk)
+        assert (dq - truth.dq).abs().max() <= 1e-5
+        out = reference.shadow(*tensors[1:], spec=spec, chunk=chunk).out
+        assert (out - truth.out).abs().max() <= 1e-5
+
+
+def test_fields_that_do_not_fit_are_refused_by_each():
+    d_out, q, k, v = inputs((1, 2, 2, 5, 5, 16, 16))
+    spec = AttentionSpec(1.0, sinks=torch.zeros(3, device=DEVICE))
+    lse = torch.zeros(1, 2, 5, device=DEVICE)
+    for call in (
+        lambda: reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=[0]),
+        lambda: reference.shadow(q, k, v, spec=spec),
+        lambda: reference.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[0]),
+    ):
+        with pytest.raises(ValueError, match="`sinks` needs one number a head"):
+            call()
