@@ -1,9 +1,20 @@
 """Exact delta in PyTorch's CPU kernel: its forward, its backward, the right dQ."""
 
+import itertools
+
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.kernels.exact_delta_cases import KINDS, make, relative
+from tests.kernels.exact_delta_cases import (
+    GROUPINGS,
+    KINDS,
+    SOME,
+    check_sink,
+    make,
+    relative,
+    sink,
+)
 
 SHAPES = [(2, 4, 4, 64, 32), (2, 4, 2, 77, 16), (1, 2, 2, 130, 64)]
 
@@ -33,3 +44,27 @@ def test_the_forward_and_other_heads_keep_their_bits_and_dq_is_better(dtype, sha
         assert torch.equal(all_heads[3], native[3])
     else:
         assert relative(all_heads[1], exact[0]) < 1e-5
+
+
+# The math kernel reads no O: there is no delta to hand it.
+ENGINES = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "boolean", "additive"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_error_that_adds_up_is_gone_and_nothing_else_moves(engine, dtype, kind):
+    with sdpa_kernel(ENGINES[engine]):
+        for kv_heads, width in itertools.product(GROUPINGS, (16, 64, 128)):
+            case = sink(kind, dtype, (4, 4, kv_heads, 128, width), "cpu")
+            native = case.native()
+            found, state = case.switched(SOME)
+            assert state.launches["forward", ENGINES[engine].name] == 1
+            if engine == "math":
+                assert "exact_delta" not in state.ran
+                assert torch.equal(found[1][:, 2:], native[1][:, 2:])
+            else:
+                assert state.ran == SOME, state.substituted
+                check_sink(case, native, found)
+    if engine == "math":
+        pytest.skip(state.substituted)
