@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import switchable_attention
+from guardbit.numerics import round_nearest, split
 
 
 class Case(NamedTuple):
@@ -26,7 +28,13 @@ class Case(NamedTuple):
     @property
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in FP64, written out."""
-        q, k, v = (x.detach().double().requires_grad_() for x in (self.q, self.k, self.v))
+        leaves = [x.detach().double().requires_grad_() for x in (self.q, self.k, self.v)]
+        _, out = self.exactly(*leaves)
+        dq, dk, dv = torch.autograd.grad(out, leaves, self.d_out.double())
+        return dq, dk, dv
+
+    def exactly(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """P and out of FP64 tensors, written out."""
         group = q.size(1) // k.size(1)
         scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.size(3))
         if self.is_causal:
@@ -37,9 +45,18 @@ class Case(NamedTuple):
             scores = scores + self.mask.double()
         # A row without keys has output 0.
         weights = scores.softmax(-1).nan_to_num(0.0)
-        out = weights @ v.repeat_interleave(group, 1)
-        dq, dk, dv = torch.autograd.grad(out, (q, k, v), self.d_out.double())
-        return dq, dk, dv
+        return weights, weights @ v.repeat_interleave(group, 1)
+
+    def summed_error_by_theory(self, out: Tensor) -> Tensor:
+        """What an O that is off adds to dQ, summed over rows: -P (d_out . error of O) K / sqrt(D).
+
+        FP64 (B, H, D). dQ = P (dP - delta) K: too large a delta makes dQ too small.
+        """
+        q, k, v = (x.double() for x in (self.q, self.k, self.v))
+        weights, exact = self.exactly(q, k, v)
+        delta_error = (self.d_out.double() * (out.double() - exact)).sum(-1, keepdim=True)
+        keys = k.repeat_interleave(q.size(1) // k.size(1), 1)
+        return -((weights * delta_error) @ keys).sum(-2) / math.sqrt(q.size(3))
 
     def run(self, attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Out, dq, dk, dv."""
@@ -75,6 +92,7 @@ def make(
     by_rows: bool = True,
     sharpness: float = 0.8,
     seed: int = 0,
+    spread: float = 1.0,
 ) -> Case:
     """A call in which each token attends mostly to itself, q += sharpness k.
 
@@ -86,6 +104,7 @@ def make(
         by_rows: Whether heads lie beside one another in memory, as models make them.
         sharpness: How much of k is in q.
         seed: Of everything random.
+        spread: Standard deviation of k.
     """
     batch, heads, kv_heads, length, width = shape
     generator = torch.Generator(device).manual_seed(seed)
@@ -95,7 +114,7 @@ def make(
         x = torch.randn(size, generator=generator, device=device)
         return x.transpose(1, 2) if by_rows else x
 
-    q, k, v, d_out = draw(heads), draw(kv_heads), draw(kv_heads), draw(heads)
+    q, k, v, d_out = draw(heads), draw(kv_heads).mul_(spread), draw(kv_heads), draw(heads)
     q.add_(k.repeat_interleave(heads // kv_heads, 1), alpha=sharpness)
     tril = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     padding = torch.ones(batch, 1, 1, length, dtype=torch.bool, device=device)
@@ -113,9 +132,151 @@ def make(
     return Case(q, k, v, d_out, masks[kind], kind == "causal")
 
 
+def sink(
+    kind: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int, int],
+    device: str,
+    maxima: int = 2,
+    seed: int = 0,
+) -> Case:
+    """A call whose rows are those of an attention sink, and round the same way.
+
+    The first keys have the largest scores of every row, rm = 6 (1 + 0.2 u), u uniform in 0..1; the
+    others' are N(-2, 1), cut at rm. V = -2 - u and d_out = 1 + u are of one sign. Masks hide or
+    lower other keys than the first.
+
+    Args:
+        kind: "none", "causal", "boolean" or "additive".
+        dtype: Of q, k, v.
+        shape: (B, H, H_kv, N, D); there are N keys.
+        device: Where.
+        maxima: Number of largest scores a row.
+        seed: Of everything random.
+    """
+    batch, heads, kv_heads, length, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    parts = 2  # of rm: one number of `dtype` would leave few different ones
+
+    def uniform(*size: int) -> Tensor:
+        return torch.rand(size, generator=generator, dtype=torch.float64)
+
+    row_max = 6 * (1 + 0.2 * uniform(batch, heads, length, 1))
+    directions = width - parts
+    others = torch.empty(batch, heads, length, directions, dtype=torch.float64)
+    others = (others.normal_(-2, 1, generator=generator) - row_max).clamp_max(0)
+    root = math.sqrt(width)  # what the scores are divided by
+    q = torch.cat([*split(root * row_max, dtype, parts), (root * others).to(dtype)], -1)
+    k = torch.zeros(batch, kv_heads, length, width, dtype=dtype)
+    k[..., :parts] = 1
+    rest = torch.arange(maxima, length)
+    k[..., rest, parts + rest % directions] = 1
+    seen = uniform(batch, heads, length, length) < 0.7
+    added = -uniform(batch, heads, length, length).to(dtype)
+    seen[..., :maxima], added[..., :maxima] = True, 0
+    mask = {"none": None, "causal": None, "boolean": seen, "additive": added}[kind]
+    v = round_nearest(-2 - uniform(batch, kv_heads, length, width), dtype)
+    d_out = (1 + uniform(batch, heads, length, width)).to(dtype)
+    q, k, v, d_out = (x.to(device) for x in (q, k, v, d_out))
+    return Case(q, k, v, d_out, None if mask is None else mask.to(device), kind == "causal")
+
+
 KINDS = ("none", "causal", "boolean", "padding", "additive")
 
 
 def relative(actual: Tensor, exact: Tensor) -> float:
     """Relative L2 error."""
     return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+#: The stabilizers of the four heads of a call some of whose heads are switched.
+SOME = ("exact_delta", "exact_delta", "none", "none")
+#: How many key heads four query heads have.
+GROUPINGS = (4, 2, 1)
+
+
+def check_sink(
+    case: Case, native: tuple[Tensor, ...], found: tuple[Tensor, ...], repeats: bool = True
+) -> None:
+    """Checks a call of `sink` whose heads are switched as `SOME` says.
+
+    Args:
+        case: The call.
+        native: Out, dq, dk, dv of PyTorch's function.
+        found: The same of the op.
+        repeats: Whether PyTorch's backward gives the same bits each time.
+    """
+    assert torch.equal(found[0], native[0]), "the forward of all heads keeps its bits"
+    if repeats:
+        assert torch.equal(found[1][:, 2:], native[1][:, 2:])
+        # Key heads none of whose query heads is switched: the last half, of a single one none.
+        kept = slice(case.k.size(1) - case.k.size(1) // 2, None)
+        assert torch.equal(found[2][:, kept], native[2][:, kept])
+        assert torch.equal(found[3], native[3]), "delta does not enter dV"
+    exact = case.exact[0]
+    before, after = (
+        (x[1].double() - exact)[:, :2].sum(-2) for x in (native, found)
+    )  # each row's error alike adds up here
+    # PyTorch's error is what theory makes of its O, and has that sign: the rest, dS and dQ rounded
+    # one by one, comes to a fiftieth at most, so a twentieth leaves room.
+    theory = case.summed_error_by_theory(native[0])[:, :2]
+    assert abs((before * theory).sum() / theory.square().sum() - 1) < 0.05
+    assert (before - theory).norm() < 0.05 * theory.norm()
+    # What is left, in size, and with its sign along PyTorch's.
+    assert after.abs().mean() <= 0.02 * before.abs().mean()
+    assert abs((after * before).sum() / before.square().sum()) <= 0.02
+
+
+def equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:
+    """Whether tensors agree bit for bit, two and two; NaN is NaN."""
+    return all(
+        torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def with_dead_rows(kind: str, dtype: torch.dtype, device: str) -> tuple[Case, Tensor]:
+    """A call some of whose rows see no key, in all heads: the first, the last, one between.
+
+    Args:
+        kind: Of the mask, "boolean" or "additive", which has -inf.
+        dtype: Of q, k, v.
+        device: Where.
+
+    Returns:
+        The call, and which rows these are.
+    """
+    length = 256
+    case = make("none", dtype, (2, 4, 4, length, 64), device)
+    dead = torch.zeros(length, dtype=torch.bool, device=device)
+    dead[[0, 100, length - 1]] = True
+    mask = (~dead)[:, None].repeat(1, length)
+    if kind == "additive":
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -math.inf)
+    return case._replace(mask=mask[None, None]), dead
+
+
+def check_dead_rows(
+    case: Case,
+    dead: Tensor,
+    native: tuple[Tensor, ...],
+    found: tuple[Tensor, ...],
+    repeats: bool = True,
+) -> None:
+    """Checks a call of `with_dead_rows` all of whose heads are switched to `exact_delta`.
+
+    Args:
+        case: The call.
+        dead: Which rows see no key.
+        native: Out, dq, dk, dv of PyTorch's function.
+        found: The same of the op.
+        repeats: Whether PyTorch's backward gives the same bits each time.
+    """
+    assert equal(found[:1], native[:1]), "the forward, of these rows too"
+    # dK and dV gather all rows: NaN of one is in all of them, and stays.
+    for mine, theirs in zip(found[1:], native[1:], strict=True):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+    if repeats:
+        assert equal([found[1][:, :, dead], found[3]], [native[1][:, :, dead], native[3]])
+    # The other rows have the right dQ: rounding dS and dQ alone comes to 0.24 %.
+    assert relative(found[1][:, :, ~dead], case.exact[0][:, :, ~dead]) < 0.005

@@ -572,7 +572,10 @@ def test_neither_a_switch_nor_a_length_is_compiled_anew(site):
         return ours + switchable_attention(q, k, v, site, is_causal=True, scale=None)
 
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for length, names in [(12, ["none"] * 4), (12, MIX), (17, ["none"] * 4), (30, MIX)]:
+    others = ["exact_delta", "centered_keys", "none", "exact_delta"]
+    for length, names in [
+        (12, ["none"] * 4), (12, MIX), (12, others), (17, ["none"] * 4), (30, MIX), (30, others)
+    ]:  # fmt: skip
         switch(site, names)
         q, k, v, d_out = inputs(2, 4, 2, length, length, 16, torch.bfloat16)
         found = gradients(compiled, (q, k, v), d_out)

@@ -45,7 +45,14 @@ def model(tiny):
 @pytest.mark.parametrize("options", [NEW, OLD], ids=["new", "reentrant"])
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("none", "compensated"), ("compensated", "none"), ("row_max", "compensated")],
+    [
+        ("none", "compensated"),
+        ("compensated", "none"),
+        ("row_max", "compensated"),
+        ("none", "exact_delta"),
+        ("exact_delta", "centered_keys"),
+        ("centered_keys", "none"),
+    ],
 )
 @pytest.mark.parametrize("resting", [False, True])
 def test_a_switch_waits_for_the_next_ordinary_forward(

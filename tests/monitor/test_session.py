@@ -367,13 +367,12 @@ class Always:
         return [Finding(SITES[1], (1,), "it always does")] if due else []
 
 
-def test_the_state_resumes_the_run_to_the_bit(tmp_path):
+@pytest.mark.parametrize("stabilizer", ["stochastic", "exact_delta", "centered_keys"])
+def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
     settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
 
     def loop(folder):
-        return Loop(
-            dirpath=tmp_path / folder, policy=Policy("stochastic", scope="head"), **settings
-        )
+        return Loop(dirpath=tmp_path / folder, policy=Policy(stabilizer, scope="head"), **settings)
 
     # The rule counts calls: every loss is a frame of its own, so it fires within the second sample.
     whole = loop("whole").run(range(11), close=False)
@@ -387,7 +386,7 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
     second.session.load_state_dict(state)
     # Before the first forward, too: a run may be stopped right after it was resumed.
     assert second.session.state_dict()["stabilizers"] == {
-        SITES[1]: ["none", "stochastic"] + 2 * ["none"]
+        SITES[1]: ["none", stabilizer] + 2 * ["none"]
     }
     second.run(range(8, 11), close=False)
     assert json.dumps(second.session.state_dict()) == json.dumps(whole_state)
@@ -396,6 +395,8 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path):
         assert torch.equal(one, other)
     pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
     pd.testing.assert_frame_equal(read_events(tmp_path / "whole"), read_events(tmp_path / "parts"))
+    unswitched = Loop(**settings).run(range(11))
+    assert not all(map(torch.equal, unswitched.model.parameters(), second.model.parameters()))
 
 
 @dataclass(frozen=True)

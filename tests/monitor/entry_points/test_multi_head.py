@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` that returns its weights is watched by all indicators, and never changed."""
+"""`nn.MultiheadAttention` that returns its weights: watched by all indicators, never changed."""
 
 import math
 import types

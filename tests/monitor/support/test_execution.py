@@ -33,6 +33,12 @@ pytestmark = [
 SITES = ("h.0.attn", "h.1.attn")
 CUDA_GRAPHS = '`torch.compile(mode="reduce-overhead")`, by its graph only'
 DATA_PARALLEL = "`nn.DataParallel`"
+# What counts as run, besides what calls say of themselves; centred keys launch nothing of ours.
+LAUNCHED = {
+    "compensated": ("backward", "compensated"),
+    "exact_delta": ("backward", "exact_delta"),
+    "centered_keys": None,
+}
 
 
 class Mode(NamedTuple):
@@ -215,9 +221,8 @@ def check_calls(loop, reference, micro_batches):
             assert torch.equal(call.q.transpose(1, 2).flatten(2), queries)
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_execution(name, tiny, report):
-    mode = MODES[name]
+def check_execution(tiny, mode: Mode, stabilizer: str) -> None:
+    """Nothing changes, two heads are switched and nothing is compiled anew, the run is resumed."""
     reference = Loop(tiny, mode, watched=False)
     loop = Loop(tiny, mode)
     try:
@@ -231,14 +236,21 @@ def test_execution(name, tiny, report):
         query = loop.inst.sites["h.1.attn"].query_weight(2)
         assert torch.equal(query, weight[32:48].float())
 
-        loop.inst.switch("h.1.attn", "compensated", heads=[0, 3])
+        loop.inst.switch("h.1.attn", stabilizer, heads=[0, 3])
         expected, switched = reference.step(2, 2), loop.step(2, 2)
         assert loop.counter.frame_count == graphs, "a switch must recompile nothing"
-        assert [call.stabilizers[0] for call in loop.calls].count("compensated") == 2
-        assert ("forward", "compensated") not in loop.inst.sites["h.0.attn"].launches
-        assert loop.inst.sites["h.1.attn"].launches["backward", "compensated"] == 2
+        assert [call.stabilizers[0] for call in loop.calls].count(stabilizer) == 2
+        other, site = (loop.inst.sites[name] for name in SITES)
+        assert other.stabilizers == ["none"] * 4
+        assert site.stabilizers == [stabilizer, "none", "none", stabilizer]
+        launched = LAUNCHED[stabilizer]
+        assert not {launch for launch in other.launches if launch[1] == stabilizer}
+        if launched is not None:
+            assert site.launches[launched] == 2
         changed = [name for name in switched if not torch.equal(switched[name], expected[name])]
         assert "h.1.attn.qkv.weight" in changed
+        if stabilizer == "exact_delta":
+            assert "loss" not in changed, "the forward keeps its bits"
         half = mode.autocast is not None or mode.weights != torch.float32
         # Relative to the largest gradient: FP32 sums in another order; BF16 roundings, 2^-8 each.
         for parameter in dict(loop.model.named_parameters()):
@@ -252,10 +264,34 @@ def test_execution(name, tiny, report):
         loop.others.append(resumed)
         resumed.load(state)
         assert tiny.equal(resumed.step(3, 1), continued)
-        assert resumed.inst.sites["h.1.attn"].launches["backward", "compensated"] == 1
+        site = resumed.inst.sites["h.1.attn"]
+        assert site.stabilizers == [stabilizer, "none", "none", stabilizer]
+        if launched is not None:
+            assert site.launches[launched] == 1
     finally:
         loop.close()
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_execution(name, tiny, report):
+    check_execution(tiny, MODES[name], "compensated")
     report("Execution", name, "yes", "yes", "yes")
+
+
+@pytest.mark.parametrize("stabilizer", ["exact_delta", "centered_keys"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eager, blocks checkpointed",
+        "eager, blocks checkpointed, reentrant",
+        "compiled whole",
+        "compiled whole, attention checkpointed",
+        "compiled by block, blocks checkpointed, reentrant",
+    ],
+)
+def test_stabilizers_that_leave_the_kernel_alone(name, stabilizer, tiny):
+    # In BF16, where what they change is more than the last bits.
+    check_execution(tiny, MODES[name]._replace(autocast=torch.bfloat16), stabilizer)
 
 
 def test_cuda_graphs(tiny, tokens, report):
