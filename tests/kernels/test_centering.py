@@ -76,6 +76,6 @@ def test_later_tokens_reach_earlier_outputs_by_their_rounding_at_most(stabilizer
     )
     if stabilizer != "centered_keys":
         assert torch.equal(first, second)
-    # Keys of another mean are rounded otherwise, and so is the output: 2^-9 in root mean square
-    # each. A mask that leaks would show as numbers of another size.
-    assert relative(second, first.double()) < 0.01
+    # Keys less another mean are rounded otherwise, and so is the output: each rounding is off by
+    # 0.166 % in root mean square, so two differ by 0.235 %.
+    assert relative(second, first.double()) < 0.004
