@@ -66,6 +66,8 @@ def _add_keys(
     d_out,
     k_base,
     v_base,
+    batch,
+    key_head,
     mask_base,
     k_stride,
     v_stride,
@@ -87,17 +89,23 @@ def _add_keys(
     VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
+    `k_base` and `v_base` are where the head begins, or if DESCRIBED the tensors' descriptors.
     With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
     a format, as masks have it, has room; else in log2 units, which spares a multiplication.
     """
     zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
     probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
+        if DESCRIBED:
+            k = k_base.load([batch, key_head, first, 0]).reshape(KEYS, WIDTH)
+            v = v_base.load([batch, key_head, first, 0]).reshape(KEYS, VALUE_WIDTH)
+        else:
+            k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
+            v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
         scores = product(q, tl.trans(k), zeros)
         if OVERLAP:
             # Of the tile before, whose second product nothing has waited for yet.
@@ -167,6 +175,7 @@ def delta_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
 
@@ -185,8 +194,11 @@ def delta_kernel(
     key_head = number // group
 
     q_base = head_of(q_pointer, q_strides, batch, number)
-    k_base = head_of(k_pointer, k_strides, batch, key_head)
-    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    k_base = k_pointer
+    v_base = v_pointer
+    if not DESCRIBED:
+        k_base = head_of(k_pointer, k_strides, batch, key_head)
+        v_base = head_of(v_pointer, v_strides, batch, key_head)
     d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
     lse_base = head_of(lse_pointer, lse_strides, batch, number)
     mask_base = mask_pointer
@@ -209,15 +221,17 @@ def delta_kernel(
     # Loops never run zero times, for the reason given in the forward.
     if whole_end > 0:
         row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides, positions, log_sum, 0, whole_end, rows, keys, shift, scale,
-            False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
+            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, log_sum, 0, whole_end, rows, keys, shift,
+            scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+            OVERLAP, DESCRIBED,
         )  # fmt: skip
     if end > whole_end:
         row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides, positions, log_sum, whole_end, end, rows, keys, shift, scale,
-            True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
+            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, log_sum, whole_end, end, rows, keys, shift,
+            scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+            OVERLAP, DESCRIBED,
         )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
     # Divided by 1, a row that sees no key keeps its 0.
@@ -347,11 +361,12 @@ def _launch(
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
     if kind != NO_MASK.value:
         size = size.for_mask
+    described = size.described and launch.is_describable(k) and launch.is_describable(v)
     with launch.device_of(q):
         delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
             q,
-            k,
-            v,
+            launch.described(k, size.keys, width) if described else k,
+            launch.described(v, size.keys, value_width) if described else v,
             d_out,
             lse,
             mask,
@@ -385,6 +400,7 @@ def _launch(
             ROWS=size.rows,
             KEYS=size.keys,
             OVERLAP=size.overlap,
+            DESCRIBED=described,
             **size.options,
             **launch.COMPILER_OPTIONS,
         )

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta as kernels
-from guardbit.kernels import reference, tiles
+from guardbit.kernels import launch, reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
@@ -484,18 +484,31 @@ def test_every_row_of_every_head_is_computed_whatever_the_cache_holds(monkeypatc
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 1, 150, 150, 16, 16), (1, 2, 2, 20, 37, 32, 16)])
-def test_overlap_changes_no_number(monkeypatch, shape, causal):
+def test_no_way_of_the_loop_changes_a_number(monkeypatch, shape, causal):
     tensors = inputs(shape)
+    d_out, q, k, v = tensors
+    # Rows that no descriptor takes: 17 apart, and every other number.
+    odd = torch.nn.functional.pad(k, (0, 1))[..., : k.shape[-1]]
+    sparse = v.repeat_interleave(2, -1)[..., ::2]
     spec = AttentionSpec(0.25, causal)
     lse = exact(*tensors, spec)[0].float()
     results, look_up = [], tiles.tile
-    for overlap in (False, True):
+    for change in ({}, {"overlap": True}, {"described": True}):
         monkeypatch.setattr(
-            tiles, "tile", lambda *key, overlap=overlap: look_up(*key)._replace(overlap=overlap)
+            tiles, "tile", lambda *key, change=change: look_up(*key)._replace(**change)
         )
         check_delta(kernels, tensors, spec, [0, 1])
-        results.append(kernels.exact_delta(*tensors, lse, spec=spec, heads=[1]))
-    assert torch.equal(*results)
+        for keys, values in ((k, v), (odd, v), (k, sparse)):
+            results.append(kernels.exact_delta(d_out, q, keys, values, lse, spec=spec, heads=[1]))
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+def test_descriptors_are_of_what_the_copy_engine_takes():
+    x = torch.zeros(2, 3, 40, 16, dtype=BF16, device=DEVICE)
+    taken = [x, x.transpose(1, 2), x[:, :, 1:], x[..., :8]]
+    refused = [x[..., 1:9], x.mT, x[:, :, :0], x[:1].expand(2, 3, 40, 16), x[..., ::2]]
+    assert [launch.is_describable(y) for y in taken] == [True] * 4
+    assert [launch.is_describable(y) for y in refused] == [False] * 5
 
 
 def test_what_the_kernels_cannot_take():
