@@ -222,16 +222,16 @@ def delta_kernel(
     if whole_end > 0:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, log_sum, 0, whole_end, rows, keys, shift,
-            scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
-            OVERLAP, DESCRIBED,
+            k_strides[2], v_strides[2], mask_strides, positions, log_sum, 0, whole_end, rows,
+            keys, shift, scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
+            KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     if end > whole_end:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, log_sum, whole_end, end, rows, keys, shift,
-            scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
-            OVERLAP, DESCRIBED,
+            k_strides[2], v_strides[2], mask_strides, positions, log_sum, whole_end, end, rows,
+            keys, shift, scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
+            KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
     # Divided by 1, a row that sees no key keeps its 0.
