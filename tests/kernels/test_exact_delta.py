@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.exact_delta_cases import KINDS, make, relative
 
@@ -33,3 +34,26 @@ def test_the_forward_and_other_heads_keep_their_bits_and_dq_is_better(dtype, sha
         assert torch.equal(all_heads[3], native[3])
     else:
         assert relative(all_heads[1], exact[0]) < 1e-5
+
+
+class _Watching(TorchDispatchMode):
+    """Notes the ops that run, as selective checkpointing and counters of operations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_ops_sees_both_and_changes_no_bit():
+    case = make("causal", torch.bfloat16, SHAPES[0], "cpu")
+    names = ("exact_delta", "none", "compensated", "none")
+    alone, _ = case.switched(names)
+    with _Watching() as watching:
+        watched, _ = case.switched(names)
+    assert "guardbit::attention" in watching.seen
+    assert "guardbit::attention_backward" in watching.seen
+    assert all(torch.equal(x, y) for x, y in zip(alone, watched, strict=True))
