@@ -148,6 +148,8 @@ def _resolved(
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
+        if shared and keeps_residual and call.spec.mask is None:
+            return asked, True, ""
         obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
     settled = {
         name: _settled(name, call, shared, obstacle, keeps_residual)

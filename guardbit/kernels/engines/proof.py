@@ -12,6 +12,7 @@ gradients, and a third of another delta must change them as theory says,
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -99,7 +100,12 @@ def proofs() -> list[Proof]:
 
 def _order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of x by falling stride: how it lies in memory, whatever its sizes."""
-    return tuple(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+    return _falling(x.stride())
+
+
+@lru_cache(maxsize=1024)
+def _falling(strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
 @float32_products()
