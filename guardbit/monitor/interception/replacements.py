@@ -29,7 +29,7 @@ from guardbit.kernels.op import has_tangent
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import CAPTURED, Heads
 from guardbit.monitor.interception.doors import guarded
-from guardbit.monitor.interception.frames import Frame, frame_stack, pop, push
+from guardbit.monitor.interception.frames import Frame, drop_stale, frame_stack, pop, push
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
@@ -239,6 +239,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @guarded
 def _go_on_inside(site: Tensor, frame: Frame, caller: types.FrameType) -> None:
+    drop_stale()
     push(site, frame, caller)
 
 
