@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Engine(ABC):
     backend: SDPBackend
     reads_out: bool = True
 
-    @property
+    @cached_property  # the enum makes it anew each time
     def name(self) -> str:
         """PyTorch's name, as telemetry tells it."""
         return self.backend.name
