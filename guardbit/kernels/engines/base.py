@@ -53,7 +53,7 @@ class Engine(ABC):
     backend: SDPBackend
     reads_out: bool = True
 
-    @cached_property
+    @cached_property  # the enum makes it anew each time
     def name(self) -> str:
         """PyTorch's name, as telemetry tells it."""
         return self.backend.name
