@@ -139,13 +139,13 @@ CASES = {
         AttentionSpec(0.25, True, sinks=sinks(30.0, 1.0)),
     ),
     "everything": (
-        (1, 4, 2, 150, 150, 32, 32),
+        (1, 4, 2, 90, 90, 16, 16),
         AttentionSpec(
             0.5,
             True,
-            torch.randn(1, 1, 150, 150, generator=torch.Generator().manual_seed(2)).to(DEVICE),
+            torch.randn(1, 1, 90, 90, generator=torch.Generator().manual_seed(2)).to(DEVICE),
             window=(30, 0),
-            documents=packed([90, 60], [90, 60]),
+            documents=packed([70, 20], [70, 20]),
             softcap=5.0,
             sinks=sinks(0.5, -math.inf, 2.0, -3.0),
         ),
