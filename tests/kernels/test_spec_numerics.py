@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from guardbit.kernels import audit, delta, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, specs
+from guardbit.monitor import indicators
+from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, packed, specs
 
 pytestmark = [
     # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.
@@ -132,6 +133,22 @@ def test_any_spec_against_fp64(modules, case):
     check_delta(delta, tensors, spec, truth)
     check_shadow(shadow, tensors, spec, truth)
     check_audit(audit, tensors, spec, truth)
+
+
+@BOTH
+def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
+    # Three queries of three equal keys, one of one, two of none, and a query-less document.
+    spec = AttentionSpec(1.0, documents=packed([3, 1, 2, 0], [3, 1, 0, 4]))
+    q, k, v = (torch.ones(1, 1, n, 16, dtype=torch.bfloat16, device=DEVICE) for n in (6, 8, 8))
+    found = modules[1].shadow(q, k, v, spec=spec)
+    shared, counted = indicators.shared_maxima(found.maxima, found.row_max)
+    assert (shared.item(), counted.item()) == (3, 4)
+    entropy = indicators.per_head(found.entropy).item()
+    assert entropy == pytest.approx(3 * math.log(3), rel=1e-6)
+    d_out = torch.ones_like(q)
+    bias = reference.delta_bias(d_out, found.out.bfloat16(), found.out)
+    assert [x.item() for x in bias] == [0, 0]
+    assert found.out[0, 0, :, 0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
 @BOTH
