@@ -123,6 +123,17 @@ def test_every_field_against_fp64(modules, name):
 
 
 @BOTH
+@pytest.mark.parametrize("name", ["sinks, rows without a key", "everything"])
+def test_fp16_against_fp64(modules, name):
+    shape, spec = CASES[name]
+    tensors = inputs(shape, torch.float16)
+    truth = dense(*tensors, spec)
+    check_delta(modules[0], tensors, spec, truth)
+    check_shadow(modules[1], tensors, spec, truth)
+    check_audit(modules[2], tensors, spec, truth)
+
+
+@BOTH
 @settings(max_examples=15, deadline=None)
 @given(case=specs())
 def test_any_spec_against_fp64(modules, case):
