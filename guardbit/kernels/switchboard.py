@@ -35,8 +35,8 @@ class AttentionCall:
         k: Keys.
         v: Values.
         out: What the backward took delta from: the output of the kernel in use, or in stabilized
-            heads the O' that carries the delta which was used instead. None where it took delta from
-            the probabilities themselves, or that is not known.
+            heads the O' that carries the delta which was used instead. None where it took delta
+            from the probabilities themselves, or that is not known.
         residual: Rounding residual of `out` in the heads that keep one, else None.
         d_out: Gradient of the loss with respect to the output; None where it is not known.
         dq: Gradient of q by the kernel in use; None where it is not known.

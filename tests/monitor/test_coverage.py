@@ -134,7 +134,7 @@ def test_unseen_attention_of_a_compiled_model(tmp_path):
     assert "1 (CompiledAttention)" in why
 
 
-def test_a_language_model_that_is_eager_beside_a_vision_tower_that_is_not(tmp_path):
+def test_a_language_model_that_is_eager_beside_a_vision_tower_that_is_not(tmp_path, caplog):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     text = {
@@ -162,13 +162,13 @@ def test_a_language_model_that_is_eager_beside_a_vision_tower_that_is_not(tmp_pa
         model(**batch).loss.backward()
     seen = list(session.instrumentation.sites)
     session.close()
-    assert seen
-    assert all("vision" in name for name in seen)
-    ((_, why),) = told(tmp_path)
-    assert "(Gemma2Attention, attn_implementation='eager')" in why
-    unseen = read_metadata(tmp_path)["unseen"]
-    assert len(unseen) == 2
-    assert all("language_model" in name for name in unseen)
+    assert sum("vision" in name for name in seen) == 3  # its head is torch.nn's
+    language = [name for name in seen if "language_model" in name]
+    assert len(language) == 2
+    sites = read_metadata(tmp_path)["sites"]
+    assert [name for name, facts in sites.items() if facts["unwatched"]] == language
+    assert "nothing of the calls is watched at" in caplog.text
+    assert "it has capped scores, which are not recomputed yet" in caplog.text
 
 
 def test_a_model_without_attention_is_said_to_have_none():

@@ -7,6 +7,7 @@ eager calls only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,23 +50,29 @@ class Watch:
         """Returns the queries `(B, H, N, D)`; the gradient is heard of."""
         if not (torch.is_grad_enabled() and q.requires_grad):
             return q
-        self._waits_for_dq = True
-        q = q.view_as(q)
-        q.register_hook(self._take_dq)
-        return q
+        heard = self._heard(q, self._take_dq)
+        self._waits_for_dq = heard is not None
+        return q if heard is None else heard
+
+    @guarded
+    def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+        x = x.view_as(x)
+        x.register_hook(hook)
+        return x
 
     def probabilities(self, p: Tensor) -> Tensor:
         """Returns P `(B, H, N, M)`, to be multiplied with the values: delta comes from it."""
         if not (torch.is_grad_enabled() and p.requires_grad):
             return p
-        p = p.view_as(p)
-        p.register_hook(self._take_dp)
-        return p
+        heard = self._heard(p, self._take_dp)
+        return p if heard is None else heard
 
-    def weights(self, weights: Tensor | None) -> None:
-        """Takes what is returned of P: of a loss that uses it comes a part of dQ, not from dO."""
-        if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
-            weights.register_hook(self._take_d_weights)
+    def weights(self, weights: Tensor | None) -> Tensor | None:
+        """Returns what the call returns of P: where a loss uses it, not all of dQ is from dO."""
+        if not (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
+            return weights
+        heard = self._heard(weights, self._take_d_weights)
+        return weights if heard is None else heard
 
     def output(
         self,
@@ -89,8 +96,12 @@ class Watch:
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
         self._spec = spec
-        q, k, v = autocast_tensors(q, k, v)
-        return _Output.apply(out, self, q, k, v, *([] if p is None else [p]))
+        heard = self._heard_output(out, q, k, v, *([] if p is None else [p]))
+        return out if heard is None else heard
+
+    @guarded
+    def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *p: Tensor) -> Tensor:
+        return _Output.apply(out, self, *autocast_tensors(q, k, v), *p)
 
     @guarded
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` that returns its weights: watched to the last number, and never changed."""
+"""`nn.MultiheadAttention` that returns its weights: watched to the last number, never changed."""
 
 import math
 import types

@@ -121,8 +121,7 @@ class _Products:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Calls PyTorch's function."""
         out, weights = _copy({**_original.__globals__, "torch": self})(*args, **kwargs)
-        self._watch.weights(weights)
-        return out, weights
+        return out, self._watch.weights(weights)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
