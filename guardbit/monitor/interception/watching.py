@@ -40,7 +40,8 @@ class Watch:
         self._number = number
         self._waits_for_dq = False
         self._is_dq_of_attention = True
-        # From here on in the backward: q, k, v and, where it is known, P; then dO; then delta.
+        self._keeps_output = False
+        # From here on in the backward: q, k, v and, where it is known, P or O; then dO; then delta.
         self._saved: tuple[Tensor, ...] = ()
         self._d_out: Tensor | None = None
         self._delta: Tensor | None = None
@@ -82,6 +83,7 @@ class Watch:
         v: Tensor,
         spec: AttentionSpec,
         p: Tensor | None = None,
+        keeps_output: bool = False,
     ) -> Tensor:
         """Returns the output; its gradient is heard of.
 
@@ -92,16 +94,18 @@ class Watch:
             v: Values, shape of k.
             spec: What the call asks for besides.
             p: P `(B, H, N, M)`, which was handed to `probabilities`; None if it was not.
+            keeps_output: Whether the backward takes delta from the output.
         """
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
-        self._spec = spec
-        heard = self._heard_output(out, q, k, v, *([] if p is None else [p]))
+        self._spec, self._keeps_output = spec, keeps_output
+        more = [out] if keeps_output else [] if p is None else [p]
+        heard = self._heard_output(out, q, k, v, *more)
         return out if heard is None else heard
 
     @guarded
-    def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *p: Tensor) -> Tensor:
-        return _Output.apply(out, self, *autocast_tensors(q, k, v), *p)
+    def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
     @guarded
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
@@ -134,13 +138,16 @@ class Watch:
         dropped = None
         if dropout_p > 0:  # by PyTorch, which does not tell what
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
+        out = saved[3].detach() if self._keeps_output else None
+        if delta is not None:
+            out = _carrier(d_out.detach(), delta)
         observer(
             AttentionCall(
                 site=self._number,
                 q=q,
                 k=k,
                 v=v,
-                out=None if delta is None else _carrier(d_out.detach(), delta),
+                out=out,
                 residual=None,
                 d_out=d_out.detach().to(q.dtype),
                 dq=None if dq is None else dq.detach(),
