@@ -74,7 +74,8 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
             )
         raise UnseenAttentionError(
             f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
+            " which GuardBit does not see; it sees 'sdpa', where the model has it, and what"
+            " guardbit.observe shows it"
         )
 
 
