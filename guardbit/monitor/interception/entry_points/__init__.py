@@ -14,8 +14,9 @@ from guardbit.monitor.interception.entry_points.base import (
 )
 from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
 from guardbit.monitor.interception.entry_points.sdpa import SDPA
+from guardbit.monitor.interception.entry_points.transformers_eager import EAGER
 
 #: Every function that GuardBit stands in for. Where one calls another, each takes its own calls.
-ENTRY_POINTS: tuple[EntryPoint, ...] = (SDPA, MULTI_HEAD)
+ENTRY_POINTS: tuple[EntryPoint, ...] = (SDPA, MULTI_HEAD, EAGER)
 
 __all__ = ["ENTRY_POINTS", "Bound", "EntryPoint", "Refusal", "note_flash_call"]
