@@ -82,8 +82,8 @@ def forward(
         generator_state: With dropout UINT8, filled, see `engines.Drawn`.
     """
     q, v, spec, state = call.q, call.v, call.spec, call.state
-    engine = None
-    if call.native:
+    engine = call.library
+    if engine is None and call.native:
         engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
     names, shared, why = resolve(call, asked, engine, keeps_residual)
     plan = plan_of(names, call.native)

@@ -12,6 +12,7 @@ gradients, and a third of another delta must change them as theory says,
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from guardbit.kernels.engines.base import Engine
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import write_carrier
-from guardbit.kernels.reference.common import float32_products
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.reference.common import cap_slope, capped, float32_products
+from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Largest relative difference of gradients from two O' of equal delta. The deltas agree to 1e-5,
 #: which changes the rounding of a few dS by 2^-8 of themselves.
@@ -31,6 +32,9 @@ SAME = 4e-3
 AS_PREDICTED = 5e-2
 
 _LENGTH = 128
+
+#: The longest document, and the keys of a window, of the made-up calls.
+_SHORT = 50
 
 
 class Proof(NamedTuple):
@@ -85,6 +89,7 @@ def proof_of(
         *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
         q.size(2) == k.size(2),
         _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
+        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic,
     )  # fmt: skip
     if key not in _proofs:
         with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
@@ -113,8 +118,9 @@ def _prove(
     )
     grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
     causal = ", causal" if spec.causal is not False else ""
+    extras = "".join(f", {field}" for field in spec.extras)
     configuration = (
-        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{grouped},"
+        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}{grouped},"
         f" {q.device.type}, torch {torch.__version__}"
     )
     if not engine.reads_out:
@@ -152,7 +158,14 @@ def _measured(
     small_q, small_k, small_v = (
         like(q, heads, rows), like(k, heads // group, keys), like(v, heads // group, keys)
     )  # fmt: skip
-    small = replace(spec, mask=_cut(spec.mask, heads, rows, keys), dropout_p=0.0)
+    small = replace(
+        spec,
+        mask=_cut(spec.mask, heads, rows, keys),
+        dropout_p=0.0,
+        window=tuple(min(n, _SHORT) for n in spec.window),
+        documents=None if spec.documents is None else _made_up(rows, keys, q.device),
+        sinks=None if spec.sinks is None else spec.sinks.detach()[:heads],
+    )
     out, lse = engine.forward(small_q, small_k, small_v, small, True, None)
     assert lse is not None
     lse = lse.reshape(1, heads, -1)[..., :rows]
@@ -174,14 +187,14 @@ def _measured(
         return made
 
     delta = (d_out.float() * out.float()).sum(-1)
-    probabilities, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
+    probabilities, slopes, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
     moved = d_probabilities.square().mean(-1).sqrt()
     moved = moved * (1 - 2 * (torch.arange(rows, device=q.device) % 2))
     own = gradients(out)
     equal = gradients(carrier(delta))
     other = gradients(carrier(delta + moved))
     same = max(_relative(a - b, b) for a, b in zip(equal, own, strict=True))
-    weighted = probabilities * (moved[..., None] * -spec.scale)
+    weighted = probabilities * slopes * (moved[..., None] * -spec.scale)
     dq = weighted @ small_k.float().repeat_interleave(group, 1)
     dk = (weighted.mT @ small_q.float()).unflatten(1, (-1, group)).sum(2)
     predicted = max(
@@ -206,17 +219,32 @@ def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None
     return cut
 
 
+def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
+    """Documents of all lengths, each with a key for every query that causal masks leave one."""
+    starts = []
+    for length in (rows, keys):
+        inner = [n for n in (1, 1 + _SHORT) if n < length]
+        starts.append([0, *inner, *[length] * (3 - len(inner))])
+    longest = (max(b - a for a, b in pairwise(places)) for places in starts)
+    tensors = (torch.tensor(places, dtype=torch.int32, device=device) for places in starts)
+    return Documents(*tensors, *longest)
+
+
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """P and dP in FP32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, the derivative of the soft cap, and dP in FP32."""
     group = q.size(1) // k.size(1)
     scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
     heads, rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[1:])
     b, h, n, m = scores.shape
+    slopes = cap_slope(scores, spec.softcap) if spec.softcap else torch.ones_like(scores)
+    scores = capped(scores, spec.softcap)
     scores = scores + mask_tile(spec, (b, h, n, m), heads, rows, keys)
     d_probabilities = d_out.float() @ v.float().repeat_interleave(group, 1).mT
-    return (scores - lse[..., None]).exp(), d_probabilities
+    # A row that sees no key has scores of -inf alone.
+    lse = lse.masked_fill(lse.isinf(), 0.0)
+    return (scores - lse[..., None]).exp(), slopes, d_probabilities
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:
