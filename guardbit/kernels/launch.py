@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.primitives import INTERPRET
@@ -107,6 +108,22 @@ def empty_as(x: Tensor) -> Tensor:
     if x.stride(-1) != 1:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def is_describable(x: Tensor) -> bool:
+    """Whether the copy engine of Hopper takes x `(B, H, M, D)`: what it asks of addresses."""
+    unit = 16 // x.element_size()
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3])
+    )
+
+
+def described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describes x `(B, H, M, D)`, of which a kernel loads `rows` rows of a head; 0 beyond M, D."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
 def device_of(x: Tensor) -> AbstractContextManager:

@@ -21,7 +21,7 @@ from guardbit.kernels import engines, heads
 from guardbit.kernels.engines import LibraryEngine, library_engine
 from guardbit.kernels.plan import Call
 from guardbit.kernels.reference import Dropout
-from guardbit.kernels.spec import AttentionSpec, Causal, Documents
+from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.records import STABILIZERS
 
@@ -30,8 +30,8 @@ _NAMES = tuple(engines.LIBRARIES)
 
 _library = torch.library.Library("guardbit", "FRAGMENT")
 _SPEC = (
-    " SymInt max_queries, SymInt max_keys, int engine, bool deterministic, bool causal, float scale,"
-    " int left, int right, float softcap, float dropout_p, bool training, bool traced"
+    " SymInt max_queries, SymInt max_keys, int engine, bool deterministic, bool causal,"
+    " float scale, int left, int right, float softcap, float dropout_p, bool training, bool traced"
 )
 # A replayed CUDA graph would not look the site up again: the compiler is to leave the op out.
 _TAGS = (torch.Tag.cudagraph_unsafe,)

@@ -150,6 +150,9 @@ def _resolved(
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
+        is_plain = call.library is None and call.spec.mask is None and not call.spec.extras
+        if shared and (stabilized == {"exact_delta"} or (keeps_residual and is_plain)):
+            return asked, True, ""
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     settled = {
         name: _settled(name, call, shared, obstacle, keeps_residual)

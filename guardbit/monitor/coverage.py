@@ -42,7 +42,7 @@ class Coverage:
                 f" {'was' if len(unseen) == 1 else 'were'} not seen to call it, so nothing of"
                 f" {'it' if len(unseen) == 1 else 'them'} is watched or switched: {_kinds(unseen)};"
                 " GuardBit sees calls of F.scaled_dot_product_attention (Hugging Face:"
-                " attn_implementation='sdpa')"
+                " attn_implementation='sdpa'), of torch.nn.attention.varlen and of flash_attn"
             )
         sharded = [site for site in called.values() if site.sharded]
         if sharded:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
-# Hugging Face's names of attention that never reaches PyTorch's function. Kernels of its hub are
-# named after their repository, with a slash.
-_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flash_attention_|flex_attention|.*/")
+# Hugging Face's names of attention that reaches no function GuardBit stands in for. Kernels of its
+# hub are named after their repository, with a slash.
+_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flex_attention|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 
@@ -63,7 +63,8 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
             )
         raise UnseenAttentionError(
             f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
+            " which GuardBit does not see; it sees 'sdpa', and 'flash_attention_2' to"
+            " 'flash_attention_4', where the model has them"
         )
 
 

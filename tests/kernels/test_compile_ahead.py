@@ -75,6 +75,10 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
         stem, _, kind = name.rpartition("_")
         if name in constants:
             signature[name] = "constexpr"
+        elif constants.get("DESCRIBED") and stem in ("k", "v") and kind == "pointer":
+            block = f"1, 1, {constants['KEYS']}, {constants['WIDTH']}"
+            signature[name] = f"tensordesc<{dtype}[{block}]>"
+            continue
         elif kind == "pointer":
             signature[name] = "*" + pointers.get(stem, dtype)
         elif kind == "strides":
@@ -169,6 +173,7 @@ def compile_all(architecture):
                     "VALUE_DIM": width,
                     "VALUE_WIDTH": width,
                     "OVERLAP": tile.overlap,
+                    "DESCRIBED": tile.described,
                 }
             variants = {name: {}}
             if "DROPOUT" in flags:
@@ -177,6 +182,8 @@ def compile_all(architecture):
                 variants[f"{name} with a mask"] = {"MASK": 2}
             for variant, changes in variants.items():
                 chosen = tile
+                if "MASK" in changes and name == "delta":
+                    changes = {**changes, "OVERLAP": False, "DESCRIBED": False}
                 if changes:
                     chosen = tile.for_mask if "MASK" in changes else tile.for_dropout
                 result = compile_kernel(

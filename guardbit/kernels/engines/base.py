@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,7 @@ class Engine(ABC):
     reads_out: bool = True
     deterministic: bool = False
 
-    @property
+    @cached_property
     def name(self) -> str:
         """PyTorch's name, as telemetry tells it."""
         return self.backend.name

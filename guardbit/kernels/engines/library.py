@@ -83,9 +83,10 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
         function = getattr(function, function.overloads()[0])
     if isinstance(function, OpOverload):
         return {x.name: x.has_default_value() for x in function._schema.arguments}
-    signature = inspect.signature(function)
+    named = inspect.signature(function).parameters.items()
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
     return {
-        name: x.default is not inspect.Parameter.empty for name, x in signature.parameters.items()
+        name: x.default is not inspect.Parameter.empty for name, x in named if x.kind not in several
     }
 
 

@@ -12,6 +12,7 @@ gradients, and a third of another delta must change them as theory says,
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -104,7 +105,12 @@ def proofs() -> list[Proof]:
 
 def _order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of x by falling stride: how it lies in memory, whatever its sizes."""
-    return tuple(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+    return _falling(x.stride())
+
+
+@lru_cache(maxsize=1024)
+def _falling(strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
 @float32_products()
@@ -120,8 +126,8 @@ def _prove(
     causal = ", causal" if spec.causal is not False else ""
     extras = "".join(f", {field}" for field in spec.extras)
     configuration = (
-        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}{grouped},"
-        f" {q.device.type}, torch {torch.__version__}"
+        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}"
+        f"{grouped}, {q.device.type}, torch {torch.__version__}"
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
+from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
@@ -41,6 +42,7 @@ class Bound(NamedTuple):
         v: Values, likewise.
         spec: What the call asks for besides.
         layout: How the caller's tensors lie; the output is to lie like them.
+        library: The engine of the library that is called; None for PyTorch's own choice.
     """
 
     q: Tensor
@@ -48,6 +50,7 @@ class Bound(NamedTuple):
     v: Tensor
     spec: AttentionSpec
     layout: Layout = "BHND"
+    library: LibraryEngine | None = None
 
 
 class Refusal(NamedTuple):
@@ -131,8 +134,9 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if bound is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    out, lse = attention_at_site(bound.q, bound.k, bound.v, site_stack[-1], bound.spec)
-    return entry.returns(as_given(out, bound.layout), lse, *args, **kwargs)
+    q, k, v, spec, layout, library = bound
+    out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
+    return entry.returns(as_given(out, layout), lse, *args, **kwargs)
 
 
 @guarded
