@@ -10,6 +10,7 @@ like those of flash_attn 2, 3 and 4 of it, with the parameters that these have.
 
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from typing import NamedTuple
 
 import torch
@@ -368,6 +369,12 @@ def flash_attn_varlen_kvpacked_func(
     )[0]  # fmt: skip
 
 
+def pad_input(x, indices, batch, length):
+    padded = x.new_zeros(batch * length, *x.shape[1:])
+    padded[indices] = x
+    return padded.unflatten(0, (batch, length))
+
+
 def flash_attn_with_kvcache(q, k_cache, v_cache, **others):
     raise NotImplementedError
 
@@ -568,7 +575,7 @@ def modules():
     contents = {
         "flash_attn": {**public_2, "__version__": "2.8.4"},
         "flash_attn.flash_attn_interface": {**public_2, **private_2},
-        "flash_attn.bert_padding": {"pad_input": None, "unpad_input": None},
+        "flash_attn.bert_padding": {"pad_input": pad_input, "unpad_input": None},
         "flash_attn_interface": {
             "flash_attn_func": func_3,
             "flash_attn_varlen_func": varlen_func_3,
@@ -586,6 +593,7 @@ def modules():
     for name, content in contents.items():
         made[name] = types.ModuleType(name)
         made[name].__path__ = []
+        made[name].__spec__ = ModuleSpec(name, None, is_package=True)
         vars(made[name]).update(content)
     return made
 

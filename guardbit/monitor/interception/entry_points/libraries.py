@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -227,10 +228,10 @@ def _why_asked(asked: Mapping[str, Any]) -> str | None:
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
     default = defaults.get("window_size", (-1, -1))
     window = asked.get("window_size", default)
-    if len(window) == 2 and all(n is None or isinstance(n, int) for n in window):
-        # To FlashAttention 4, which has None for all keys, a negative number is a number.
-        if None not in default or not any(n is not None and n < 0 for n in window):
-            return None
+    # To FlashAttention 4, which has None for all keys, a negative number is a number.
+    least = 0 if None in default else -math.inf
+    if len(window) == 2 and all(n is None or n >= least for n in window):
+        return None
     return f"it is called with window_size={window!r}"
 
 
