@@ -76,7 +76,9 @@ class Owner(NamedTuple):
     frame: FrameType | None
 
 
-_owner = Owner(0, None)
+#: Whose they are while none is running.
+NOBODY = Owner(0, None)
+_owner = NOBODY
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 

@@ -28,8 +28,12 @@ from guardbit.kernels.mask.tiles import (
     NO_MASK,
     allowed,
     load_mask,
+    load_ranges,
     mask_arguments,
+    range_arguments,
+    ranged_keys,
     visible_keys,
+    within,
 )
 from guardbit.kernels.primitives import (
     LOG2_E,
@@ -37,6 +41,7 @@ from guardbit.kernels.primitives import (
     load_tile,
     partial_sums,
     product,
+    tanh_and_slope,
 )
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
@@ -73,15 +78,20 @@ def _add_keys(
     v_stride,
     mask_strides,
     positions,
+    first_seen,
+    end_seen,
     log_sum,
     start,
     end,
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -111,6 +121,8 @@ def _add_keys(
             # Of the tile before, whose second product nothing has waited for yet.
             weighted += partial_sums(probabilities * d_probabilities)
         d_probabilities = product(d_out, tl.trans(v), zeros)
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK == ADDITIVE:
             mask = load_mask(
                 mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
@@ -126,7 +138,10 @@ def _add_keys(
             exponents = tl.where(mask != 0, exponents, float("-inf"))
         if BOUNDED:
             columns = first + tl.arange(0, KEYS)
-            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             exponents = tl.where(visible, exponents, float("-inf"))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
@@ -145,6 +160,8 @@ def delta_kernel(
     d_out_pointer,
     lse_pointer,
     mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
     numbers_pointer,
     out_pointer,
     delta_pointer,
@@ -164,8 +181,12 @@ def delta_kernel(
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     MASK: tl.constexpr,
     CARRY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -214,26 +235,46 @@ def delta_kernel(
     if MASK != ADDITIVE:
         scale *= LOG2_E
         log_sum *= LOG2_E
-    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+    first_seen, end_seen, whole = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
+    else:
+        whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
 
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     weighted = tl.zeros((ROWS, 8), tl.float32)
     # Loops never run zero times, for the reason given in the forward.
-    if whole_end > 0:
+    if RANGED:
+        leading_end = tl.minimum(whole, end)
+        if leading_end > start:
+            row_sum, weighted = _add_keys(
+                row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+                k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+                start, leading_end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
+                SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
+            )  # fmt: skip
+    if whole_end > whole:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, log_sum, 0, whole_end, rows,
-            keys, shift, scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
-            KEYS, OVERLAP, DESCRIBED,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole, whole_end, rows, keys, shift, inner_scale, scale, False, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     if end > whole_end:
         row_sum, weighted = _add_keys(
             row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, log_sum, whole_end, end, rows,
-            keys, shift, scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH,
-            KEYS, OVERLAP, DESCRIBED,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole_end, end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
+    if SINKS:
+        sink = tl.load(sinks_pointer + number)
+        if MASK == ADDITIVE:
+            row_sum += tl.exp2((sink - log_sum) * LOG2_E)
+        else:
+            row_sum += tl.exp2(sink * LOG2_E - log_sum)
     # Divided by 1, a row that sees no key keeps its 0.
     delta = tl.sum(weighted, 1) / tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(delta_pointer + place.to(tl.int64) * rows + positions, delta, mask=inside)
@@ -268,7 +309,7 @@ def exact_delta(
         q: (B, H, N, D).
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
-        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward; any strides.
+        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward, sinks in it; any strides.
         spec: What the call asks for.
         heads: The query heads wanted, C of them.
 
@@ -278,8 +319,8 @@ def exact_delta(
     Raises:
         IndexError: If a head does not exist.
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask does not broadcast to (B, H, N, M), or a tensor is not on a CUDA
-            device.
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
+            is not on a CUDA device.
     """
     return _launch(d_out, q, k, v, None, lse, spec, heads, None)
 
@@ -318,8 +359,9 @@ def carry_exact_delta(
     Raises:
         IndexError: If a head does not exist.
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask does not broadcast to (B, H, N, M), a tensor is not on a CUDA
-            device, or neighbouring elements of a row of `into` are not adjacent in memory.
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), a tensor is
+            not on a CUDA device, or neighbouring elements of a row of `into` are not adjacent in
+            memory.
     """
     check_heads(heads, q.shape[1])
     if into is None:
@@ -353,13 +395,15 @@ def _launch(
     delta = torch.empty((batch, count, rows), dtype=torch.float32, device=q.device)
     shape = (batch, all_heads, rows, keys)
     mask, mask_strides, kind = mask_arguments(spec, shape, delta)
+    ranges, is_ranged = range_arguments(spec, shape, delta)
+    inner_scale, scale = launch.factors(spec)
     if not delta.numel():
         return delta
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
-    if kind != NO_MASK.value:
+    if kind != NO_MASK.value or spec.softcap > 0:
         size = size.for_mask
     described = size.described and launch.is_describable(k) and launch.is_describable(v)
     with launch.device_of(q):
@@ -370,6 +414,8 @@ def _launch(
             d_out,
             lse,
             mask,
+            ranges,
+            launch.sinks_of(spec, delta),
             numbers,
             out,
             delta,
@@ -389,8 +435,12 @@ def _launch(
             rows,
             keys,
             causal_shift(spec.causal, rows, keys),
-            spec.scale,
-            CAUSAL=spec.causal is not False,
+            inner_scale,
+            scale,
+            CAUSAL=spec.causal is not False and not is_ranged,
+            RANGED=is_ranged,
+            SOFTCAP=spec.softcap > 0,
+            SINKS=spec.sinks is not None,
             MASK=kind,
             CARRY=carrier is not None,
             HEAD_DIM=head_dim,

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.primitives import INTERPRET
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -85,6 +86,21 @@ _SMALLEST_SCALE = 2.0**-126
 def size_of_scale(scale: float) -> float:
     """The scale without its sign, which the kernels take apart, and never 0."""
     return max(abs(scale), _SMALLEST_SCALE)
+
+
+def factors(spec: AttentionSpec) -> tuple[float, float]:
+    """What products q k are multiplied with before the soft cap's tanh, and scores after it.
+
+    Without a soft cap there is no tanh, and the second is the scale.
+    """
+    if spec.softcap > 0:
+        return spec.scale / spec.softcap, spec.softcap
+    return 1.0, spec.scale
+
+
+def sinks_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
+    """The sinks as kernels load them, FP32 (H,); without sinks any tensor, `unused`."""
+    return unused if spec.sinks is None else spec.sinks.float().contiguous()
 
 
 def padded_width(head_dim: int) -> int:

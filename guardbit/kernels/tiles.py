@@ -152,8 +152,8 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "delta": {
             16: Tile(128, 64, 8, 3),
             32: Tile(128, 64, 8, 3),
-            64: Tile(128, 64, 8, 3, 128),
-            128: Tile(128, 64, 8, 3, None, True),
+            64: Tile(64, 64, 4, 3, 168, described=True),
+            128: Tile(128, 64, 8, 4, None, True, described=True),
             256: Tile(64, 64, 8, 2),
         },
     },

@@ -190,11 +190,7 @@ class Measurement:
             self.discard()
         sites = self._instrumentation.sites
         if not sites:
-            raise NoAttentionSeenError(
-                "the model has called no attention that GuardBit sees so far: it watches calls of"
-                " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
-                " attn_implementation='sdpa')"
-            )
+            raise NoAttentionSeenError("no attention was seen so far")
         # Not of modules that were replaced or removed since the sites were counted, and not under
         # numbers of heads that are none.
         told = {name for name, site in sites.items() if site.sharded is None}

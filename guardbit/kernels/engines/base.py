@@ -56,7 +56,7 @@ class Engine(ABC):
     reads_out: bool = True
     deterministic: bool = False
 
-    @cached_property
+    @cached_property  # the enum makes it anew each time
     def name(self) -> str:
         """PyTorch's name, as telemetry tells it."""
         return self.backend.name

@@ -101,9 +101,8 @@ def exact_delta(
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, heads: Sequence[int]) -> Tensor:
     """The gradient of some heads' sinks, from exact delta: -sum_i P_i delta_i.
 
-    A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). As delta,
-    it is off by what rounding took from O where a kernel takes it from rowsum(dO * O); and unlike
-    delta's other terms that does not average out.
+    A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). A kernel
+    that takes delta from its rounded O gets this gradient as wrong as delta, row by row.
 
     Args:
         delta: FP32 (B, C, N), see `exact_delta`.

@@ -78,7 +78,7 @@ class EntryPoint:
     Attributes:
         name: What users call it.
         home: Name of the module in which it lives. It is never imported for its own sake.
-        attribute: Its name there.
+        attribute: Its name there; with a dot, that of a class and its method.
         stand_in: The function in its place, as a rule one that passes all on to `call`.
         bind: Takes the arguments of a call, returns what they mean.
         returns: Makes what the original returns, from out in the caller's layout, lse `(B, H, N)`
@@ -99,9 +99,22 @@ class EntryPoint:
     def find(self) -> bool:
         """Looks for the original, if it is not known yet; returns whether it is known now."""
         if self.original is None:
-            found = getattr(sys.modules.get(self.home), self.attribute, None)
+            found = getattr(self.owner, self.name_there, None)
             self.original = None if found is self.stand_in else found
         return self.original is not None
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the function; None as long as it is not imported."""
+        owner = sys.modules.get(self.home)
+        for name in self.attribute.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+        return owner
+
+    @property
+    def name_there(self) -> str:
+        """The function's name in `owner`."""
+        return self.attribute.rpartition(".")[2]
 
 
 def heads_first(x: Tensor, layout: Layout) -> Tensor:
