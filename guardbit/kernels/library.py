@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from guardbit.kernels import engines, heads
+from guardbit.kernels.dispatch import is_direct
 from guardbit.kernels.engines import LibraryEngine, library_engine
 from guardbit.kernels.plan import Call
 from guardbit.kernels.reference import Dropout
@@ -114,20 +115,15 @@ def library_attention(
         training=torch.is_grad_enabled() and any(x.requires_grad for x in wanting),
         traced=torch.compiler.is_compiling(),
     )
-    return _forward(q, k, v, spec.sinks, documents[0], documents[1], site, *numbers)[:2]
+    tensors = (q, k, v, spec.sinks, documents[0], documents[1], site)
+    if not numbers.traced and is_direct(q, k, v):
+        return _differentiable(*tensors, *numbers)[:2]
+    return _forward(*tensors, *numbers)[:2]
 
 
-def _call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    cu_queries: Tensor | None,
-    cu_keys: Tensor | None,
-    site: Tensor,
-    numbers: Numbers,
-) -> Call:
-    """What was asked for, put together again."""
+def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
+    """What was asked for, put together again; tensors from q to site as in the schema."""
+    q, k, v, sinks, cu_queries, cu_keys, site = tensors
     documents = None
     if cu_queries is not None and cu_keys is not None:
         documents = Documents(cu_queries, cu_keys, numbers.max_queries, numbers.max_keys)
@@ -156,8 +152,8 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
     A compiler is promised an output that is contiguous in the library's layout.
     """
-    tensors, numbers = arguments[:7], Numbers(*arguments[7:])
-    call = _call(*tensors, numbers)
+    numbers = Numbers(*arguments[7:])
+    call = _call(arguments[:7], numbers)
     q, spec, state = call.q, call.spec, call.state
     state.requested = ("none",) * call.heads
     state.stock_dropout_p = spec.dropout_p
@@ -218,7 +214,7 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     """Runs backward."""
     tensors, (out, lse, kernels, random) = arguments[:7], arguments[7:11]
     numbers = Numbers(*arguments[11:])
-    call = _call(*tensors, numbers)
+    call = _call(tensors, numbers)
     q, k, v, sinks = tensors[:4]
     shared, *codes = kernels.tolist()
     names = tuple(STABILIZERS[code] for code in codes)
@@ -270,7 +266,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, sinks, others):
         tensors, numbers = (q, k, v, sinks, *others[:3]), others[3:]
         with torch._C._AutoDispatchBelowAutograd():
-            outputs = _forward(*tensors, *numbers)
+            run = _attention if is_direct(q, k, v) else _forward
+            outputs = run(*tensors, *numbers)
         ctx.save_for_backward(*tensors[:6], others[2].detach(), *outputs)
         ctx.numbers = numbers
         ctx.mark_non_differentiable(*outputs[1:])
@@ -279,11 +276,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *d_outputs):
+    def backward(ctx, *d_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 5
-        dq, dk, dv, d_sinks = _backward(d_out, *ctx.saved_tensors, *ctx.numbers)
+        saved = ctx.saved_tensors
+        run = _attention_backward if is_direct(d_out, *saved[:3]) else _backward
+        dq, dk, dv, d_sinks = run(d_out, *saved, *ctx.numbers)
         return dq, dk, dv, d_sinks if ctx.needs_input_grad[3] else None, None
 
 

@@ -13,7 +13,7 @@ import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class LibraryEngine(Engine):
     def __init__(self, deterministic: bool = False) -> None:
         self.deterministic = deterministic
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The library's name, as telemetry tells it."""
         return self.label
@@ -103,5 +103,5 @@ def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
 
 
 def nothing_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Memory for gradients, as libraries allocate it."""
-    return tuple(torch.empty_like(x) for x in tensors)
+    """Memory for gradients, whose rows are to be whole."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)

@@ -227,13 +227,13 @@ def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None
 
 def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
     """Documents of all lengths, each with a key for every query that causal masks leave one."""
-    starts = []
+    starts, longest = [], []
     for length in (rows, keys):
         inner = [n for n in (1, 1 + _SHORT) if n < length]
-        starts.append([0, *inner, *[length] * (3 - len(inner))])
-    longest = (max(b - a for a, b in pairwise(places)) for places in starts)
-    tensors = (torch.tensor(places, dtype=torch.int32, device=device) for places in starts)
-    return Documents(*tensors, *longest)
+        places = [0, *inner, *[length] * (3 - len(inner))]
+        starts.append(torch.tensor(places, dtype=torch.int32, device=device))
+        longest.append(max(b - a for a, b in pairwise(places)))
+    return Documents(starts[0], starts[1], longest[0], longest[1])
 
 
 def _softmax(

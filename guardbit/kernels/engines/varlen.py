@@ -13,6 +13,7 @@ from guardbit.kernels.engines.random import philox_of
 from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
+_IS_ROCM = torch.version.hip is not None
 
 
 class Varlen(LibraryEngine):
@@ -25,7 +26,8 @@ class Varlen(LibraryEngine):
 
     def why_missing(self, is_packed: bool) -> str | None:
         """See `LibraryEngine.why_missing`."""
-        return None
+        # There LSE is laid out by document.
+        return "varlen_attn of PyTorch for ROCm is not known to GuardBit" if _IS_ROCM else None
 
     def forward(
         self,

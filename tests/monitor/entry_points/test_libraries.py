@@ -11,89 +11,36 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import varlen
+from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
-from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.interception.entry_points.libraries import LibraryEntryPoint
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
-from tests import flash_stand_in
 from tests.kernels.spec_cases import dense, packed
-
-LIBRARY = [entry for entry in ENTRY_POINTS if isinstance(entry, LibraryEntryPoint)]
-HEADS, WIDTH = 4, 16
+from tests.monitor.entry_points.library_models import (
+    LENGTHS,
+    LIBRARY,
+    WIDTH,
+    build,
+    by_name_of,
+    install,
+)
 
 
 @pytest.fixture(autouse=True)
-def libraries(monkeypatch):
-    take_back = flash_stand_in.install(monkeypatch)
-    for entry in ENTRY_POINTS:
-        if entry.home.startswith("flash_attn"):
-            monkeypatch.setattr(entry, "original", None)
-    yield
+def borrower(monkeypatch):
+    """A module that has the functions by name, as users' have."""
+    module, take_back = install(monkeypatch)
+    yield module
     take_back()
 
 
-@pytest.fixture
-def borrower(monkeypatch):
-    """A module that has the functions by name, as users' have."""
-    module = type(sys)("borrower")
-    for entry in LIBRARY:
-        setattr(
-            module, entry.name.replace(".", "_"), vars(sys.modules[entry.home])[entry.attribute]
-        )
-    monkeypatch.setitem(sys.modules, "borrower", module)
-    return module
+FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
 
 
-class Attention(nn.Module):
-    """Calls one of the functions, by the name it was imported under, with grouped keys."""
-
-    def __init__(self, entry, documents=None, kv_heads=2, **options):
-        super().__init__()
-        self.kv_heads = HEADS if "qkv" in entry.name else kv_heads
-        self.qkv = nn.Linear(64, WIDTH * (HEADS + 2 * self.kv_heads))
-        self.name, self.documents, self.options = entry.name, documents, options
-
-    def forward(self, x):
-        function = getattr(sys.modules["borrower"], self.name.replace(".", "_"))
-        heads = (HEADS, self.kv_heads, self.kv_heads)
-        q, k, v = self.qkv(x).unflatten(-1, (-1, WIDTH)).split(heads, -2)
-        packed = []
-        if "varlen" in self.name:
-            q, k, v = (y.flatten(0, 1) for y in (q, k, v))
-            packed = [*self.documents[:2], *self.documents[2:]]
-        if "qkvpacked" in self.name:
-            q, k, v = [torch.stack([q, k, v], -3)], [], []
-            packed = packed[::2]
-        elif "kvpacked" in self.name:
-            q, k, v = [q], [torch.stack([k, v], -3)], []
-        else:
-            q, k, v = [q], [k], [v]
-        options = self.options
-        if self.name.startswith("torch"):
-            options = {"window_size": (-1, 0), "enable_gqa": True, **options}
-        else:
-            options = {"causal": True, **options}
-        if self.name.startswith("flash_attn.cute") and packed:
-            starts = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-            options, packed = {**options, **dict(zip(starts, packed, strict=True))}, []
-        out = function(*q, *k, *v, *packed, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        return out.reshape(*x.shape[:2], -1)
-
-
-LENGTHS = [7, 1, 12, 4]
-
-
-def build(entry, **options):
-    torch.manual_seed(0)
-    documents = packed(LENGTHS, LENGTHS, "cpu")
-    model = nn.Sequential(Attention(entry, documents, **options)).bfloat16()
-    with torch.no_grad():
-        model[0].qkv.weight.mul_(3)  # rounding O then shows in dQ
-    return model, torch.randn(2, sum(LENGTHS) // 2, 64).bfloat16()
+def by_name(name):
+    return next(entry for entry in LIBRARY if entry.name == name)
 
 
 def rows_of(gradient, heads):
@@ -122,7 +69,7 @@ def test_a_function_keeps_its_bits_until_a_head_is_switched(entry, borrower, tin
     finally:
         inst.remove()
     original = vars(sys.modules[entry.home])[entry.attribute]
-    assert original is getattr(borrower, entry.name.replace(".", "_")) is entry.original
+    assert original is getattr(borrower, by_name_of(entry)) is entry.original
     assert tiny.equal(tiny.step(model, x), before)
 
 
@@ -137,6 +84,46 @@ def test_a_stand_in_takes_what_the_function_takes(entry, tiny):
         inst.remove()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "name", ["flash_attn.flash_attn_varlen_func", "flash_attn.flash_attn_func"]
+)
+def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, borrower, tiny):
+    model, x = build(by_name(name))
+    model[0].options["dropout_p"] = 0.0
+    x.requires_grad_()
+
+    def run(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x, run=run), before)
+        inst.switch("0", "exact_delta")
+        switched = tiny.step(model, x, run=run)
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+        assert torch.equal(switched["loss"], before["loss"])
+        assert tiny.equal(switched, tiny.step(model, x))
+        assert not tiny.equal(switched, before)
+    finally:
+        inst.remove()
+
+
+def test_dropout_is_watched_and_not_switched(borrower, tiny):
+    model, x = build(by_name(FUNC), dropout_p=0.3)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        inst.switch("0", "exact_delta")
+        assert tiny.equal(tiny.step(model, x), before)
+        assert inst.sites["0"].refusal is None
+        assert inst.stabilizers()["0"] == ["none"] * 4
+    finally:
+        inst.remove()
+
+
 COMPILED = ["flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func",
             "torch.nn.attention.varlen.varlen_attn"]  # fmt: skip
 
@@ -144,8 +131,7 @@ COMPILED = ["flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func",
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_model_is_switched_without_compiling_again(name, borrower, tiny):
-    entry = next(entry for entry in LIBRARY if entry.name == name)
-    model, x = build(entry)
+    model, x = build(by_name(name))
     before = tiny.step(model, x)
     inst = guardbit.instrument(model)
     try:
@@ -166,11 +152,6 @@ def test_a_compiled_model_is_switched_without_compiling_again(name, borrower, ti
         torch._dynamo.reset()
 
 
-def by_name(name):
-    return next(entry for entry in LIBRARY if entry.name == name)
-
-
-FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
 REFUSED = {
     "ALiBi": (FUNC, {"alibi_slopes": torch.ones(4)}, "ALiBi slopes"),
     "pages": ("flash_attn.flash_attn_varlen_func", {"block_table": torch.ones(4, 1)}, "in pages"),
@@ -322,6 +303,33 @@ def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(bo
         torch.testing.assert_close(
             found[name], expected[name], rtol=1e-4, atol=1e-6, equal_nan=True
         )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0},
+        {"learnable_sink": torch.tensor([0.5, -2.0, 3.0, 0.0])},
+        {"window_size": (3, 0)},
+    ],
+    ids=["soft cap", "sinks", "window"],
+)
+def test_what_else_a_call_asks_for_is_in_its_indicators(options, borrower):
+    model, x = build(by_name("flash_attn.cute.flash_attn_varlen_func"), **options)
+    inst, calls = guardbit.instrument(model), []
+    try:
+        site_state(inst.candidates["0"].number).observer = calls.append
+        model(x).float().square().mean().backward()
+    finally:
+        inst.remove()
+    (call,) = calls
+    exact = dense(call.d_out, call.q, call.k, call.v, call.spec)
+    bias = (call.d_out.double() * (call.out.double() - exact.out)).sum((0, 2, 3))
+    found = measured(calls)
+    # The shadow is FP32: off by its rounding of each of 24 rows' 16 terms.
+    size = (call.d_out.double() * exact.out).abs().sum((0, 2, 3))
+    assert ((found["delta_bias"][0] - bias).abs() <= 1e-5 * size).all()
+    assert found["delta_bias"][0].abs().max() > 0
 
 
 @pytest.mark.parametrize("name", ["flash_attn.flash_attn_varlen_func", VARLEN])

@@ -249,7 +249,15 @@ def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
         return "its cu_seqlens are not INT32 (documents + 1,) where its queries are"
     if starts[0].shape != starts[1].shape or not len(starts[0]):
         return "its queries and keys are not of the same documents"
+    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in _longest(asked)):
+        return "its longest length is on the device, which a compiled graph does not wait for"
     return None
+
+
+def _longest(asked: Mapping[str, Any]) -> tuple[Any, Any]:
+    if "max_seqlen" in asked:
+        return asked["max_seqlen"], asked["max_seqlen"]
+    return asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
 
 
 def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> AttentionSpec:
