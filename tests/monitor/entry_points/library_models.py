@@ -6,6 +6,7 @@ The libraries are stood in for by `tests.flash_stand_in`, which rounds as they d
 import sys
 
 import torch
+import torch.nn.attention.varlen
 from torch import nn
 
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
