@@ -16,9 +16,19 @@ from guardbit.kernels.library import library_attention
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import add_site, remove_site, site_state
 from tests import flash_stand_in
-from tests.kernels.spec_cases import dense, packed, sinks
+from tests.kernels.spec_cases import dense
+from tests.kernels.spec_cases import packed as packed_on
 
 ENGINES = tuple(LIBRARIES)
+
+
+def packed(queries, keys):
+    return packed_on(queries, keys, "cpu")
+
+
+def sinks(*values):
+    return torch.tensor(values)
+
 
 #: Lengths of documents: of one token and of none, and longer than a tile.
 LENGTHS = [40, 1, 0, 150, 7]

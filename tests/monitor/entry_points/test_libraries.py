@@ -152,6 +152,39 @@ def test_a_compiled_model_is_switched_without_compiling_again(name, borrower, ti
         torch._dynamo.reset()
 
 
+class Lengths(nn.Module):
+    """Documents that are other ones in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x, starts, longest):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH)).unbind(1)
+        attend = sys.modules["borrower"].flash_attn_flash_attn_varlen_func
+        return attend(q, k, v, starts, starts, longest, longest, causal=True).flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_lengths_that_vary_are_compiled_once_more_and_no_further(borrower, tiny):
+    torch.manual_seed(0)
+    model = Lengths().bfloat16()
+    inst = guardbit.instrument(model)
+    try:
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled, counts = torch.compile(model, backend=counter, fullgraph=True), []
+        for lengths in ([7, 12], [9, 5], [3, 30], [11, 8], [6, 2]):
+            starts, _, longest, _ = packed(lengths, lengths, "cpu")
+            x = torch.randn(sum(lengths), 64).bfloat16()
+            found = tiny.step(model, x, starts, longest, run=compiled)
+            assert tiny.equal(found, tiny.step(model, x, starts, longest))
+            counts.append(counter.frame_count)
+        assert counts[0] == 1 and set(counts[1:]) == {2}
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+
+
 REFUSED = {
     "ALiBi": (FUNC, {"alibi_slopes": torch.ones(4)}, "ALiBi slopes"),
     "pages": ("flash_attn.flash_attn_varlen_func", {"block_table": torch.ones(4, 1)}, "in pages"),
