@@ -53,7 +53,7 @@ class _FlashAttn(LibraryEngine):
             unknown = (self.needs | packed) - parameters(function).keys()
             if unknown:
                 return f"the functions of this release of {self.label} do not take {min(unknown)}"
-        return None
+        return super().why_missing(is_packed)
 
     def forward(
         self,

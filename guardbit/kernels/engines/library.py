@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,6 +22,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from guardbit.kernels.engines.base import Engine
 from guardbit.kernels.spec import AttentionSpec
+
+_IS_ROCM = torch.version.hip is not None
 
 
 class LibraryEngine(Engine):
@@ -50,13 +51,14 @@ class LibraryEngine(Engine):
         """What messages call its kernel."""
         return f"the kernel of {self.label}"
 
-    @abstractmethod
     def why_missing(self, is_packed: bool) -> str | None:
-        """Why it cannot be called as it is installed, a clause whose subject is a site, or None.
+        """Why it cannot be called as it is installed, a clause, or None.
 
         Args:
             is_packed: Whether for packed sequences, which may have functions of their own.
         """
+        # There LSE may lie otherwise.
+        return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
 
 
 def library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:

@@ -55,6 +55,11 @@ class Proof(NamedTuple):
     predicted: float
     failure: str
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine could not be called at all."""
+        return self.same == torch.inf
+
     def __str__(self) -> str:
         verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
         return (
@@ -90,12 +95,17 @@ def proof_of(
         *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
         q.size(2) == k.size(2),
         _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
-        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic,
+        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, _activated(),
     )  # fmt: skip
     if key not in _proofs:
         with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
             _proofs[key] = _prove(engine, q, k, v, spec, wants_mask)
     return _proofs[key]
+
+
+def _activated() -> str | None:
+    """What takes the place of PyTorch's own flash kernels; of PyTorch before 2.13 not known."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 def proofs() -> list[Proof]:
@@ -125,9 +135,10 @@ def _prove(
     grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
     causal = ", causal" if spec.causal is not False else ""
     extras = "".join(f", {field}" for field in spec.extras)
+    activated = "" if _activated() is None else f", {_activated()} activated"
     configuration = (
         f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}"
-        f"{grouped}, {q.device.type}, torch {torch.__version__}"
+        f"{grouped}, {q.device.type}, torch {torch.__version__}{activated}"
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"

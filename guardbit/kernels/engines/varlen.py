@@ -13,7 +13,6 @@ from guardbit.kernels.engines.random import philox_of
 from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
-_IS_ROCM = torch.version.hip is not None
 
 
 class Varlen(LibraryEngine):
@@ -23,11 +22,6 @@ class Varlen(LibraryEngine):
     """
 
     label = "varlen_attn"
-
-    def why_missing(self, is_packed: bool) -> str | None:
-        """See `LibraryEngine.why_missing`."""
-        # There LSE is laid out by document.
-        return "varlen_attn of PyTorch for ROCm is not known to GuardBit" if _IS_ROCM else None
 
     def forward(
         self,

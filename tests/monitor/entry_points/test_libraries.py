@@ -3,6 +3,7 @@
 The libraries are stood in for by `tests.flash_stand_in`, which rounds as they do.
 """
 
+import functools
 import inspect
 import sys
 
@@ -14,6 +15,7 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
+from guardbit.kernels.engines import proof
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
@@ -183,6 +185,31 @@ def test_lengths_that_vary_are_compiled_once_more_and_no_further(borrower, tiny)
     finally:
         inst.remove()
         torch._dynamo.reset()
+
+
+def test_a_kernel_that_cannot_be_called_is_left_to_the_library(borrower, tiny, monkeypatch):
+    """A release whose private functions mean something else must not end the training."""
+    home = sys.modules["flash_attn_interface"]
+    backward = home._flash_attn_backward
+
+    @functools.wraps(backward)
+    def means_something_else(*args, **named):
+        if "deterministic" in named:  # which the library's own function does not pass here
+            raise RuntimeError("another release")
+        return backward(*args, **named)
+
+    monkeypatch.setattr(home, "_flash_attn_backward", means_something_else)
+    monkeypatch.setattr(proof, "_proofs", {})
+    model, x = build(by_name("flash_attn_interface.flash_attn_func"))
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        refusal = inst.sites["0"].refusal
+        assert refusal.startswith("GuardBit could not call the kernel of flash_attn_3 (bfloat16")
+        assert refusal.endswith("it failed: another release")
+    finally:
+        inst.remove()
 
 
 REFUSED = {

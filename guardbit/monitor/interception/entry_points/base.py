@@ -20,6 +20,7 @@ from torch import Tensor
 
 from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
 from guardbit.kernels.engines import LibraryEngine
+from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
@@ -165,12 +166,24 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if probe.note_call(int(site_stack[-1]), q, k):
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
-    refusal = found.why if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     state = site_state(number)
     state.begin_forward()
+    refusal = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Bound) and not state.is_idle:
+        refusal = _why_broken(found)
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
+
+
+def _why_broken(bound: Bound) -> str | None:
+    """Why a library's kernel cannot be called by GuardBit, found out on small inputs, or None."""
+    if bound.library is None:
+        return None
+    proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
+    if not proof.is_broken:
+        return None
+    return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
