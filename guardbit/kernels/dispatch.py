@@ -192,3 +192,18 @@ def carry_compensated_delta(
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
     reference.write_carrier(carried, d_out, delta, heads)
     return carried
+
+
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether nobody stands between an op and its implementation, which may be called by itself.
+
+    The dispatcher takes each of 18 arguments apart and puts it together again.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)

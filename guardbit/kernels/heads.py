@@ -82,8 +82,8 @@ def forward(
         generator_state: With dropout UINT8, filled, see `engines.Drawn`.
     """
     q, v, spec, state = call.q, call.v, call.spec, call.state
-    engine = None
-    if call.native:
+    engine = call.library
+    if engine is None and call.native:
         engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
     names, shared, why = resolve(call, asked, engine, keeps_residual)
     plan = plan_of(names, call.native)
@@ -317,7 +317,7 @@ def _chosen(
 
 def _merge(rest: Gradients, own: Gradients, heads: tuple[int, ...]) -> Gradients:
     """Puts the chosen heads' gradients among the others', in place."""
-    dq, dk, dv, _ = rest
+    dq, dk, dv = rest[:3]
     dq.index_copy_(1, device_constant(heads, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):

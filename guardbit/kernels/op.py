@@ -294,7 +294,7 @@ def _attention_backward(
     kept = residual if "compensated" in names else None
     ran = heads.Ran(out, lse, kept, engine, shared, on_triton, names)
     gradients, carried, names = heads.backward(call, d_out, ran, random, generator_state)
-    dq, dk, dv, d_mask = gradients
+    dq, dk, dv, d_mask = gradients[:4]
     if traced or not native:
         dq, dk, dv = map(heads.laid_out_as, (dq, dk, dv), (q, k, v))
     if d_mask is None:
@@ -364,7 +364,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         if not torch.is_grad_enabled():
             saved = ctx.saved_tensors
-            run = _attention_backward if _is_direct(d_out, *saved[:3]) else _backward
+            run = _attention_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
             gradients = run(d_out, *saved, *ctx.arguments)
         else:
             gradients = _backward_of_create_graph(d_out, ctx.saved_tensors, ctx.arguments)
@@ -374,25 +374,10 @@ class _Attention(torch.autograd.Function):
 
 def _below_autograd(request: Request) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        if _is_direct(request.q, request.k, request.v):
+        if dispatch.is_direct(request.q, request.k, request.v):
             return _attention(*request)
         op = _with_dropout if request.dropout_p > 0 else _without_dropout
         return op(*request)
-
-
-def _is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody stands between an op and its implementation, which may be called by itself.
-
-    The dispatcher takes each of 18 arguments apart and puts it together again.
-    """
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
-    )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def has_tangent(*tensors: Tensor) -> bool:

@@ -73,7 +73,8 @@ class Coverage:
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
             f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
-            "it is Hugging Face's, with another attn_implementation than 'sdpa' or 'eager'",
+            "it is Hugging Face's, with another attn_implementation than 'sdpa', 'eager' or one of"
+            " the installed flash_attn's",
             "another model trains than the one that is instrumented, as a copy of it does",
         ]
         if not ran:

@@ -10,6 +10,7 @@ COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.m
 HEADERS = {
     "Architectures": ("architecture", "sites", "W_Q", "W_K", "watched", "switchable"),
     "Execution": ("mode", "neutral", "switches", "resumes"),
+    "Functions of libraries": ("function", "watched", "switchable", "run against"),
 }
 
 _observed = {}

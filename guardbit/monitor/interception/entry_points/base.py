@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
+from guardbit.kernels.engines import LibraryEngine
+from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
@@ -41,6 +43,7 @@ class Bound(NamedTuple):
         v: Values, likewise.
         spec: What the call asks for besides.
         layout: How the caller's tensors lie; the output is to lie like them.
+        library: The engine of the library that is called; None for PyTorch's own choice.
     """
 
     q: Tensor
@@ -48,6 +51,7 @@ class Bound(NamedTuple):
     v: Tensor
     spec: AttentionSpec
     layout: Layout = "BHND"
+    library: LibraryEngine | None = None
 
 
 class Refusal(NamedTuple):
@@ -144,8 +148,9 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if bound is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    out, lse = attention_at_site(bound.q, bound.k, bound.v, site_stack[-1], bound.spec)
-    return entry.returns(as_given(out, bound.layout), lse, *args, **kwargs)
+    q, k, v, spec, layout, library = bound
+    out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
+    return entry.returns(as_given(out, layout), lse, *args, **kwargs)
 
 
 @guarded
@@ -161,12 +166,24 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if probe.note_call(int(site_stack[-1]), q, k):
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
-    refusal = found.why if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     state = site_state(number)
     state.begin_forward()
+    refusal = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Bound) and not state.is_idle:
+        refusal = _why_broken(found)
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
+
+
+def _why_broken(bound: Bound) -> str | None:
+    """Why a library's kernel cannot be called by GuardBit, found out on small inputs, or None."""
+    if bound.library is None:
+        return None
+    proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
+    if not proof.is_broken:
+        return None
+    return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
