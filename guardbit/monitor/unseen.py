@@ -9,7 +9,7 @@ from torch import nn
 
 # Hugging Face's names of attention that never reaches PyTorch's function. Kernels of its hub are
 # named after their repository, with a slash.
-_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flash_attention_|flex_attention|.*/")
+_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flash_attention_|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 

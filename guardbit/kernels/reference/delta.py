@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
-from guardbit.kernels.reference.common import capped, float32_products
+from guardbit.kernels.reference.common import capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
 
@@ -76,11 +76,10 @@ def exact_delta(
             q_rows, d_out_rows, lse_rows = (
                 x[:, :, present][:, members].to(wide) for x in (q, d_out, lse)
             )
-            mask = mask_tile(
-                spec, shape, members, row_positions[present], key_positions[seen], visible
-            )
+            tile = members, row_positions[present], key_positions[seen]
             scores = (q_rows @ k_wide[:, :, seen].mT).mul_(spec.scale)
-            scores = capped(scores, spec.softcap).add_(mask)
+            scores = modified(capped(scores, spec.softcap), spec, *tile)
+            scores = scores.add_(mask_tile(spec, shape, *tile, visible))
             # A row that sees no key has scores of -inf alone.
             reference = lse_rows.masked_fill(lse_rows.isinf(), 0.0)
             probabilities = scores.sub_(reference[..., None]).exp_()
@@ -173,6 +172,18 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, heads: Sequen
     bound = (delta.abs() * MISS).maximum(greatest * SMALLEST_MISS)
     reached = (rest.abs() <= bound) & delta.isfinite()
     out_prime[:, index] = torch.where(reached[..., None], carrier, out_prime[:, index])
+
+
+def carrier(d_out: Tensor, delta: Tensor) -> Tensor:
+    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta.
+
+    Args:
+        d_out: (B, C, N, E), gradient of the output.
+        delta: FP32 (B, C, N), wanted.
+    """
+    d_out = d_out.float()
+    squares = d_out.square().sum(-1)
+    return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
 
 
 def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import autocast_tensors
-from guardbit.kernels.reference import Dropout
+from guardbit.kernels.reference import Dropout, carrier
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.monitor.interception.doors import guarded
@@ -129,7 +129,7 @@ class Watch:
                 q=q,
                 k=k,
                 v=v,
-                out=None if delta is None else _carrier(d_out.detach(), delta),
+                out=None if delta is None else carrier(d_out.detach(), delta),
                 residual=None,
                 d_out=d_out.detach().to(q.dtype),
                 dq=None if dq is None else dq.detach(),
@@ -140,13 +140,6 @@ class Watch:
                 dropout=dropped,
             )
         )
-
-
-def _carrier(d_out: Tensor, delta: Tensor) -> Tensor:
-    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta."""
-    d_out = d_out.float()
-    squares = d_out.square().sum(-1)
-    return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
 
 
 class _Output(torch.autograd.Function):

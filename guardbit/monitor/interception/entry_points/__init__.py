@@ -12,10 +12,11 @@ from guardbit.monitor.interception.entry_points.base import (
     Refusal,
     note_flash_call,
 )
+from guardbit.monitor.interception.entry_points.flex import FLEX
 from guardbit.monitor.interception.entry_points.multi_head import MULTI_HEAD
 from guardbit.monitor.interception.entry_points.sdpa import SDPA
 
 #: Every function that GuardBit stands in for. Where one calls another, each takes its own calls.
-ENTRY_POINTS: tuple[EntryPoint, ...] = (SDPA, MULTI_HEAD)
+ENTRY_POINTS: tuple[EntryPoint, ...] = (SDPA, MULTI_HEAD, FLEX)
 
 __all__ = ["ENTRY_POINTS", "Bound", "EntryPoint", "Refusal", "note_flash_call"]
