@@ -194,6 +194,14 @@ def _is_causal(node: Any) -> bool:
     if not isinstance(node, Node) or node.op != "call_function" or len(node.args) != 2:
         return False
     query, key = [x for x in node.graph.nodes if x.op == "placeholder"][2:4]
-    return (node.target is operator.ge and node.args == (query, key)) or (
-        node.target is operator.le and node.args == (key, query)
+    compared = tuple(map(_without_offset, node.args))
+    return (node.target is operator.ge and compared == (query, key)) or (
+        node.target is operator.le and compared == (key, query)
     )
+
+
+def _without_offset(node: Any) -> Any:
+    """What 0 was added to: transformers counts positions from an offset."""
+    while isinstance(node, Node) and node.target is operator.add and node.args[1:] == (0,):
+        node = node.args[0]
+    return node
