@@ -117,7 +117,8 @@ def _begin(
     state = site_state(int(site))
     state.requested = ("none",) * q.size(1)
     state.stock_dropout_p, state.is_masked = 0.0, False
-    state.begin_forward()
+    # Compiled forwards without gradients, such as a backward runs again, do not come here.
+    state.begin_forward(is_first=state.ran_at < state.clock.now)
     names, why = _settled(state.running, obstacle)
     state.launches["forward", KERNEL] += 1
     if training:

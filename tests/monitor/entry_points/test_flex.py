@@ -352,6 +352,95 @@ def test_under_activation_checkpointing(mode):
     assert (error(after[1], expected[1]) < 2 * 2**-9).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_reentrant_checkpointing_and_evaluation(mode):
+    """Both run forwards without gradients; only the first is run again in the backward."""
+    case = "documents and a window"
+    inputs, expected = tensors(case), exact(case, tensors(case))
+    model, inner = build(mode, options_of(case))
+
+    def run(_, inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = checkpoint(inner, *leaves, use_reentrant=True)
+        out.backward(inputs[3])
+        return out.detach(), *(x.grad for x in leaves)
+
+    def evaluate():
+        outputs = []
+        for without_gradients in (torch.no_grad, torch.inference_mode):
+            with without_gradients():
+                outputs.append(inner(*inputs[:3]))
+        return outputs
+
+    before, evaluated = run(inner, inputs), evaluate()
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        for name in ("none", "exact_delta", "none"):
+            assert all(map(torch.equal, evaluate(), evaluated))
+            if inst.sites:
+                inst.switch("attention", name)
+            after = run(inner, inputs)
+            assert inst.sites["attention"].stabilizers == [name] * HEADS
+            assert torch.equal(after[0], before[0])
+            assert torch.equal(after[1], before[1]) == (name == "none")
+            assert name == "none" or (error(after[1], expected[1]) < 2 * 2**-9).all()
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
+    """What the functions close over: numbers that the compiler keeps open, and a parameter."""
+    bias = torch.randn(HEADS, device=DEVICE, requires_grad=True)
+    found = {}
+    model, run = build(mode, {})
+
+    def both(length, inputs):
+        options = model.attention.options
+
+        def window(b, h, i, j):
+            return (i >= j) & (i - j < length // 2)
+
+        def biased(score, b, h, i, j):
+            return score + bias[h] * (i - j) / length
+
+        shape = (None, None, length, length)
+        options["block_mask"] = create_block_mask(window, *shape, device=DEVICE)
+        options["score_mod"] = biased
+        leaves = [x[:, :, :length].detach().requires_grad_() for x in inputs[:3]]
+        out = run(*leaves)
+        return torch.autograd.grad(out, (*leaves, bias), inputs[3][:, :, :length])
+
+    def exactly(length, inputs):
+        leaves = [x[:, :, :length].double().requires_grad_() for x in inputs[:3]]
+        slope = bias.detach().double().requires_grad_()
+        i, j = torch.arange(length, device=DEVICE)[:, None], torch.arange(length, device=DEVICE)
+        scores = leaves[0] @ leaves[1].mT / math.sqrt(leaves[0].size(3))
+        scores = scores + slope[:, None, None] * (i - j) / length
+        scores = scores.masked_fill((i < j) | (i - j >= length // 2), -math.inf)
+        out = scores.softmax(-1) @ leaves[2]
+        return torch.autograd.grad(out, (*leaves, slope), inputs[3][:, :, :length].double())
+
+    inputs, lengths = tensors("causal"), (128, 96, 64)
+    for length in lengths:
+        found[length] = both(length, inputs)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        for length in lengths:
+            assert all(map(torch.equal, both(length, inputs), found[length]))
+        inst.switch("attention", "exact_delta")
+        for length in lengths:
+            after, expected = both(length, inputs), exactly(length, inputs)
+            assert (error(after[0], expected[0]) < 2 * 2**-9).all()
+            # The gradient of the bias is a sum of dS, and of its errors.
+            before = (found[length][3].double() - expected[3]).abs()
+            assert ((after[3].double() - expected[3]).abs() < before / 2).all()
+    finally:
+        inst.remove()
+
+
 def test_what_it_cannot_run_is_said():
     inputs, said = tensors("causal"), {}
     model, run = build("eager", options_of("causal"))

@@ -78,6 +78,7 @@ def _why(
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Stands in for `flex_attention`; see there."""
+    # In inference mode nothing would reach autograd, where the calls of sites are taken.
     if heard(FLEX, args, kwargs) is not None and torch.is_grad_enabled():
         given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
         options = {} if given is None else dict(given)
