@@ -3,11 +3,16 @@
     PYTHONPATH=. python benchmarks/attention.py --csv benchmarks/results/attention-h200.csv
     PYTHONPATH=. python benchmarks/attention.py --shapes 8,12,12,512,64 --kernels none flash
     PYTHONPATH=. python benchmarks/attention.py --table benchmarks/results/attention-h200.csv
+    PYTHONPATH=. python benchmarks/attention.py --switched --csv switched.csv
 
 Causal, BF16, heads adjacent in memory. All kernels of a shape run in one process, in an order drawn
 anew each round, each call after a flush of the L2 cache. Ratios are taken within a round and their
 median is reported, so that a clock that drifts cancels. A kernel whose output or gradients are
 further from FP32 than twice flash's is listed as failed, without a time.
+
+`one_exact`, `all_exact` and `all_compensated` are cuDNN's kernels with one head, or all, switched
+to a stabilizer; `delta`, `delta_carrier` and `residual_carrier` are what ours add to them. Their
+launching is not timed, see the pass "host": microseconds of the host for a forward and a backward.
 """
 
 from __future__ import annotations
@@ -18,7 +23,9 @@ import math
 import random
 import statistics
 import subprocess
+import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -29,9 +36,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from guardbit.kernels import backward, forward, shadow
+from guardbit.kernels import backward, compensated, delta, forward, shadow, switchboard
+from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.records import STABILIZERS
 
 Shape = tuple[int, int, int, int, int]
 
@@ -46,10 +53,22 @@ SHAPES: list[Shape] = [
     (2, 16, 16, 16384, 128),
 ]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-KERNELS = (*BACKENDS, "flex", *STABILIZERS, "shadow")
+OWN = ("none", "compensated", "stochastic", "row_max")
+#: In how many heads which stabilizer takes cuDNN's backward; None for all.
+SWITCHED = {
+    "one_exact": ("exact_delta", 1),
+    "all_exact": ("exact_delta", None),
+    "all_compensated": ("compensated", None),
+}
+#: Not held against FP32 here: tests/kernels does.
+PARTS = ("delta", "delta_carrier", "residual_carrier")
+KERNELS = (*BACKENDS, "flex", "fa4", *OWN, "shadow", *SWITCHED, *PARTS)
 BASELINES = ("flash", "cudnn", "none")
 #: Matrix products of N x N x D a pass needs at least, each of 2 N^2 D operations a head.
 PRODUCTS = {"forward": 2, "backward": 5, "both": 7}
+#: What the host's time is taken of, and up to how much work of a call.
+HOST_TIMES_OF = {"host": "both"}
+HOST_LIMIT = 1e11
 ROUNDS = 30
 Run = Callable[[], tuple[Tensor, ...]]
 
@@ -123,6 +142,96 @@ def of_ours(name: str, tensors: list[Tensor]) -> Kernel:
     )
 
 
+def of_fa4(tensors: list[Tensor]) -> Kernel:
+    """FlashAttention-4, which takes (B, N, H, D)."""
+    from flash_attn.cute import flash_attn_func
+
+    *leaves, d_out = tensors
+    q, k, v = (x.detach().transpose(1, 2).requires_grad_() for x in leaves)
+
+    def run_forward() -> tuple[Tensor, ...]:
+        found = flash_attn_func(q, k, v, causal=True)
+        return ((found[0] if isinstance(found, tuple) else found).transpose(1, 2),)
+
+    def run_backward(out: Tensor, retain: bool) -> tuple[Tensor, ...]:
+        gradients = torch.autograd.grad(out, (q, k, v), d_out, retain_graph=retain)
+        return tuple(x.transpose(1, 2) for x in gradients)
+
+    (out,) = run_forward()
+    return Kernel(
+        run_forward, lambda: run_backward(out, True), lambda: run_backward(*run_forward(), False)
+    )
+
+
+def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
+    """Kernels of cuDNN, some of whose heads are switched."""
+    *leaves, d_out = tensors
+    q, k, v = (x.detach().requires_grad_() for x in leaves)
+    stabilizer, count = SWITCHED[name]
+    number = switchboard.add_site(name)
+    state = switchboard.site_state(number)
+    heads = q.shape[1]
+    count = heads if count is None else count
+    state.switch((stabilizer,) * count + ("none",) * (heads - count))
+    site = torch.tensor(number)
+
+    def run_forward() -> tuple[Tensor, ...]:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return (switchable_attention(q, k, v, site, is_causal=True, scale=None),)
+
+    (out,) = run_forward()
+    torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True)
+    if state.substituted or state.failure:
+        raise RuntimeError(f"{name}: {state.substituted or state.failure}")
+    return Kernel(
+        run_forward,
+        lambda: torch.autograd.grad(out, (q, k, v), d_out, retain_graph=True),
+        lambda: torch.autograd.grad(run_forward(), (q, k, v), d_out),
+    )
+
+
+def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
+    """What ours add to a backward of cuDNN's, in all heads: stands as a forward, for its time."""
+    q, k, v, d_out = tensors
+    heads = range(q.shape[1])
+    spec = AttentionSpec(1 / math.sqrt(q.shape[-1]), True)
+    kind = "compensated" if name == "residual_carrier" else "none"
+    out, lse, residual = forward.forward(
+        q, k, v, causal=True, scale=spec.scale, stabilizers=[kind] * len(heads)
+    )
+    into = torch.empty_like(out)
+    settings = {"spec": spec, "heads": heads}
+
+    def run() -> tuple[Tensor, ...]:
+        if name == "delta":
+            return (delta.exact_delta(d_out, q, k, v, lse, **settings),)
+        if name == "delta_carrier":
+            return delta.carry_exact_delta(d_out, q, k, v, out, lse, **settings, into=into)
+        compensated.carry_compensated_delta(d_out, out, residual, into, heads=heads)
+        return (into,)
+
+    return Kernel(run, None, None)
+
+
+def has_fa4() -> bool:
+    """Whether FlashAttention-4 is installed."""
+    try:
+        return find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def kernel_of(name: str, tensors: list[Tensor]) -> Kernel:
+    """The kernel of a name."""
+    if name == "fa4":
+        return of_fa4(tensors)
+    if name in SWITCHED:
+        return of_switched(name, tensors)
+    if name in PARTS:
+        return of_parts(name, tensors)
+    return (of_ours if name in OWN or name == "shadow" else of_pytorch)(name, tensors)
+
+
 def exact(tensors: list[Tensor]) -> list[Tensor]:
     """FP32 output and gradients of the first batch entry and key head, on whole matrices."""
     q, k, v, d_out = tensors
@@ -143,6 +252,23 @@ def errors(kernel: Kernel, truth: list[Tensor]) -> list[float]:
         (mine[:1, : right.shape[1]].float() - right).square().mean().sqrt().item()
         for mine, right in zip(results, truth, strict=False)
     ]
+
+
+def host_times(runs: dict[str, Run], calls: int = 20, rounds: int = 5) -> dict[str, list[float]]:
+    """Microseconds that the host takes for a call, of every round.
+
+    Few calls at a time: it would wait where the queue of launches is full.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            times[name].append((time.perf_counter() - began) / calls * 1e6)
+    torch.cuda.synchronize()
+    return times
 
 
 def timings(runs: dict[str, Run]) -> dict[str, list[float]]:
@@ -189,8 +315,10 @@ def measure(shape: Shape, names: list[str]) -> list[dict[str, str | int]]:
     bar = [2 * error for error in errors(of_pytorch("flash", tensors), truth)]
     kernels, correct = {}, {}
     for name in names:
-        ours = name in STABILIZERS or name == "shadow"
-        kernels[name] = (of_ours if ours else of_pytorch)(name, tensors)
+        kernels[name] = kernel_of(name, tensors)
+        if name in PARTS:
+            correct[name] = True
+            continue
         found = errors(kernels[name], truth)
         # The shadow is there to judge errors of the size of flash's: it needs two digits more.
         limits = [bar[0] / 200] if name == "shadow" else bar
@@ -200,24 +328,31 @@ def measure(shape: Shape, names: list[str]) -> list[dict[str, str | int]]:
     del truth
     batch, heads, kv_heads, length, width = shape
     rows = []
-    for part, products in PRODUCTS.items():
-        runs = {name: getattr(kernel, part) for name, kernel in kernels.items()}
+    for part in (*PRODUCTS, "host"):
+        of = HOST_TIMES_OF.get(part, part)
+        runs = {name: getattr(kernel, of) for name, kernel in kernels.items()}
         runs = {name: run for name, run in runs.items() if run is not None}
-        times = timings({name: run for name, run in runs.items() if correct[name]})
+        # Of long kernels it takes long, and is the same.
+        if part == "host" and math.prod(shape[:2]) * length**2 * width > HOST_LIMIT:
+            continue
+        time_them = host_times if part == "host" else timings
+        times = time_them({name: run for name, run in runs.items() if correct[name]})
         # Half of the scores are masked.
-        work = products * batch * heads * length**2 * width
+        work = PRODUCTS.get(part, 0) * batch * heads * length**2 * width
         for name in runs:
             row = {
                 "batch": batch, "heads": heads, "kv_heads": kv_heads, "length": length,
                 "head_dim": width, "kernel": name, "pass": part,
-                "gate": "passed" if correct[name] else "failed", "unit": "ms",
+                "gate": "passed" if correct[name] else "failed",
+                "unit": "us" if part == "host" else "ms",
                 **dict.fromkeys(("p20", "p50", "p80", "tflops"), ""),
                 **dict.fromkeys((f"speed_over_{baseline}" for baseline in BASELINES), ""),
             }  # fmt: skip
             if correct[name]:
                 deciles = statistics.quantiles(times[name], n=10)
                 row["p20"], row["p50"], row["p80"] = (f"{deciles[n]:.4f}" for n in (1, 4, 7))
-                row["tflops"] = f"{work / deciles[4] * 1e-9:.0f}"
+                if work and name not in PARTS:
+                    row["tflops"] = f"{work / deciles[4] * 1e-9:.0f}"
                 for baseline in times.keys() & BASELINES:
                     ratios = [a / b for a, b in zip(times[baseline], times[name], strict=True)]
                     row[f"speed_over_{baseline}"] = f"{statistics.median(ratios):.3f}"
@@ -273,6 +408,36 @@ def table(rows: list[dict[str, str]]) -> str:
     )
 
 
+def switched_table(rows: list[dict[str, str]]) -> str:
+    """Ratios over cuDNN, and the host's microseconds: one Markdown table, a row a shape."""
+    columns = [
+        *((name, "both", "speed_over_cudnn") for name in ("fa4", *SWITCHED)),
+        *((name, "forward", "speed_over_cudnn") for name in PARTS),
+        *((name, "host", "p50") for name in ("cudnn", *SWITCHED)),
+    ]
+    found = {(row["kernel"], row["pass"]): {} for row in rows}
+    for row in rows:
+        shape = tuple(row[key] for key in ("batch", "heads", "kv_heads", "length", "head_dim"))
+        found[row["kernel"], row["pass"]][shape] = row
+    shapes = list(dict.fromkeys(shape for entries in found.values() for shape in entries))
+
+    def cell(shape: tuple[str, ...], name: str, part: str, column: str) -> str:
+        value = found.get((name, part), {}).get(shape, {}).get(column)
+        if not value:
+            return "-"
+        if part == "host":
+            return f"{float(value):.0f}"
+        # Of a part its share of a forward, of the whole its speed.
+        return f"{1 / float(value) if name in PARTS else float(value):.2f}"
+
+    lines = ["| B, H, H_kv, N, D | " + " | ".join(f"{name} {part}" for name, part, _ in columns)]
+    lines.append("|---" * (1 + len(columns)))
+    for shape in shapes:
+        cells = [cell(shape, *column) for column in columns]
+        lines.append(f"| {', '.join(map(str, shape))} | " + " | ".join(cells))
+    return "\n".join(f"{line} |" if line[-1] != "-" else f"{line}|" for line in lines)
+
+
 def shape_of(text: str) -> Shape:
     """Reads "B,H,H_kv,N,D"."""
     batch, heads, kv_heads, length, width = map(int, text.split(","))
@@ -285,7 +450,13 @@ def main() -> None:
     parser.add_argument(
         "--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="B,H,H_kv,N,D"
     )
-    parser.add_argument("--kernels", choices=KERNELS, nargs="+", default=KERNELS, metavar="KERNEL")
+    usual = [name for name in KERNELS if name != "fa4" or has_fa4()]
+    parser.add_argument("--kernels", choices=KERNELS, nargs="+", default=usual, metavar="KERNEL")
+    parser.add_argument(
+        "--switched",
+        action="store_true",
+        help="what switched heads cost over cuDNN: other kernels, no small batch, a table last",
+    )
     parser.add_argument("--csv", metavar="FILE", help="where to write the rows")
     parser.add_argument(
         "--table", metavar="FILE", help="print a written file's tables, run nothing"
@@ -295,6 +466,9 @@ def main() -> None:
         with open(options.table, newline="") as file:
             print(table(list(csv.DictReader(file))))
         return
+    if options.switched:
+        options.shapes = SHAPES[1:]
+        options.kernels = [*BACKENDS, *(["fa4"] if has_fa4() else []), *SWITCHED, *PARTS]
     # A backward that runs again and again cannot give its buffers away.
     torch._functorch.config.donated_buffer = False
     versions = machine()
@@ -304,6 +478,8 @@ def main() -> None:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
+    if options.switched:
+        print(switched_table(rows))
 
 
 if __name__ == "__main__":

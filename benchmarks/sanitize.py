@@ -14,11 +14,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from guardbit.kernels import audit, backward, compensated, delta, forward, shadow
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.reference import Forward
+from guardbit.kernels.spec import AttentionSpec, Documents
 
 TOOLS = {
     "memcheck": ["--padding", "512"],
@@ -44,23 +47,44 @@ def call_all(width: int) -> None:
             result = forward.forward(q, k, v, stabilizers=names, **options)
             gradients = backward.backward(d_out, q, k, v, *result, stabilizers=names, **options)
             assert all(x.isfinite().all() for x in (result.out, *gradients[:3]))
-        spec = AttentionSpec(options["scale"], causal)
-        for rows in (None, torch.arange(0, length, 3, device="cuda")):
-            exact = shadow.shadow(q, k, v, rows=rows, spec=spec).out
-            bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
-            assert all(x.isfinite().all() for x in (exact, *bias))
+        plain = AttentionSpec(options["scale"], causal)
         shown = torch.rand(1, 1, length, keys, device="cuda") < 0.9
-        for mask in (None, shown, torch.randn(length, keys, dtype=dtype, device="cuda")):
-            spec = AttentionSpec(options["scale"], causal, mask)
-            exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], spec=spec)
-            again = shadow.shadow(q, k, v, rows=None, spec=spec).out
-            carried = delta.carry_exact_delta(
-                d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
-            )
-            assert all(x.isfinite().all() for x in (exact, again, *carried))
+        added = torch.randn(length, keys, dtype=dtype, device="cuda")
+        for spec in (
+            plain,
+            replace(plain, mask=shown),
+            replace(plain, mask=added),
+            with_every_field(plain, length, keys),
+        ):
+            check_measures(spec, d_out, q, k, v, result)
         into = result.out.clone()
         compensated.carry_compensated_delta(d_out, result.out, result.residual, into, heads=[1])
         assert into.isfinite().all()
+
+
+def with_every_field(spec: AttentionSpec, length: int, keys: int) -> AttentionSpec:
+    """A spec with two documents, a window, a soft cap and sinks for 4 heads besides."""
+    starts = [[0, length // 3, length], [0, keys // 2, keys]]
+    cu_queries, cu_keys = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    documents = Documents(cu_queries, cu_keys, length, keys)
+    sinks = torch.randn(4, device="cuda")
+    return replace(spec, window=(40, 3), documents=documents, softcap=20.0, sinks=sinks)
+
+
+def check_measures(
+    spec: AttentionSpec, d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, result: Forward
+) -> None:
+    """Launches the shadow, the bias of delta, the audit and exact delta."""
+    for rows in (None, torch.arange(0, q.shape[2], 3, device="cuda")):
+        exact = shadow.shadow(q, k, v, rows=rows, spec=spec).out
+        bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
+        assert all(x.isfinite().all() for x in (exact, *bias))
+    exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], spec=spec)
+    assert exact.isfinite().all()
+    carried = delta.carry_exact_delta(
+        d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
+    )
+    assert all(x.isfinite().all() for x in carried)
 
 
 def run_all(prefix: list[str]) -> list[tuple[int, str]]:

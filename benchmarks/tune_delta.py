@@ -2,10 +2,13 @@
 
     PYTHONPATH=. python benchmarks/tune_delta.py
 
-For each shape (causal, BF16, all heads, delta and its carrier in one launch) prints the fastest
-candidates with their time over that of cuDNN's forward in the same run; copy the winners into
-`guardbit.kernels.tiles` by hand. Compilation runs in many processes first. With --delta-only no
-carrier is written.
+All heads, causal, BF16. Candidates differ in tile, warps, depth of the pipeline, registers, overlap
+of a tile's products with the exponentials of the tile before, and in how keys come in: by addresses
+or by descriptors. Compilation runs in many processes first, each candidate once for a head size.
+For each shape prints the fastest with their times, delta and carrier in one launch, over that of
+cuDNN's forward in the same run. Last come three short tables: the fastest of each shape, the time
+of delta alone and of the carrier on top of it, and for each head size the entry that is the
+fastest over all its shapes, to be copied into `guardbit.kernels.tiles` by hand.
 """
 
 from __future__ import annotations
@@ -15,7 +18,9 @@ import math
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from operator import itemgetter
+from statistics import geometric_mean
+from time import monotonic
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,16 +40,28 @@ SHAPES = [
     (4, 32, 8, 4096, 128),
 ]
 
-#: Rows, keys, warps, stages, registers, overlap.
-CANDIDATES = [
-    Tile(*sizes, overlap)
-    for sizes in [
-        (128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 64, 8, 4, None), (128, 64, 8, 3, 128),
-        (128, 32, 8, 3, None), (128, 32, 8, 4, None), (64, 64, 4, 2, None), (64, 64, 4, 3, None),
-        (64, 64, 4, 3, 168), (128, 128, 8, 2, None), (64, 128, 4, 2, None), (128, 64, 4, 3, None),
+#: By head size: rows, keys, warps, stages, registers. Each with and without overlap, and with keys
+#: by addresses and by descriptors.
+SIZES = {
+    64: [
+        (128, 64, 8, 3, None), (128, 64, 8, 3, 128), (128, 64, 8, 4, 128), (128, 128, 8, 2, None),
+        (64, 64, 4, 3, 168), (64, 64, 4, 3, 128), (64, 128, 4, 2, None), (256, 64, 16, 3, None),
+    ],
+    128: [
+        (128, 64, 8, 3, None), (128, 64, 8, 4, None), (128, 64, 8, 2, None),
+        (128, 128, 8, 2, None), (64, 64, 4, 2, None), (64, 128, 4, 2, None),
+        (256, 64, 16, 2, None), (128, 32, 8, 4, None),
+    ],
+}  # fmt: skip
+CANDIDATES = {
+    width: [
+        Tile(*size, overlap, described)
+        for size in sizes
+        for overlap in (False, True)
+        for described in (False, True)
     ]
-    for overlap in (False, True)
-]  # fmt: skip
+    for width, sizes in SIZES.items()
+}
 
 # FP32 sums in two orders, relative to sum |P dP|; what a wrong kernel is off by is not near it.
 LARGEST_ERROR = 4e-6
@@ -85,12 +102,13 @@ def call(tensors: list[torch.Tensor], carry: bool):
     return run, lse, spec
 
 
-def compile_one(job: tuple[int, Tile, bool]) -> str:
+def compile_one(job: tuple[int, Tile]) -> str:
     """Compiles a candidate into Triton's cache on disk; returns what went wrong, or nothing."""
-    width, tile, carry = job
+    width, tile = job
     table(width)[width] = tile
     try:
-        call(inputs((1, 16, 16, 256, width)), carry)[0]()
+        for carry in (True, False):
+            call(inputs((1, 16, 16, 256, width)), carry)[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[-60:]}"
@@ -99,15 +117,32 @@ def compile_one(job: tuple[int, Tile, bool]) -> str:
 
 def median(run) -> float:
     """Milliseconds of a call."""
-    return triton.testing.do_bench(run, 10, 40, return_mode="median")
+    return triton.testing.do_bench(run, 5, 30, return_mode="median")
 
 
-def time_shape(shape: tuple[int, ...], candidates: list[Tile], carry: bool, shown: int) -> None:
-    """Prints the fastest candidates for one shape."""
+class Found(NamedTuple):
+    """Times of one shape, in milliseconds.
+
+    Attributes:
+        forward: Of cuDNN's forward.
+        tiles: Of delta and its carrier, by candidate; wrong ones are left out.
+        alone: Of delta without carrier, by candidate, of the fastest.
+        usual: The entry that is used now.
+    """
+
+    forward: float
+    tiles: dict[Tile, float]
+    alone: dict[Tile, float]
+    usual: Tile
+
+
+def time_shape(shape: tuple[int, ...], candidates: list[Tile], shown: int) -> Found:
+    """Times all candidates at one shape and prints the fastest."""
     tensors = inputs(shape)
     d_out, q, k, v = tensors
     width = shape[-1]
-    run, lse, spec = call(tensors, carry)
+    run, lse, spec = call(tensors, True)
+    run_alone = call(tensors, False)[0]
     # Two heads of one batch are enough for an oracle that keeps whole rows of P.
     some = [0, shape[1] - 1]
     small = [x[:1] for x in (*tensors, lse)]
@@ -119,39 +154,68 @@ def time_shape(shape: tuple[int, ...], candidates: list[Tile], carry: bool, show
             lambda: scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         )
         q.requires_grad_(False)
-    entries, rows = table(width), []
+    entries, times = table(width), {}
     before = entries[width]
     for tile in candidates:
         entries[width] = tile
         error = ((run()[:1, some] - right).abs() / size).max().item()
-        rows.append((median(run), tile, error))
+        if error <= LARGEST_ERROR:
+            times[tile] = median(run)
+        else:
+            print(f"WRONG: {shape} {tuple(tile)}: {error:.0e}", flush=True)
+    best = sorted(times, key=times.__getitem__)[:shown]
+    alone = {}
+    for tile in {*best[:2], before}:
+        entries[width] = tile
+        alone[tile] = median(run_alone)
+        times.setdefault(tile, median(run))
     entries[width] = before
-    print(f"{shape} cuDNN's forward {forward_time:.3f} ms (is {tuple(before)})")
-    for time, tile, error in sorted(rows, key=itemgetter(0))[:shown]:
-        wrong = "" if error <= LARGEST_ERROR else "  WRONG"
-        print(
-            f"    {time:7.3f} ms {time / forward_time:5.2f}  {tuple(tile)}  {error:.0e}{wrong}",
-            flush=True,
-        )
+    print(f"{shape} cuDNN's forward {forward_time:.3f} ms")
+    for tile in best:
+        print(f"    {times[tile]:7.3f} ms {times[tile] / forward_time:5.2f}  {tuple(tile)}")
+    return Found(forward_time, times, alone, before)
 
 
 def main() -> None:
     """Compiles, checks and times every candidate."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--delta-only", action="store_true", help="write no carrier")
     parser.add_argument("--shown", type=int, default=6, help="candidates printed a shape")
     arguments = parser.parse_args()
-    carry = not arguments.delta_only
-    jobs = sorted({(shape[-1], tile, carry) for shape in SHAPES for tile in CANDIDATES}, key=repr)
+    began = monotonic()
+    jobs = [(width, tile) for width, chosen in CANDIDATES.items() for tile in chosen]
+    # An illegal access spoils its whole process: the likelier ones come last.
+    jobs.sort(key=lambda job: job[1].described)
     workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         failures = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
-    for shape in SHAPES:
-        running = [tile for tile in CANDIDATES if not failures[shape[-1], tile, carry]]
-        time_shape(shape, running, carry, arguments.shown)
-    for (width, tile, _), why in failures.items():
+    print(f"compiled in {monotonic() - began:.0f} s", flush=True)
+    for (width, tile), why in failures.items():
         if why:
             print(f"does not run: {width} {tuple(tile)}: {why}")
+    found = {}
+    for shape in SHAPES:
+        running = [tile for tile in CANDIDATES[shape[-1]] if not failures[shape[-1], tile]]
+        found[shape] = time_shape(shape, running, arguments.shown)
+    print("\nshape: delta alone and with its carrier over cuDNN's forward; the entry now, the best")
+    for shape, times in found.items():
+        best = min(times.tiles, key=times.tiles.__getitem__)
+        cells = [
+            f"{times.alone[tile] / times.forward:.2f} {times.tiles[tile] / times.forward:.2f}"
+            f" {tuple(tile)}"
+            for tile in (times.usual, best)
+        ]
+        print(f"{shape}: {'; '.join(cells)}")
+    print("\nhead size: geometric mean over its shapes of the time over cuDNN's forward")
+    for width, chosen in CANDIDATES.items():
+        shapes = [times for shape, times in found.items() if shape[-1] == width]
+        means = {
+            tile: geometric_mean([times.tiles[tile] / times.forward for times in shapes])
+            for tile in chosen
+            if all(tile in times.tiles for times in shapes)
+        }
+        for tile in sorted(means, key=means.__getitem__)[:4]:
+            print(f"{width}: {means[tile]:.3f} {tuple(tile)}")
+    print(f"{monotonic() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from guardbit.callbacks.monitoring import AttentionMonitor
     from guardbit.callbacks.stabilizing import AutoStabilizer
     from guardbit.kernels.attention import flash_attention
+    from guardbit.monitor.interception.observing import observe, watch_attention
     from guardbit.monitor.layouts import LayoutUnavailable
     from guardbit.monitor.policy import Policy
     from guardbit.monitor.session import MonitorSession
@@ -36,9 +37,11 @@ __all__ = [
     "Site",
     "flash_attention",
     "instrument",
+    "observe",
     "read_events",
     "read_metadata",
     "read_run",
+    "watch_attention",
 ]
 
 _HOMES = {
@@ -54,9 +57,11 @@ _HOMES = {
     "Site": "guardbit.monitor.sites",
     "flash_attention": "guardbit.kernels.attention",
     "instrument": "guardbit.monitor.sites",
+    "observe": "guardbit.monitor.interception.observing",
     "read_events": "guardbit.store",
     "read_metadata": "guardbit.store",
     "read_run": "guardbit.store",
+    "watch_attention": "guardbit.monitor.interception.observing",
 }
 
 

@@ -20,9 +20,11 @@ NAMES = [
     "Site",
     "flash_attention",
     "instrument",
+    "observe",
     "read_events",
     "read_metadata",
     "read_run",
+    "watch_attention",
 ]
 
 #: Parameters in their order; those after "*" by name only.
@@ -41,9 +43,12 @@ PARAMETERS = {
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
+    "observe": "q, k, v, *, causal=False, scale=None, mask=None, module=None",
     "read_events": "path",
     "read_metadata": "path",
     "read_run": "path",
+    "watch_attention": "module, *, q='q', k='k', v='v', mask=None, out=None, causal=False,"
+    " scale=None, layout='BHND', fused=False",
 }
 
 #: Methods, properties and attributes of the objects users hold.

@@ -299,7 +299,7 @@ class AttentionMonitor(pl.Callback):
             text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
             for logger in trainer.loggers:
                 send_text(logger, ALARMS_KEY, text, step)
-        self._log_map(session, stabilizers, trainer)
+        self._log_map(session, stabilizers, trainer, step)
         if pl_module is None:
             return
         shown = {"alarmed_heads": float(num_alarmed)}
@@ -315,7 +315,11 @@ class AttentionMonitor(pl.Callback):
         )
 
     def _log_map(
-        self, session: MonitorSession, stabilizers: Mapping[str, Sequence[str]], trainer: pl.Trainer
+        self,
+        session: MonitorSession,
+        stabilizers: Mapping[str, Sequence[str]],
+        trainer: pl.Trainer,
+        step: int,
     ) -> None:
         """Every so many samples, the model map to the loggers that take pictures."""
         self._num_logged += 1
@@ -325,7 +329,7 @@ class AttentionMonitor(pl.Callback):
         picture = self._logged.picture(session.alarmed_heads, stabilizers)
         if picture is not None:
             for logger in trainer.loggers:
-                send_picture(logger, MAP_KEY, picture, session.sampled_step)
+                send_picture(logger, MAP_KEY, picture, step)
 
 
 def _entries(gradient: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, op
+from guardbit.kernels.engines import LibraryEngine
+from guardbit.kernels.library import library_attention
 from guardbit.kernels.reference import Causal
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import NO_SITE
@@ -74,7 +76,9 @@ class Owner(NamedTuple):
     frame: FrameType | None
 
 
-_owner = Owner(0, None)
+#: Whose they are while none is running.
+NOBODY = Owner(0, None)
+_owner = NOBODY
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 
@@ -316,7 +320,12 @@ def switchable_attention(
 
 
 def attention_at_site(
-    q: Tensor, k: Tensor, v: Tensor, site: Tensor, spec: AttentionSpec
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    site: Tensor,
+    spec: AttentionSpec,
+    library: LibraryEngine | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention with heads that can be switched; see `switchable_attention`.
 
@@ -326,10 +335,13 @@ def attention_at_site(
         v: Values, shape of k.
         site: Number of the site, 0-d CPU tensor.
         spec: What the call asks for besides.
+        library: The engine of the library that was called, which casts nothing; None for PyTorch's.
 
     Returns:
         The output `(B, H, N, D)` and lse `(B, H, N)`.
     """
+    if library is not None:
+        return library_attention(q, k, v, site, spec, library)
     q, k, v = autocast_tensors(q, k, v)
     mask = spec.mask
     if mask is not None and mask.is_floating_point() and is_autocast(q):

@@ -1,8 +1,9 @@
 """Gradient audit in Triton: dQ of a few heads to FP32 accuracy on tensor cores.
 
-Shapes: q, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; C heads are wanted.
-Scores are kept as products q k with the sign of the scale, and what a mask adds over its size; s
-stands for them.
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; d_out
+`(B, H, N, E)`; C heads are wanted. Scores are kept as products q k with the sign of the scale, or
+with a soft cap as its tanh of them, and what a mask adds over the size of the scale, or over the
+cap; s stands for them.
 """
 
 # Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
@@ -22,13 +23,25 @@ from torch import Tensor
 
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import NO_MASK, add_mask, allowed, mask_arguments, visible_keys
+from guardbit.kernels.mask.tiles import (
+    NO_MASK,
+    add_mask,
+    allowed,
+    load_ranges,
+    mask_arguments,
+    range_arguments,
+    ranged_keys,
+    visible_keys,
+    within,
+)
 from guardbit.kernels.primitives import (
     head_of,
     load_tile,
     product,
     product_exact,
     store_tile,
+    tanh_and_slope,
+    with_sink,
 )
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
@@ -41,28 +54,39 @@ def _masked_scores(
     mask_base,
     mask_strides,
     positions,
+    first_seen,
+    end_seen,
     first,
     rows,
     keys,
     shift,
+    inner_scale,
     inverse_scale,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
 ):
-    """The s of a tile, -inf where a key is not seen."""
+    """The s of a tile, -inf where a key is not seen; and the slope of the soft cap's tanh there."""
     scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32))
     if NEGATIVE_SCALE:
         scores = -scores
+    slope = scores
+    if SOFTCAP:
+        scores, slope = tanh_and_slope(scores * inner_scale)
     columns = first + tl.arange(0, k.shape[0])
-    visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+    if RANGED:
+        visible = within(columns, first_seen, end_seen)
+    else:
+        visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
     if MASK != NO_MASK:
         scores, seen, _ = add_mask(
             scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
             MASK, True,
         )  # fmt: skip
         visible = visible & seen
-    return tl.where(visible, scores, float("-inf"))
+    return tl.where(visible, scores, float("-inf")), slope
 
 
 @triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift"])
@@ -72,6 +96,8 @@ def query_kernel(
     v_pointer,
     d_out_pointer,
     mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
     numbers_pointer,
     dq_pointer,
     q_strides,
@@ -84,14 +110,20 @@ def query_kernel(
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     scale_log2,
     inverse_scale,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -117,15 +149,20 @@ def query_kernel(
         mask_base = head_of(mask_pointer, mask_strides, batch, number)
     positions = first + tl.arange(0, ROWS)
     q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    _, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True)
+    first_seen, end_seen, begin = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
+        begin, _, _, end = ranged_keys(first_seen, end_seen, keys, KEYS)
+    else:
+        _, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
 
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    for start in tl.range(0, end, KEYS):
+    for start in tl.range(begin, end, KEYS):
         k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        scores = _masked_scores(
-            q, k, mask_base, mask_strides, positions, start, rows, keys, shift, inverse_scale,
-            CAUSAL, MASK, NEGATIVE_SCALE,
+        scores, slope = _masked_scores(
+            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
+            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         row_max = tl.maximum(row_max, tl.max(scores, 1))
     # 0 instead of the -inf of a row that sees no key.
@@ -134,31 +171,39 @@ def query_kernel(
     zeros = tl.zeros((ROWS, KEYS), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     weighted = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(0, end, KEYS):
+    for start in tl.range(begin, end, KEYS):
         k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        scores = _masked_scores(
-            q, k, mask_base, mask_strides, positions, start, rows, keys, shift, inverse_scale,
-            CAUSAL, MASK, NEGATIVE_SCALE,
+        v = load_tile(v_base, start, v_strides[2], keys, KEYS, VALUE_DIM, VALUE_WIDTH, True)
+        scores, slope = _masked_scores(
+            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
+            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2)
         row_sum += tl.sum(probabilities, 1)
         weighted += tl.sum(probabilities * product(d_out, tl.trans(v), zeros), 1)
+    decay = 1.0
+    if SINKS:
+        moved_by, sink = with_sink(sinks_pointer, number, reference * scale_log2)
+        decay = tl.exp2(moved_by)
+        row_sum = row_sum * decay + tl.exp2(sink)
     # P of a row that sees no key is 0.
-    inverse = 1.0 / tl.where(row_sum == 0.0, float("inf"), row_sum)
+    inverse = decay / tl.where(row_sum == 0.0, float("inf"), row_sum)
     delta = weighted * inverse
 
     dq = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in tl.range(0, end, KEYS):
+    for start in tl.range(begin, end, KEYS):
         k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        scores = _masked_scores(
-            q, k, mask_base, mask_strides, positions, start, rows, keys, shift, inverse_scale,
-            CAUSAL, MASK, NEGATIVE_SCALE,
+        v = load_tile(v_base, start, v_strides[2], keys, KEYS, VALUE_DIM, VALUE_WIDTH, True)
+        scores, slope = _masked_scores(
+            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
+            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
         )  # fmt: skip
         probabilities = tl.exp2((scores - reference[:, None]) * scale_log2) * inverse[:, None]
         d_probabilities = product(d_out, tl.trans(v), zeros)
-        dq += product_exact(probabilities * (d_probabilities - delta[:, None]), k)
+        d_scores = probabilities * (d_probabilities - delta[:, None])
+        if SOFTCAP:
+            d_scores *= slope
+        dq += product_exact(d_scores, k)
 
     dq_base = dq_pointer + place.to(tl.int64) * rows * HEAD_DIM
     store_tile(dq_base, first, HEAD_DIM, rows, dq * scale, ROWS, HEAD_DIM, WIDTH)
@@ -180,10 +225,10 @@ def exact_query_gradient(
     `guardbit.kernels.reference.exact_query_gradient`. No atomics: the same bits every run.
 
     Args:
-        d_out: (B, H, N, D), gradient of the output; any strides.
+        d_out: (B, H, N, E), gradient of the output; any strides.
         q: (B, H, N, D), BF16 or FP16.
         k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
+        v: (B, H_kv, M, E).
         spec: What the call asks for.
         heads: The query heads wanted, C of them.
 
@@ -200,17 +245,20 @@ def exact_query_gradient(
     check_heads(heads, q.shape[1])
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
     batch, all_heads, rows, head_dim = q.shape
-    keys = k.shape[2]
+    keys, value_dim = v.shape[2:]
     numbers = launch.device_numbers(tuple(heads), q.device)
     count = len(numbers)
     dq = torch.empty((batch, count, rows, head_dim), dtype=torch.float32, device=q.device)
-    dense, dense_strides, kind = mask_arguments(spec, (batch, all_heads, rows, keys), dq)
+    shape = (batch, all_heads, rows, keys)
+    dense, dense_strides, kind = mask_arguments(spec, shape, dq)
+    ranges, is_ranged = range_arguments(spec, shape, dq)
     if not dq.numel():
         return dq
-    size_of_scale = launch.size_of_scale(spec.scale)
-    width = launch.padded_width(head_dim)
-    size = tiles.tile(launch.capability_of(q), width, "audit")
-    if kind != NO_MASK.value:
+    inner_scale, outer_scale = launch.factors(spec)
+    size_of_scale = launch.size_of_scale(outer_scale)
+    width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
+    size = tiles.tile(launch.capability_of(q), max(width, value_width), "audit")
+    if kind != NO_MASK.value or spec.softcap > 0:
         size = size.for_mask
     with launch.device_of(q):
         query_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
@@ -219,6 +267,8 @@ def exact_query_gradient(
             v,
             d_out,
             dense,
+            ranges,
+            launch.sinks_of(spec, dq),
             numbers,
             dq,
             *(x.stride()[:3] for x in (q, k, v, d_out)),
@@ -228,14 +278,20 @@ def exact_query_gradient(
             rows,
             keys,
             causal_shift(spec.causal, rows, keys),
+            inner_scale,
             spec.scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
-            CAUSAL=spec.causal is not False,
+            CAUSAL=spec.causal is not False and not is_ranged,
+            RANGED=is_ranged,
+            SOFTCAP=spec.softcap > 0,
+            SINKS=spec.sinks is not None,
             MASK=kind,
-            NEGATIVE_SCALE=spec.scale < 0,
+            NEGATIVE_SCALE=outer_scale < 0,
             HEAD_DIM=head_dim,
             WIDTH=width,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=value_width,
             ROWS=size.rows,
             KEYS=size.keys,
             **size.options,

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch
-from guardbit.kernels.delta import carrier_of
-from guardbit.kernels.primitives import decode_residual, head_of, load_tile, store_tile, widen
+from guardbit.kernels.carrier import write_rows
+from guardbit.kernels.primitives import decode_residual, head_of, load_tile, widen
 
 # Rows of a program.
 _ROWS = 32
@@ -57,10 +57,10 @@ def carry_kernel(
     lost = decode_residual(out, counts)
     exact = wide + tl.where(tl.abs(wide) < float("inf"), lost, 0.0)
     delta = tl.sum(widen(d_out) * exact, 1)
-    carrier, reached = carrier_of(d_out, delta, WIDTH)
-    carrier = tl.where(reached[:, None], carrier, out)
-    carrier_base = head_of(carrier_pointer, carrier_strides, batch, head)
-    store_tile(carrier_base, first, carrier_strides[2], rows, carrier, ROWS, HEAD_DIM, WIDTH)
+    write_rows(
+        head_of(carrier_pointer, carrier_strides, batch, head), out_base, d_out_base,
+        carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, delta, HEAD_DIM, WIDTH,
+    )  # fmt: skip
 
 
 def carry_compensated_delta(

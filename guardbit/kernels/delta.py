@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.carrier import write_rows
 from guardbit.kernels.mask.geometry import causal_shift
 from guardbit.kernels.mask.tiles import (
     ADDITIVE,
@@ -27,27 +28,27 @@ from guardbit.kernels.mask.tiles import (
     NO_MASK,
     allowed,
     load_mask,
+    load_ranges,
     mask_arguments,
+    range_arguments,
+    ranged_keys,
     visible_keys,
+    within,
 )
 from guardbit.kernels.primitives import (
-    INTERPRET,
     LOG2_E,
     head_of,
     load_tile,
     partial_sums,
     product,
-    round_nearest,
-    store_tile,
+    tanh_and_slope,
 )
-from guardbit.kernels.reference.delta import MISS, SMALLEST_MISS, check_heads
+from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
 
 # Bytes of keys and values that are read again and again: what half of the second-level cache of an
 # H100 holds.
 _CACHE = 2**25
-
-_MISS, _SMALLEST_MISS = tl.constexpr(MISS), tl.constexpr(SMALLEST_MISS)
 
 
 class Carried(NamedTuple):
@@ -70,20 +71,27 @@ def _add_keys(
     d_out,
     k_base,
     v_base,
+    batch,
+    key_head,
     mask_base,
     k_stride,
     v_stride,
     mask_strides,
     positions,
+    first_seen,
+    end_seen,
     log_sum,
     start,
     end,
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     BOUNDED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -91,22 +99,30 @@ def _add_keys(
     VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
+    `k_base` and `v_base` are where the head begins, or if DESCRIBED the tensors' descriptors.
     With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
     a format, as masks have it, has room; else in log2 units, which spares a multiplication.
     """
     zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
     probabilities, d_probabilities = zeros, zeros
     for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
+        if DESCRIBED:
+            k = k_base.load([batch, key_head, first, 0]).reshape(KEYS, WIDTH)
+            v = v_base.load([batch, key_head, first, 0]).reshape(KEYS, VALUE_WIDTH)
+        else:
+            k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
+            v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
         scores = product(q, tl.trans(k), zeros)
         if OVERLAP:
             # Of the tile before, whose second product nothing has waited for yet.
             weighted += partial_sums(probabilities * d_probabilities)
         d_probabilities = product(d_out, tl.trans(v), zeros)
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK == ADDITIVE:
             mask = load_mask(
                 mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
@@ -122,7 +138,10 @@ def _add_keys(
             exponents = tl.where(mask != 0, exponents, float("-inf"))
         if BOUNDED:
             columns = first + tl.arange(0, KEYS)
-            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             exponents = tl.where(visible, exponents, float("-inf"))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
@@ -133,82 +152,6 @@ def _add_keys(
     return row_sum, weighted
 
 
-@triton.jit
-def _bits(x):
-    """The bits of BF16 or FP16, INT32, not negative."""
-    return x.to(tl.uint16, bitcast=True).to(tl.int32)
-
-
-@triton.jit
-def _number(bits, dtype: tl.constexpr):
-    """What `_bits` came from, FP32."""
-    # The interpreter's own conversion gets BF16's subnormals wrong.
-    if dtype == tl.bfloat16:
-        number = (bits << 16).to(tl.float32, bitcast=True)
-    else:
-        number = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
-    return number
-
-
-@triton.jit
-def _round_few(x, dtype: tl.constexpr):
-    """FP32 to BF16 or FP16, to nearest even, of a block of one number a row."""
-    # `round_nearest` needs two numbers a thread.
-    return round_nearest(x, dtype) if INTERPRET else x.to(dtype)
-
-
-@triton.jit
-def _term(ranks, rest, dtype: tl.constexpr):
-    """One number of each row of a carrier, at the place of the greatest rank.
-
-    Args:
-        ranks: INT32 (R, E): 15 bits of |dO|, 8 that put the first place first, one for dO's sign.
-        rest: FP32 (R,), what is left to carry.
-        dtype: Format of dO and of the carrier.
-
-    Returns:
-        The ranks without the greatest, the greatest as they were (R,), the number (R,) in dtype,
-        and what is left.
-    """
-    LARGEST: tl.constexpr = 3.3895313892515355e38 if dtype == tl.bfloat16 else 65504.0
-    greatest = tl.max(ranks, 1)
-    gradient = _number((greatest >> 9) | ((greatest & 1) << 15), dtype)
-    # Where nothing is multiplied with anything, 0.
-    quotient = tl.div_rn(rest, tl.where(gradient == 0.0, float("inf"), gradient))
-    term = _round_few(tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST), dtype)
-    rest = tl.fma(-gradient, term.to(tl.float32), rest)
-    return tl.where(ranks == greatest[:, None], -1, ranks), greatest, term, rest
-
-
-@triton.jit
-def carrier_of(d_out, delta, WIDTH: tl.constexpr):
-    """Rows of O' that carry delta, as `guardbit.kernels.reference.delta.write_carrier` makes them.
-
-    Args:
-        d_out: (R, WIDTH), BF16 or FP16.
-        delta: FP32 (R,).
-        WIDTH: At most 256.
-
-    Returns:
-        (R, WIDTH) in the dtype of `d_out`, and which rows carry their delta.
-    """
-    dtype: tl.constexpr = d_out.dtype
-    columns = tl.arange(0, WIDTH)[None, :]
-    bits = _bits(d_out)
-    ranks = ((bits & 0x7FFF) << 9) | ((255 - columns) << 1) | (bits >> 15)
-    left, first, x, rest = _term(ranks, delta, dtype)
-    left, second, y, rest = _term(left, rest, dtype)
-    left, third, z, rest = _term(left, rest, dtype)
-    nothing = tl.zeros((1, 1), dtype)
-    carrier = tl.where(ranks == third[:, None], z[:, None], nothing)
-    carrier = tl.where(ranks == second[:, None], y[:, None], carrier)
-    carrier = tl.where(ranks == first[:, None], x[:, None], carrier)
-    bound = tl.maximum(tl.abs(delta) * _MISS, _number(first >> 9, dtype) * _SMALLEST_MISS)
-    # Not so where anything is NaN.
-    reached = (tl.abs(rest) <= bound) & (tl.abs(delta) < float("inf"))
-    return carrier, reached
-
-
 @triton.jit(do_not_specialize=["places", "section", "heads", "group", "rows", "keys", "shift"])
 def delta_kernel(
     q_pointer,
@@ -217,6 +160,8 @@ def delta_kernel(
     d_out_pointer,
     lse_pointer,
     mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
     numbers_pointer,
     out_pointer,
     delta_pointer,
@@ -236,8 +181,12 @@ def delta_kernel(
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     MASK: tl.constexpr,
     CARRY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -247,6 +196,7 @@ def delta_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     OVERLAP: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):
     """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
 
@@ -265,8 +215,11 @@ def delta_kernel(
     key_head = number // group
 
     q_base = head_of(q_pointer, q_strides, batch, number)
-    k_base = head_of(k_pointer, k_strides, batch, key_head)
-    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    k_base = k_pointer
+    v_base = v_pointer
+    if not DESCRIBED:
+        k_base = head_of(k_pointer, k_strides, batch, key_head)
+        v_base = head_of(v_pointer, v_strides, batch, key_head)
     d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
     lse_base = head_of(lse_pointer, lse_strides, batch, number)
     mask_base = mask_pointer
@@ -282,44 +235,57 @@ def delta_kernel(
     if MASK != ADDITIVE:
         scale *= LOG2_E
         log_sum *= LOG2_E
-    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
+    first_seen, end_seen, whole = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
+    else:
+        whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
 
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     weighted = tl.zeros((ROWS, 8), tl.float32)
     # Loops never run zero times, for the reason given in the forward.
-    if whole_end > 0:
+    if RANGED:
+        leading_end = tl.minimum(whole, end)
+        if leading_end > start:
+            row_sum, weighted = _add_keys(
+                row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+                k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+                start, leading_end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
+                SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
+            )  # fmt: skip
+    if whole_end > whole:
         row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides, positions, log_sum, 0, whole_end, rows, keys, shift, scale,
-            False, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
+            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole, whole_end, rows, keys, shift, inner_scale, scale, False, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     if end > whole_end:
         row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, mask_base, k_strides[2], v_strides[2],
-            mask_strides, positions, log_sum, whole_end, end, rows, keys, shift, scale,
-            True, CAUSAL, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP,
+            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole_end, end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
         )  # fmt: skip
     row_sum = tl.sum(row_sum, 1)
+    if SINKS:
+        sink = tl.load(sinks_pointer + number)
+        if MASK == ADDITIVE:
+            row_sum += tl.exp2((sink - log_sum) * LOG2_E)
+        else:
+            row_sum += tl.exp2(sink * LOG2_E - log_sum)
     # Divided by 1, a row that sees no key keeps its 0.
     delta = tl.sum(weighted, 1) / tl.where(row_sum == 0.0, 1.0, row_sum)
     tl.store(delta_pointer + place.to(tl.int64) * rows + positions, delta, mask=inside)
 
     if CARRY:
-        d_out = load_tile(
-            d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True
-        )
-        carrier, reached = carrier_of(d_out, delta, VALUE_WIDTH)
-        columns = tl.arange(0, VALUE_WIDTH)[None, :]
-        out_base = head_of(out_pointer, out_strides, batch, number)
-        out_base += first.to(tl.int64) * out_strides[2]
-        kept = (inside & (reached == 0))[:, None] & (columns < VALUE_DIM)
-        offsets = tl.arange(0, ROWS)[:, None] * out_strides[2] + columns
-        out = tl.load(out_base + offsets, mask=kept, other=0.0)
-        carrier = tl.where(reached[:, None], carrier, out)
-        carrier_base = head_of(carrier_pointer, carrier_strides, batch, number)
-        store_tile(
-            carrier_base, first, carrier_strides[2], rows, carrier, ROWS, VALUE_DIM, VALUE_WIDTH
-        )
+        write_rows(
+            head_of(carrier_pointer, carrier_strides, batch, number),
+            head_of(out_pointer, out_strides, batch, number),
+            d_out_base, carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, delta,
+            VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip
 
 
 def exact_delta(
@@ -343,7 +309,7 @@ def exact_delta(
         q: (B, H, N, D).
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
-        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward; any strides.
+        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward, sinks in it; any strides.
         spec: What the call asks for.
         heads: The query heads wanted, C of them.
 
@@ -353,8 +319,8 @@ def exact_delta(
     Raises:
         IndexError: If a head does not exist.
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask does not broadcast to (B, H, N, M), or a tensor is not on a CUDA
-            device.
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
+            is not on a CUDA device.
     """
     return _launch(d_out, q, k, v, None, lse, spec, heads, None)
 
@@ -393,8 +359,9 @@ def carry_exact_delta(
     Raises:
         IndexError: If a head does not exist.
         TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask does not broadcast to (B, H, N, M), a tensor is not on a CUDA
-            device, or neighbouring elements of a row of `into` are not adjacent in memory.
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), a tensor is
+            not on a CUDA device, or neighbouring elements of a row of `into` are not adjacent in
+            memory.
     """
     check_heads(heads, q.shape[1])
     if into is None:
@@ -428,22 +395,27 @@ def _launch(
     delta = torch.empty((batch, count, rows), dtype=torch.float32, device=q.device)
     shape = (batch, all_heads, rows, keys)
     mask, mask_strides, kind = mask_arguments(spec, shape, delta)
+    ranges, is_ranged = range_arguments(spec, shape, delta)
+    inner_scale, scale = launch.factors(spec)
     if not delta.numel():
         return delta
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
-    if kind != NO_MASK.value:
+    if kind != NO_MASK.value or spec.softcap > 0:
         size = size.for_mask
+    described = size.described and launch.is_describable(k) and launch.is_describable(v)
     with launch.device_of(q):
         delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
             q,
-            k,
-            v,
+            launch.described(k, size.keys, width) if described else k,
+            launch.described(v, size.keys, value_width) if described else v,
             d_out,
             lse,
             mask,
+            ranges,
+            launch.sinks_of(spec, delta),
             numbers,
             out,
             delta,
@@ -463,8 +435,12 @@ def _launch(
             rows,
             keys,
             causal_shift(spec.causal, rows, keys),
-            spec.scale,
-            CAUSAL=spec.causal is not False,
+            inner_scale,
+            scale,
+            CAUSAL=spec.causal is not False and not is_ranged,
+            RANGED=is_ranged,
+            SOFTCAP=spec.softcap > 0,
+            SINKS=spec.sinks is not None,
             MASK=kind,
             CARRY=carrier is not None,
             HEAD_DIM=head_dim,
@@ -474,6 +450,7 @@ def _launch(
             ROWS=size.rows,
             KEYS=size.keys,
             OVERLAP=size.overlap,
+            DESCRIBED=described,
             **size.options,
             **launch.COMPILER_OPTIONS,
         )

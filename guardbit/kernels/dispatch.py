@@ -97,7 +97,7 @@ def shadow(
     With dropout always in plain torch: Triton's kernel drops nothing.
     """
     settings: dict[str, Any] = {"spec": spec, "eps": eps, "rows": rows}
-    if dropout is None and not spec.extras and k.shape == v.shape and on_triton("auto", q):
+    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import shadow as kernels
 
         return kernels.shadow(q, k, v, **settings)
@@ -135,7 +135,7 @@ def exact_query_gradient(
     With dropout always in plain torch, as `shadow`.
     """
     settings: dict[str, Any] = {"spec": spec, "heads": heads}
-    if dropout is None and not spec.extras and k.shape == v.shape and on_triton("auto", q):
+    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import audit
 
         return audit.exact_query_gradient(d_out, q, k, v, **settings)
@@ -153,7 +153,7 @@ def exact_delta(
     heads: Sequence[int],
 ) -> Tensor:
     """Delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
-    if not spec.extras and on_triton("auto", q):
+    if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
         return delta.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
@@ -173,7 +173,7 @@ def carry_exact_delta(
     heads: Sequence[int],
 ) -> Tensor:
     """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
-    if not spec.extras and on_triton("auto", q):
+    if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
         return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out
@@ -211,3 +211,18 @@ def carry_compensated_delta(
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
     reference.write_carrier(carried, d_out, delta, heads)
     return carried
+
+
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether nobody stands between an op and its implementation, which may be called by itself.
+
+    The dispatcher takes each of 18 arguments apart and puts it together again.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)

@@ -27,7 +27,7 @@ from torch import Tensor
 from guardbit.kernels import dispatch, programs, reference
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import AttentionCall, site_state
+from guardbit.kernels.switchboard import AttentionCall, log, site_state
 from guardbit.records import STABILIZERS
 
 #: The kernel option that holds the number of the call's site, a 0-d CPU tensor.
@@ -187,28 +187,36 @@ def _observe(dq: Tensor, d_lse: Tensor, is_whole: bool, *arguments: Any) -> None
     state.launches["backward", KERNEL] += 1
     if state.observer is None:
         return
+    try:
+        seen = _seen(call, dq if is_whole else None, d_lse)
+    except Exception as error:
+        log.warning("site '%s': a call of flex_attention went unseen (%s)", state.name, error)
+        return
+    state.observer(seen)
+
+
+def _seen(call: _Shared, dq: Tensor | None, d_lse: Tensor) -> AttentionCall:
+    """A call as observers hear of it."""
     names, carried = call.stabilizers, call.out
     heads = tuple(h for h, name in enumerate(names) if name == "exact_delta")
     if heads:
         index = device_constant(heads, torch.int64, call.q.device)
         delta = call.used(heads) - d_lse.index_select(1, index) / _LN2
         d_out = call.d_out.index_select(1, index)
-        carried = call.out.float().index_copy(1, index, reference.carrier(d_out, delta))
-    state.observer(
-        AttentionCall(
-            site=int(call.site),
-            q=call.q,
-            k=call.k,
-            v=call.v,
-            out=carried,
-            residual=None,
-            d_out=call.d_out,
-            dq=dq if is_whole else None,
-            dk=None,
-            dv=None,
-            spec=call.spec,
-            stabilizers=names,
-        )
+        carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
+    return AttentionCall(
+        site=int(call.site),
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        out=carried,
+        residual=None,
+        d_out=call.d_out,
+        dq=dq,
+        dk=None,
+        dv=None,
+        spec=call.spec,
+        stabilizers=names,
     )
 
 

@@ -82,8 +82,8 @@ def forward(
         generator_state: With dropout UINT8, filled, see `engines.Drawn`.
     """
     q, v, spec, state = call.q, call.v, call.spec, call.state
-    engine = None
-    if call.native:
+    engine = call.library
+    if engine is None and call.native:
         engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
     names, shared, why = resolve(call, asked, engine, keeps_residual)
     plan = plan_of(names, call.native)
@@ -99,7 +99,9 @@ def forward(
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
             return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
-        return out, lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
+        if lse.shape != q.shape[:-1]:
+            lse = lse.reshape(*q.shape[:2], -1)[..., : q.size(2)]
+        return out, lse
 
     if engine is not None and len(plan.own) < call.heads:
         # First, so that it draws the random numbers that it would draw by itself.
@@ -315,7 +317,7 @@ def _chosen(
 
 def _merge(rest: Gradients, own: Gradients, heads: tuple[int, ...]) -> Gradients:
     """Puts the chosen heads' gradients among the others', in place."""
-    dq, dk, dv, _ = rest
+    dq, dk, dv = rest[:3]
     dq.index_copy_(1, device_constant(heads, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):

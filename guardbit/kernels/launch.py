@@ -9,9 +9,11 @@ from functools import lru_cache
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.primitives import INTERPRET
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -86,6 +88,21 @@ def size_of_scale(scale: float) -> float:
     return max(abs(scale), _SMALLEST_SCALE)
 
 
+def factors(spec: AttentionSpec) -> tuple[float, float]:
+    """What products q k are multiplied with before the soft cap's tanh, and scores after it.
+
+    Without a soft cap there is no tanh, and the second is the scale.
+    """
+    if spec.softcap > 0:
+        return spec.scale / spec.softcap, spec.softcap
+    return 1.0, spec.scale
+
+
+def sinks_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
+    """The sinks as kernels load them, FP32 (H,); without sinks any tensor, `unused`."""
+    return unused if spec.sinks is None else spec.sinks.float().contiguous()
+
+
 def padded_width(head_dim: int) -> int:
     """The power of two, at least 16, that a head's dimension is padded to inside a kernel."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -107,6 +124,22 @@ def empty_as(x: Tensor) -> Tensor:
     if x.stride(-1) != 1:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def is_describable(x: Tensor) -> bool:
+    """Whether the copy engine of Hopper takes x `(B, H, M, D)`: what it asks of addresses."""
+    unit = 16 // x.element_size()
+    return (
+        x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and x.stride(3) == 1
+        and all(stride > 0 and stride % unit == 0 for stride in x.stride()[:3])
+    )
+
+
+def described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describes x `(B, H, M, D)`, of which a kernel loads `rows` rows of a head; 0 beyond M, D."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
 def device_of(x: Tensor) -> AbstractContextManager:

@@ -119,7 +119,14 @@ def _spec(
     q: Tensor, mask: Tensor | None, causal: int, scale: float | None, dropout_p: float
 ) -> AttentionSpec:
     scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
+    if mask is None:
+        return _spec_without_mask(scale, causal, dropout_p)
     return AttentionSpec(scale, _CAUSAL_NAMES[causal], mask, dropout_p)
+
+
+@lru_cache(maxsize=1024)
+def _spec_without_mask(scale: float, causal: int, dropout_p: float) -> AttentionSpec:
+    return AttentionSpec(scale, _CAUSAL_NAMES[causal], None, dropout_p)
 
 
 # Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
@@ -287,7 +294,7 @@ def _attention_backward(
     kept = residual if "compensated" in names else None
     ran = heads.Ran(out, lse, kept, engine, shared, on_triton, names)
     gradients, carried, names = heads.backward(call, d_out, ran, random, generator_state)
-    dq, dk, dv, d_mask = gradients
+    dq, dk, dv, d_mask = gradients[:4]
     if traced or not native:
         dq, dk, dv = map(heads.laid_out_as, (dq, dk, dv), (q, k, v))
     if d_mask is None:
@@ -334,10 +341,11 @@ def _attention_backward_fake(
 class _Attention(torch.autograd.Function):
     # Registered by hand: `torch.library.register_autograd` converts the op's schema argument by
     # argument at every call, which doubles the host's time for a forward (425 against 226 us).
+    # What has no gradient comes as one argument, as `apply` looks at each of them.
     @staticmethod
-    def forward(ctx, *arguments):
-        request = Request(*arguments)
-        outputs = _below_autograd(arguments)
+    def forward(ctx, q, k, v, mask, others):
+        request = Request(q, k, v, mask, *others)
+        outputs = _below_autograd(request)
         # A plain tensor: who offloads what is saved may write it to disk.
         saved = (request.q, request.k, request.v, request.mask, request.site.detach(), *outputs)
         ctx.save_for_backward(*saved)
@@ -352,24 +360,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *d_outputs):
         d_out = d_outputs[0]
-        nothing = (None,) * (len(Request._fields) - 4)
         if d_out is None:
-            return (None,) * 4 + nothing
+            return (None,) * 5
         if not torch.is_grad_enabled():
-            gradients = _backward(d_out, *ctx.saved_tensors, *ctx.arguments)
+            saved = ctx.saved_tensors
+            run = _attention_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
+            gradients = run(d_out, *saved, *ctx.arguments)
         else:
             gradients = _backward_of_create_graph(d_out, ctx.saved_tensors, ctx.arguments)
         wants_mask = ctx.arguments[4]
-        return (*gradients[:3], gradients[3] if wants_mask else None, *nothing)
+        return (*gradients[:3], gradients[3] if wants_mask else None, None)
 
 
-def _below_autograd(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    op = _with_dropout if arguments[_DROPOUT] > 0 else _without_dropout
+def _below_autograd(request: Request) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*arguments)
-
-
-_DROPOUT = Request._fields.index("dropout_p")
+        if dispatch.is_direct(request.q, request.k, request.v):
+            return _attention(*request)
+        op = _with_dropout if request.dropout_p > 0 else _without_dropout
+        return op(*request)
 
 
 def has_tangent(*tensors: Tensor) -> bool:
@@ -394,8 +402,8 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
                 "guardbit.flash_attention cannot be differentiated by torch.func; use"
                 " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
             )
-        return _Attention.apply(*arguments)
-    return _below_autograd(arguments)
+        return _Attention.apply(q, k, v, mask, arguments[4:])
+    return _below_autograd(Request(*arguments))
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):

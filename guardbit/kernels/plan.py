@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from guardbit.kernels.engines import Engine
+from guardbit.kernels.engines import Engine, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import SiteState
@@ -76,6 +76,7 @@ class Call:
         state: Of the site.
         native: Whether PyTorch's function was called, and not ours.
         wants_mask: Whether the gradient of an additive mask is asked for.
+        library: The engine of the library whose function was called; None for PyTorch's choice.
     """
 
     q: Tensor
@@ -85,6 +86,7 @@ class Call:
     state: SiteState
     native: bool
     wants_mask: bool
+    library: LibraryEngine | None = None
 
     @property
     def heads(self) -> int:
@@ -142,13 +144,16 @@ def _resolved(
     if call.spec.dropout_p > 0:
         shared = False
         obstacle = (
-            f"PyTorch's {engine.name} kernel drops entries of P (dropout {call.spec.dropout_p}) and"
+            f"{engine.title} drops entries of P (dropout {call.spec.dropout_p}) and"
             " does not tell which, so delta cannot be computed again"
         )
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
-        obstacle = f"PyTorch's {engine.name} kernel ({proof.configuration}): {proof.failure}"
+        is_plain = call.library is None and call.spec.mask is None and not call.spec.extras
+        if shared and (stabilized == {"exact_delta"} or (keeps_residual and is_plain)):
+            return asked, True, ""
+        obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     settled = {
         name: _settled(name, call, shared, obstacle, keeps_residual)
         for name in dict.fromkeys(asked)
@@ -164,14 +169,16 @@ def _settled(
     if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
         return name, ""
     beyond = (*(["mask"] if call.spec.mask is not None else []), *call.spec.extras)
+    takes = f"takes {_none_of(beyond)}" if beyond else ""
+    if call.library is not None:
+        takes = f"does not take the place of {call.library.title}"
     if name == "exact_delta":
-        if beyond:
+        if takes:
             return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
         if not keeps_residual:
             return "none", f"exact_delta is not possible: {obstacle}"
         return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
-    if beyond:
-        takes = f"takes {_none_of(beyond)}"
+    if takes:
         if name == "compensated" and shared:
             return "exact_delta", f"exact_delta runs instead of compensated, which {takes}"
         if not shared:

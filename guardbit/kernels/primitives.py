@@ -341,3 +341,33 @@ def partial_sums(x):
 def partial_maxima(x):
     """As `partial_sums`, the maximum of each row's columns eight apart."""
     return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)
+
+
+@triton.jit
+def tanh_and_slope(x):
+    """The hyperbolic tangent of FP32 numbers and its derivative, each to some 2^-23 of itself."""
+    size = tl.abs(x)
+    decay = tl.exp2(size * (-2 * LOG2_E))
+    # Where the difference would lose digits, its series: beyond x^9 is less than 2^-26 of it.
+    square = x * x
+    series = 1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835)))
+    tanh = tl.where(size < 0.25, size * series, (1 - decay) / (1 + decay))
+    return tl.where(x < 0, -tanh, tanh), 4 * decay / ((1 + decay) * (1 + decay))
+
+
+@triton.jit
+def with_sink(sinks_pointer, head, reference):
+    """What a head's sink takes of its rows' probabilities.
+
+    Args:
+        sinks_pointer: FP32 (H,), natural units.
+        head: Number of the query head.
+        reference: FP32 (R,), what was subtracted from the row's scores, log2 units.
+
+    Returns:
+        FP32 (R,) each, log2 units: by how much the reference, and by how much the sink, lies below
+        the larger of both, at most 0.
+    """
+    # exp2 of -1024 is 0 as of -inf, and 0 times it is no NaN.
+    sink = tl.maximum(tl.load(sinks_pointer + head) * LOG2_E - reference, -1024.0)
+    return -tl.maximum(sink, 0.0), tl.minimum(sink, 0.0)

@@ -1,7 +1,8 @@
 """Shadow in Triton: O to FP32 accuracy on tensor cores, what its rows look like, and delta's bias.
 
-Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; R is the number of rows
-looked at. Scores are kept as plain products q k, as in the forward.
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; R is the
+number of rows looked at. Scores are kept as plain products q k, as in the forward, or with a soft
+cap as its tanh of them; s stands for either.
 """
 
 # Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
@@ -24,8 +25,12 @@ from guardbit.kernels.mask.tiles import (
     NO_MASK,
     add_mask,
     allowed,
+    load_ranges,
     mask_arguments,
+    range_arguments,
+    ranged_keys,
     visible_keys,
+    within,
 )
 from guardbit.kernels.primitives import (
     LN_2,
@@ -39,7 +44,9 @@ from guardbit.kernels.primitives import (
     product,
     round_nearest,
     store_tile,
+    tanh_and_slope,
     widen,
+    with_sink,
 )
 from guardbit.kernels.reference import Shadow
 from guardbit.kernels.spec import AttentionSpec
@@ -88,14 +95,19 @@ def _row_maxima(
     k_stride,
     mask_strides,
     positions,
+    first_seen,
+    end_seen,
     start,
     end,
     rows,
     keys,
     shift,
+    inner_scale,
     inverse_scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -108,6 +120,8 @@ def _row_maxima(
     for first in tl.range(start, end, KEYS):
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
             scores, seen, counted = add_mask(
                 scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
@@ -119,7 +133,10 @@ def _row_maxima(
             sizes = tl.where(counted, sizes, _MINUS_INFINITY)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
             sizes = tl.where(visible, sizes, _MINUS_INFINITY)
         highest = tl.maximum(highest, partial_maxima(scores))
@@ -142,6 +159,8 @@ def _attend(
     v_stride,
     mask_strides,
     positions,
+    first_seen,
+    end_seen,
     reference,
     tied,
     tied_bf16,
@@ -150,13 +169,18 @@ def _attend(
     rows,
     keys,
     shift,
+    inner_scale,
     scale_log2,
     inverse_scale,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
 ):
     """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
@@ -167,8 +191,10 @@ def _attend(
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, KEYS):
         k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, MASKED)
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
             scores, seen, _ = add_mask(
                 scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
@@ -179,7 +205,10 @@ def _attend(
             exponents = tl.where(seen, exponents, _NOTHING)
         if MASKED:
             columns = first + tl.arange(0, KEYS)
-            visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
             exponents = tl.where(visible, exponents, _NOTHING)
         maxima += partial_sums(mark_above(exponents, tied[:, None]))
         maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
@@ -202,6 +231,8 @@ def shadow_kernel(
     k_pointer,
     v_pointer,
     mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
     rows_pointer,
     out_pointer,
     row_max_pointer,
@@ -219,6 +250,7 @@ def shadow_kernel(
     rows,
     keys,
     shift,
+    inner_scale,
     scale,
     scale_log2,
     inverse_scale,
@@ -226,10 +258,15 @@ def shadow_kernel(
     eps_log2,
     CHOSEN: tl.constexpr,
     CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -260,18 +297,32 @@ def shadow_kernel(
     q = load_rows(q_base, positions, q_strides[2], rows, HEAD_DIM, WIDTH)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(dtype)
-    whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
-    _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
+    first_seen, end_seen, whole = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
+        leading_end = tl.minimum(whole, end)
+    else:
+        whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
+        _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
 
     highest = tl.full((ROWS, 8), float("-inf"), tl.float32)
     largest = tl.full((ROWS, 8), _MINUS_INFINITY, tl.int32)
+    if RANGED:
+        highest, largest = _row_maxima(
+            highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
+            first_seen, end_seen, start, leading_end, rows, keys, shift, inner_scale, inverse_scale,
+            True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
+        )  # fmt: skip
     highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions, 0, whole_end,
-        rows, keys, shift, inverse_scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
+        first_seen, end_seen, whole, whole_end, rows, keys, shift, inner_scale, inverse_scale,
+        False, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     highest, largest = _row_maxima(
         highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        whole_end, end, rows, keys, shift, inverse_scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
+        first_seen, end_seen, whole_end, end, rows, keys, shift, inner_scale, inverse_scale,
+        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
     )  # fmt: skip
     row_max = tl.max(highest, 1)
     # Stored at once, to free its registers.
@@ -289,28 +340,45 @@ def shadow_kernel(
     tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
     tied = moved - eps_log2
 
-    accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
+    accumulator = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     row_sum = tl.zeros((ROWS, 8), tl.float32)
     weighted = tl.zeros((ROWS, 8), tl.float32)
     maxima = tl.zeros((ROWS, 8), tl.float32)
     maxima_bf16 = tl.zeros((ROWS, 8), tl.float32)
+    if RANGED:
+        accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
+            accumulator, row_sum, weighted, maxima, maxima_bf16,
+            q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
+            first_seen, end_seen, reference, tied, tied_bf16, start, leading_end, rows, keys,
+            shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
+            HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        )  # fmt: skip
     accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        reference, tied, tied_bf16, 0, whole_end, rows, keys, shift, scale_log2,
-        inverse_scale, False, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
+        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, rows, keys,
+        shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP, MASK,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
     )  # fmt: skip
     accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
         accumulator, row_sum, weighted, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        reference, tied, tied_bf16, whole_end, end, rows, keys, shift, scale_log2,
-        inverse_scale, True, CAUSAL, MASK, HEAD_DIM, WIDTH, KEYS,
+        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, rows, keys,
+        shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
     )  # fmt: skip
 
     # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
     row_sum = tl.sum(row_sum, 1)
+    weighted = tl.sum(weighted, 1)
+    if SINKS:
+        moved_by, sink = with_sink(sinks_pointer, head, reference)
+        decay, share = tl.exp2(moved_by), tl.exp2(sink)
+        weighted = (weighted + moved_by * row_sum) * decay + share * sink
+        row_sum = row_sum * decay + share
+        accumulator *= decay[:, None]
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    entropy = tl.log(row_sum) - tl.sum(weighted, 1) / row_sum * LN_2
+    entropy = tl.log(row_sum) - weighted / row_sum * LN_2
     if dtype == tl.float16:
         accumulator *= 1.0 / _FP16_RANGE
     out = accumulator / row_sum[:, None]
@@ -320,13 +388,15 @@ def shadow_kernel(
     counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
 
     inside = places < count
-    start = place.to(tl.int64) * count
-    out_base = out_pointer + start * HEAD_DIM
-    store_tile(out_base, first, HEAD_DIM, count, out, ROWS, HEAD_DIM, WIDTH)
-    tl.store(row_max_pointer + start + places, row_max, mask=inside)
-    tl.store(entropy_pointer + start + places, entropy, mask=inside)
-    tl.store(maxima_pointer + start + places, tl.sum(maxima, 1) * counted, mask=inside)
-    tl.store(maxima_bf16_pointer + start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside)
+    place_start = place.to(tl.int64) * count
+    out_base = out_pointer + place_start * VALUE_DIM
+    store_tile(out_base, first, VALUE_DIM, count, out, ROWS, VALUE_DIM, VALUE_WIDTH)
+    tl.store(row_max_pointer + place_start + places, row_max, mask=inside)
+    tl.store(entropy_pointer + place_start + places, entropy, mask=inside)
+    tl.store(maxima_pointer + place_start + places, tl.sum(maxima, 1) * counted, mask=inside)
+    tl.store(
+        maxima_bf16_pointer + place_start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside
+    )
 
 
 def shadow(
@@ -353,7 +423,7 @@ def shadow(
     Args:
         q: (B, H, N, D), BF16 or FP16; any strides.
         k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
+        v: (B, H_kv, M, E).
         spec: What the call asks for.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
@@ -370,29 +440,33 @@ def shadow(
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
     batch, heads, all_rows, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
+    kv_heads, keys, value_dim = v.shape[1:]
     count = all_rows if rows is None else len(rows)
     shape = (batch, heads, count)
-    out = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+    out = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
     whole_shape = (batch, heads, all_rows, keys)
     dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
+    ranges, is_ranged = range_arguments(spec, whole_shape, entropy)
     if not out.numel():
         return result
 
-    width = launch.padded_width(head_dim)
-    size = tiles.tile(launch.capability_of(q), width, "shadow")
-    if kind != NO_MASK.value:
+    width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
+    size = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
+    if kind != NO_MASK.value or is_ranged or spec.softcap > 0:
         size = size.for_mask
-    size_of_scale = launch.size_of_scale(spec.scale)
+    inner_scale, scale = launch.factors(spec)
+    size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
         shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
             q,
             k,
             v,
             dense,
+            ranges,
+            launch.sinks_of(spec, entropy),
             entropy if rows is None else rows.contiguous(),
             out,
             row_max,
@@ -409,17 +483,23 @@ def shadow(
             all_rows,
             keys,
             causal_shift(spec.causal, all_rows, keys),
+            inner_scale,
             size_of_scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
             eps,
             eps * math.log2(math.e),
             CHOSEN=rows is not None,
-            CAUSAL=spec.causal is not False,
+            CAUSAL=spec.causal is not False and not is_ranged,
+            RANGED=is_ranged,
+            SOFTCAP=spec.softcap > 0,
+            SINKS=spec.sinks is not None,
             MASK=kind,
-            NEGATIVE_SCALE=spec.scale < 0,
+            NEGATIVE_SCALE=scale < 0,
             HEAD_DIM=head_dim,
             WIDTH=width,
+            VALUE_DIM=value_dim,
+            VALUE_WIDTH=value_width,
             ROWS=size.rows,
             KEYS=size.keys,
             **size.options,

@@ -119,6 +119,11 @@ class AttentionSpec:
         return self.window != (-1, -1) or self.documents is not None
 
     @property
+    def has_functions(self) -> bool:
+        """Whether tiles are to be asked of functions, which only plain torch does."""
+        return self.mask_function is not None or self.score_function is not None
+
+    @property
     def extras(self) -> tuple[str, ...]:
         """In words, what is asked for that `F.scaled_dot_product_attention` cannot be."""
         fields = {

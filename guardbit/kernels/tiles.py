@@ -33,6 +33,8 @@ class Tile(NamedTuple):
         registers: Most registers a thread may use; None for as many as the compiler likes.
         overlap: Of delta alone: whether a tile's second product runs while its exponentials are
             computed, which takes registers.
+        described: Of delta alone: whether keys and values are copied by Hopper's copy engine, from
+            descriptors of their tensors, which saves the registers and instructions of addresses.
     """
 
     rows: int
@@ -41,6 +43,7 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     overlap: bool = False
+    described: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
@@ -58,8 +61,10 @@ class Tile(NamedTuple):
 
     @property
     def for_mask(self) -> Tile:
-        """With one tile fewer in flight and no overlap, for a dense mask."""
-        return self._replace(registers=None, stages=max(1, self.stages - 1), overlap=False)
+        """With one tile fewer in flight, no overlap and no descriptors, for a dense mask."""
+        return self._replace(
+            registers=None, stages=max(1, self.stages - 1), overlap=False, described=False
+        )
 
 
 #: By compute capability, then pass, then padded head dimension.
@@ -147,8 +152,8 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "delta": {
             16: Tile(128, 64, 8, 3),
             32: Tile(128, 64, 8, 3),
-            64: Tile(128, 64, 8, 3),
-            128: Tile(128, 64, 8, 3, None, True),
+            64: Tile(64, 64, 4, 3, 168, described=True),
+            128: Tile(128, 64, 8, 4, None, True, described=True),
             256: Tile(64, 64, 8, 2),
         },
     },
@@ -194,7 +199,7 @@ FALLBACK: dict[Pass, dict[int, Tile]] = {
         16: Tile(64, 64, 4, 2),
         32: Tile(64, 64, 4, 2),
         64: Tile(64, 64, 4, 2),
-        128: Tile(64, 32, 4, 2),
+        128: Tile(64, 32, 8, 2),
         256: Tile(32, 64, 8, 1),
     },
 }

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from guardbit.monitor import interception
 from guardbit.monitor.sites import Instrumentation, Site
+from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
+
+_HOW_TO_SHOW = (
+    "Use F.scaled_dot_product_attention there (Hugging Face: attn_implementation='sdpa'), or show"
+    " it by guardbit.observe or guardbit.watch_attention"
+)
 
 #: So many modules are named, of each kind.
 _NAMED = 3
@@ -20,12 +27,15 @@ class Coverage:
 
     Attributes:
         unseen: Names of the modules that look like attention and were not seen to call it.
+        table: What the run's metadata says: function that was called -> its modules, how many of
+            them are watched, and why others are not; "never seen" -> those that called none.
     """
 
     def __init__(self, instrumentation: Instrumentation) -> None:
         self._instrumentation = instrumentation
         self._is_noting = True
         self.unseen: list[str] = []
+        self.table: dict[str, dict[str, Any]] = {}
         interception.entries.start()
 
     def check(self) -> Iterator[str]:
@@ -36,13 +46,17 @@ class Coverage:
         unseen = _unseen(self._instrumentation.candidates, called)
         self.close()
         self.unseen = [site.name for site in unseen]
+        self.table = _table(list(called.values()), unseen)
+        watched = sum(row["watched"] for row in self.table.values())
+        total = sum(row["modules"] for row in self.table.values())
+        share = f"{watched} of {total} attention modules {'is' if watched == 1 else 'are'} watched"
+        log.info("%s: %s", share, ", ".join(self.table))
         if unseen:
             yield (
                 f"{_counted(unseen, 'module')} that {_looks(unseen)} like attention ran and"
                 f" {'was' if len(unseen) == 1 else 'were'} not seen to call it, so nothing of"
                 f" {'it' if len(unseen) == 1 else 'them'} is watched or switched: {_kinds(unseen)};"
-                " GuardBit sees calls of F.scaled_dot_product_attention (Hugging Face:"
-                " attn_implementation='sdpa')"
+                f" {share}. {_HOW_TO_SHOW}"
             )
         sharded = [site for site in called.values() if site.sharded]
         if sharded:
@@ -50,6 +64,26 @@ class Coverage:
                 f"nothing is measured of the heads of {_counted(sharded, 'attention site')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
             )
+
+    def why_nothing(self) -> str:
+        """Why no call of attention was seen so far: what is likely, the likeliest first."""
+        candidates = list(self._instrumentation.candidates.values())
+        ran = [site for site in candidates if interception.ran(site.number, site.module)]
+        innermost = _innermost([site for site in ran if _is_attention(site)])
+        named = f" ({_kinds(innermost)} ran)" if innermost else ""
+        reasons = [
+            f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
+            "it is Hugging Face's, with another attn_implementation than 'sdpa', 'eager' or one of"
+            " the installed flash_attn's",
+            "another model trains than the one that is instrumented, as a copy of it does",
+        ]
+        if not ran:
+            reasons = [f"{reasons[2]}: none of its modules ran", *reasons[:2]]
+        listed = "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
+        return (
+            "the model has called no attention that GuardBit sees so far, so nothing is watched."
+            f" Likely: {listed}"
+        )
 
     def close(self) -> None:
         """Stops noting which modules run."""
@@ -71,8 +105,38 @@ def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[
         and callers.isdisjoint(site.module.modules())
         and interception.ran(site.number, site.module)
     ]
-    modules = {site.module for site in found}
-    return [site for site in found if modules.isdisjoint(list(site.module.modules())[1:])]
+    return _innermost(found)
+
+
+def _innermost(sites: Sequence[Site]) -> list[Site]:
+    """Those that hold no other of them."""
+    modules = {site.module for site in sites}
+    return [site for site in sites if modules.isdisjoint(list(site.module.modules())[1:])]
+
+
+def _table(called: Sequence[Site], unseen: Sequence[Site]) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for entry in dict.fromkeys(site.entry for site in called):
+        sites = [site for site in called if site.entry == entry]
+        left = {site.name: site.unwatched or site.sharded for site in sites}
+        left = {name: why for name, why in left.items() if why}
+        rows[entry] = _row(len(sites), left)
+    if unseen:
+        why = "it was not seen to call attention"
+        rows["never seen"] = _row(len(unseen), {site.name: why for site in unseen})
+    return rows
+
+
+def _row(modules: int, left: Mapping[str, str]) -> dict[str, Any]:
+    by_reason: dict[str, list[str]] = {}
+    for name, why in left.items():
+        by_reason.setdefault(why, []).append(name)
+    texts = [f"{_named(names)}: {why}" for why, names in by_reason.items()]
+    return {
+        "modules": modules,
+        "watched": modules - len(left),
+        "not_watched": "; ".join(texts) or None,
+    }
 
 
 def _is_attention(site: Site) -> bool:
@@ -87,10 +151,14 @@ def _kinds(sites: Sequence[Site]) -> str:
         kinds.setdefault(kind, []).append(site.name)
     texts = []
     for (kind, implementation), names in kinds.items():
-        more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
         how = f", attn_implementation='{implementation}'" if implementation else ""
-        texts.append(f"{', '.join([*names[:_NAMED], *more])} ({kind}{how})")
+        texts.append(f"{_named(names)} ({kind}{how})")
     return "; ".join(texts)
+
+
+def _named(names: Sequence[str]) -> str:
+    more = [f"{len(names) - _NAMED} more"] if len(names) > _NAMED else []
+    return ", ".join([*names[:_NAMED], *more])
 
 
 def _counted(sites: Sequence[Site], noun: str) -> str:

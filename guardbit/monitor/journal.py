@@ -20,6 +20,7 @@ _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 #: How the log says what a site's facts lack.
 _CANNOT = {
     "not_switchable": "no head can be switched",
+    "unwatched": "nothing of the calls is watched",
     "unstabilizable": "no stabilizer works",
     "weights_unavailable": "the spectral norms of W_Q or W_K are unavailable",
     "errors_unavailable": "rounding errors are unavailable",
@@ -205,7 +206,9 @@ class Journal:
             name: {
                 "heads": site.num_heads,
                 "kernels": sorted({kernel for _, kernel in site.launches}),
+                "entry": site.entry,
                 "not_switchable": site.lasting_refusal,
+                "unwatched": site.unwatched,
                 "unstabilizable": site.unstabilizable,
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,

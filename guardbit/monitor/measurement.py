@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -78,6 +79,12 @@ class Measurement:
     ) -> None:
         self._instrumentation = instrumentation
         self._wanted = frozenset(wanted)
+        # What that takes: a running sum takes what it adds up, an audit the largest directions.
+        needed = self._wanted | ({"delta_bias"} if "delta_bias_cumulative" in wanted else set())
+        self._measured = tuple(name for name in MEASURED if name in needed)
+        self._norms_needed = needed & _NORMS
+        if needed & _AUDITED:
+            self._norms_needed |= {"w_q_spectral_norm"}
         self._num_rows = num_rows
         self._num_audited_heads = num_audited_heads
         self.suspects: dict[str, set[int]] = {}
@@ -111,7 +118,9 @@ class Measurement:
         if self._metrics is None:
             self._known = self._count(self._instrumentation.sites)
             num_heads = max(site.num_heads for site in self._known.values())
-            metrics = AttentionMetrics(len(self._known), num_heads, self._num_rows)
+            metrics = AttentionMetrics(
+                len(self._known), num_heads, self._num_rows, wanted=self._measured
+            )
             self._metrics = metrics.to(call.q.device)
         site = self._known.get(call.site)
         if site is None or site.num_heads != call.q.size(1):
@@ -174,17 +183,14 @@ class Measurement:
             for name in ("delta_bias", "delta_bias_abs"):
                 measured[name] = measured[name] / loss_scale
             for site in self._known.values():
-                for name, values in measured.items():
+                for name in self._measured:
+                    values = measured[name]
                     columns[site.name, name] = values[site.place, : site.num_heads]
         else:
             self.discard()
         sites = self._instrumentation.sites
         if not sites:
-            raise NoAttentionSeenError(
-                "the model has called no attention that GuardBit sees so far: it watches calls of"
-                " F.scaled_dot_product_attention and of guardbit.flash_attention (Hugging Face:"
-                " attn_implementation='sdpa')"
-            )
+            raise NoAttentionSeenError("no attention was seen so far")
         # Not of modules that were replaced or removed since the sites were counted, and not under
         # numbers of heads that are none.
         told = {name for name, site in sites.items() if site.sharded is None}
@@ -192,7 +198,7 @@ class Measurement:
         known = self._count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
-        if self._wanted & (_NORMS | _AUDITED):
+        if self._norms_needed:
             columns.update(self._norms(sites))
         self._next_audited += self._num_audited_heads
         return columns
@@ -284,7 +290,7 @@ class Measurement:
     def _norms(self, sites: Mapping[str, Site]) -> dict[tuple[str, str], Tensor]:
         """The spectral norms of all sites, as far as their weights are known."""
         columns: dict[tuple[str, str], Tensor] = {}
-        for batch in _batches(_norms_of(sites)):
+        for batch in _batches(_norms_of(sites, self._norms_needed)):
             sizes = [len(entry.grams) for entry in batch]
             others = [entry.others for entry in batch if entry.others is not None]
             norms, vectors = indicators.spectral_norms(
@@ -322,16 +328,23 @@ class _Norms(NamedTuple):
     others: Tensor | None = None
 
 
-def _norms_of(sites: Mapping[str, Site]) -> Iterator[_Norms]:
+def _norms_of(sites: Mapping[str, Site], needed: AbstractSet[str]) -> Iterator[_Norms]:
+    """What the needed norms of all sites are to be taken from, where the weights are whole."""
+    needs_keys = not needed <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
             query = indicators.gram_matrices(site.query_weights())
             heads = len(query)
-            yield _Norms(name, "w_q_spectral_norm", heads, query)
+            if "w_q_spectral_norm" in needed:
+                yield _Norms(name, "w_q_spectral_norm", heads, query)
+            if not needs_keys:
+                continue
             key = indicators.gram_matrices(site.key_weights())
-            yield _Norms(name, "w_k_spectral_norm", heads, key)
-            shared = key.repeat_interleave(heads // len(key), dim=0)
-            yield _Norms(name, "qk_spectral_norm", heads, shared, query)
+            if "w_k_spectral_norm" in needed:
+                yield _Norms(name, "w_k_spectral_norm", heads, key)
+            if "qk_spectral_norm" in needed:
+                shared = key.repeat_interleave(heads // len(key), dim=0)
+                yield _Norms(name, "qk_spectral_norm", heads, shared, query)
 
 
 def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:

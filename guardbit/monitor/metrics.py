@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,22 @@ from guardbit.kernels import dispatch
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators
+
+#: The indicators `AttentionMetrics.compute` returns, in its order.
+MEASURED: tuple[str, ...] = (
+    "multiple_maxima",
+    "multiple_maxima_bf16",
+    "max_logit",
+    "attention_entropy",
+    "delta_bias",
+    "delta_bias_abs",
+    "dq_relative_error",
+    "dq_coherent_error",
+)
+
+# Those that are taken from the difference of delta, and of dQ; all others from the rows' scores.
+_OF_DELTA = frozenset({"delta_bias", "delta_bias_abs"})
+_OF_GRADIENTS = frozenset({"dq_relative_error", "dq_coherent_error"})
 
 #: What `AttentionMetrics` adds up, in the order of its state.
 _SUMS = (
@@ -39,13 +55,15 @@ class _Held(NamedTuple):
         site: Index of the site.
         heads: Heads of the call that are meant, C of them.
         rows: `(B, C, R)` each; of an audit `indicators.gradient_error`.
-        sums: `(C,)` each, over the rows of an update: the delta bias and its size.
+        sums: `(C,)` each, over the rows of an update: the delta bias and its size, if wanted.
+        is_audit: Whether this is of an audit.
     """
 
     site: int
     heads: tuple[int, ...]
     rows: tuple[Tensor, ...]
     sums: tuple[Tensor, ...] = ()
+    is_audit: bool = False
 
 
 class AttentionMetrics(Metric):
@@ -65,6 +83,8 @@ class AttentionMetrics(Metric):
         num_heads: Largest number of heads H of a site; smaller sites are padded.
         num_rows: Query rows to recompute in each call, evenly spread; None for all.
         eps: Distance from the row maximum, in logits, within which scores count as maxima.
+        wanted: Which of `MEASURED` to measure; what only the others need is not computed, and they
+            mean nothing.
     """
 
     is_differentiable = False
@@ -73,9 +93,15 @@ class AttentionMetrics(Metric):
     maxima: Tensor
 
     def __init__(
-        self, num_sites: int, num_heads: int, num_rows: int | None = None, eps: float = 1e-3
+        self,
+        num_sites: int,
+        num_heads: int,
+        num_rows: int | None = None,
+        eps: float = 1e-3,
+        wanted: Collection[str] = MEASURED,
     ) -> None:
         super().__init__()
+        self.wanted = frozenset(wanted)
         self.num_rows = num_rows
         self.eps = eps
         self._held: list[_Held] = []
@@ -87,7 +113,7 @@ class AttentionMetrics(Metric):
         )
 
     def update(self, site: int, call: AttentionCall) -> None:
-        """Adds one call's rows: FP32 shadow recomputation, row statistics, delta bias.
+        """Adds one call's rows, if wanted: FP32 recomputation, row statistics, delta bias.
 
         Where PyTorch's kernel drops entries of P, nobody else knows which: there the delta bias is
         NaN. So it is where the backward takes delta from P itself, and not from a rounded O. The
@@ -97,6 +123,8 @@ class AttentionMetrics(Metric):
             site: Index of the site, from 0.
             call: The call.
         """
+        if self.wanted <= _OF_GRADIENTS:
+            return
         rows = self._rows(call.q)
         heads = call.q.size(1)
         shadow = dispatch.shadow(
@@ -108,19 +136,13 @@ class AttentionMetrics(Metric):
             rows=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
-        if call.d_out is None or call.out is None:
-            bias = bias_abs = torch.full((heads,), torch.nan, device=call.q.device)
-        else:
-            bias, bias_abs = dispatch.delta_bias(
-                call.d_out, call.out, shadow.out, residual=call.residual, rows=rows
-            )
-            unknown = [head for head in range(heads) if head not in call.known_heads]
-            if unknown:
-                bias[unknown] = bias_abs[unknown] = torch.nan
+        sums: tuple[Tensor, ...] = ()
+        if self.wanted & _OF_DELTA:
+            sums = _delta_bias(call, shadow.out, rows)
         rows_seen = (
             shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, shadow.largest
         )  # fmt: skip
-        self._hold_back(_Held(site, tuple(range(heads)), rows_seen, (bias, bias_abs)))
+        self._hold_back(_Held(site, tuple(range(heads)), rows_seen, sums))
 
     def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
         """Adds one call's gradient audit: the kernel's dQ against an FP32-accurate backward.
@@ -145,7 +167,7 @@ class AttentionMetrics(Metric):
         rows = indicators.gradient_error(
             call.dq.index_select(1, index), exact, directions.index_select(0, index)
         )
-        self._hold_back(_Held(site, tuple(heads), rows))
+        self._hold_back(_Held(site, tuple(heads), rows, is_audit=True))
 
     def finish(self) -> None:
         """Adds up what is held back, which `compute` needs done.
@@ -156,18 +178,19 @@ class AttentionMetrics(Metric):
         alike: dict[Any, list[_Held]] = {}
         for entry in held:
             first = entry.rows[0]
-            alike.setdefault((len(entry.sums), first.shape, first.device), []).append(entry)
+            alike.setdefault((entry.is_audit, first.shape, first.device), []).append(entry)
         for entries in alike.values():
             rows = _stacked([entry.rows for entry in entries])
             sums = _stacked([entry.sums for entry in entries])
-            if not sums:
+            if entries[0].is_audit:
                 self._add(_SUMS[6:], entries, [indicators.per_head(x) for x in rows])
                 continue
             maxima, maxima_bf16, row_max, entropy, sizes = rows
             shared, counted = indicators.shared_maxima(maxima, row_max)
             shared_bf16, _ = indicators.shared_maxima(maxima_bf16, row_max)
             entropies = indicators.per_head(entropy)
-            self._add(_SUMS[:6], entries, [counted, shared, shared_bf16, entropies, *sums])
+            added = [counted, shared, shared_bf16, entropies, *sums]
+            self._add(_SUMS[: len(added)], entries, added)
             places = self._places(entries)
             largest = sizes.amax((1, 3)).flatten().to(self.maxima.device)
             flat = self.maxima.view(-1)
@@ -179,18 +202,22 @@ class AttentionMetrics(Metric):
         total = dict(zip(_SUMS, self.sums, strict=True))
         rows = total["rows"]
         squares, along = total["dq_squares"], total["dq_along"]
-        columns = (
+        of_rows = (
             total["multiple_maxima"] / rows,
             total["multiple_maxima_bf16"] / rows,
             self.maxima.double(),
             total["entropy"] / rows,
             total["delta_bias"],
             total["delta_bias_abs"],
+        )
+        of_gradients = (
             (total["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan),
             # Squares of what is below 1e-23 are lost: of so small a dQ neither error says anything.
             (total["dq_error_along"] / along).where((squares > 0) & (along > 0), torch.nan),
         )
-        return torch.stack(columns).where(rows > 0, torch.nan)
+        return torch.cat(
+            [torch.stack(of_rows).where(rows > 0, torch.nan), torch.stack(of_gradients)]
+        )
 
     def _rows(self, q: Tensor) -> Tensor | None:
         if self.num_rows is None or self.num_rows >= q.size(2):
@@ -209,7 +236,7 @@ class AttentionMetrics(Metric):
 
     def _hold_back(self, new: _Held) -> None:
         # A site's second call may not join its first: their sums go to one place.
-        again = any(x.site == new.site and len(x.sums) == len(new.sums) for x in self._held)
+        again = any(x.site == new.site and x.is_audit == new.is_audit for x in self._held)
         size = sum(tensor.nbytes for tensor in (*new.rows, *new.sums))
         if again or (self._held and self._held_bytes + size > _MOST_HELD):
             self.finish()
@@ -239,14 +266,15 @@ def _stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
-#: The indicators `AttentionMetrics.compute` returns, in its order.
-MEASURED: tuple[str, ...] = (
-    "multiple_maxima",
-    "multiple_maxima_bf16",
-    "max_logit",
-    "attention_entropy",
-    "delta_bias",
-    "delta_bias_abs",
-    "dq_relative_error",
-    "dq_coherent_error",
-)
+def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums of `dispatch.delta_bias`, NaN in heads of which they cannot be known."""
+    heads = call.q.size(1)
+    if call.d_out is None or call.out is None:
+        nothing = torch.full((heads,), torch.nan, device=call.q.device)
+        return nothing, nothing
+    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, rows=rows)
+    unknown = [head for head in range(heads) if head not in call.known_heads]
+    if unknown:
+        for values in sums:
+            values[unknown] = torch.nan
+    return sums

@@ -6,8 +6,9 @@ So the module is copied with everything that hangs on it, as far as Python objec
 hooks, closures, objects outside that it refers to, and the global variables that its code reads.
 Code, classes and what belongs to the process (process groups, streams, loggers) are shared.
 
-Where the code would change a global variable, or something cannot be copied, the rehearsal ends
-with the reason. Attributes that it has set in a class or an imported module by then are put back.
+Where something cannot be copied, the rehearsal ends with the reason. Where the code has set a
+global variable, or an attribute of a class or an imported module, that is put back, and is a reason
+as well.
 What no copy can hold is what a module does outside of Python: files, the network, the state of an
 extension.
 """
@@ -31,6 +32,7 @@ from guardbit.monitor.copying import TRUSTED, CannotCopyError, Copier, is_state,
 from guardbit.monitor.layouts import LayoutUnavailable
 
 _Owner = type | types.ModuleType
+_MISSING = object()
 
 
 class _Ended(BaseException):
@@ -126,10 +128,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
-    """Lets code find copies in the global variables that it reads; ends it before it sets one.
+    """Lets code find copies in the global variables that it reads; puts back those that it sets.
 
-    Each function's variables are looked at just before it is run for the first time. In a class or
-    an imported module an attribute that was set is put back, and ends the rehearsal too.
+    Each function's variables are looked at just before it is run for the first time. A variable
+    that was set, or an attribute of a class or an imported module, fails the rehearsal.
     """
     if sys.getprofile() is not None:
         raise _Ended("a profiler is running, which would see the run")
@@ -138,6 +140,8 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
     seen: set[tuple[types.CodeType, int]] = set()
     looked: set[tuple[int, tuple[str, ...]]] = set()
     held: set[tuple[int, str]] = set()
+    # Variables that the code may set: where, and what they were.
+    settable: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
     def find_in(owner: _Owner, names: tuple[str, ...]) -> None:
         if (id(owner), names) not in looked:
@@ -158,6 +162,8 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
                 _set(owner, name, made)
                 if not isinstance(owner, dict):
                     owners[id(owner)][1][name] = made
+                elif (id(owner), name) in settable:
+                    settable[id(owner), name] = (owner, name, made)
 
     def before_each_call(frame: types.FrameType, event: str, _: object) -> None:
         code, variables = frame.f_code, frame.f_globals
@@ -166,10 +172,10 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
         seen.add((code, id(variables)))
         if package_of(variables.get("__name__")) in TRUSTED:
             return
-        changed = _globals_set(code)
-        if changed:
-            raise _Ended(f"{code.co_qualname} sets the global variable '{changed[0]}'")
         find_copies(code.co_names, variables)
+        for name in _globals_set(code):
+            was = variables.get(name, _MISSING)
+            settable.setdefault((id(variables), name), (variables, name, was))
         for imported in _imported(code, variables.get("__package__")):
             find_in(imported, code.co_names)
 
@@ -181,10 +187,13 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
     finally:
         sys.setprofile(None)
         changed = [name for owner in owners.values() for name in _put_back(*owner)]
+        changed_globals = [each[1] for each in settable.values() if _put_back_global(*each)]
         for owner, name, value in reversed(replaced):
             _set(owner, name, value)
     if changed:
         raise _Ended(f"it sets '{changed[0]}', which is not its own")
+    if changed_globals:
+        raise _Ended(f"it sets the global variable '{changed_globals[0]}'")
 
 
 def _set(owner: _Owner | dict[str, Any], name: str, value: Any) -> None:
@@ -209,6 +218,17 @@ def _put_back(owner: _Owner, before: dict[str, Any]) -> list[str]:
     for name in added:
         delattr(owner, name)
     return [f"{owner.__name__}.{name}" for name in changed + added]
+
+
+def _put_back_global(variables: dict[str, Any], name: str, before: Any) -> bool:
+    """Sets a global variable as it was; returns whether it had changed."""
+    if variables.get(name, _MISSING) is before:
+        return False
+    if before is _MISSING:
+        del variables[name]
+    else:
+        variables[name] = before
+    return True
 
 
 @functools.lru_cache(maxsize=1024)

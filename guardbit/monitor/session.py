@@ -659,11 +659,12 @@ class MonitorSession:
             )
         except NoAttentionSeenError as error:
             # A step may pass attention by: one that was skipped, or a discriminator's.
+            why = self._coverage.why_nothing()
             if self._stages.strict:
-                raise
+                raise NoAttentionSeenError(why) from error
             if "unseen" not in self._said:
                 self._said.add("unseen")
-                self.record(Event(self._step or 0, "monitor_error", "", (), str(error)))
+                self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
         sites = self.instrumentation.sites
         self._journal.describe(sites, self.policy is not None)
@@ -676,6 +677,9 @@ class MonitorSession:
         for why in self._coverage.check():
             self.record(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
+        if self._coverage.table and "coverage" not in self._said:
+            self._said.add("coverage")
+            self._journal.note({"coverage": self._coverage.table})
 
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):

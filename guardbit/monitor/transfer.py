@@ -54,4 +54,6 @@ def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     # To pageable memory the copy would be synchronous.
     host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
     host.copy_(joined, non_blocking=True)
-    return host, torch.cuda.current_stream(joined.device).record_event()
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(joined.device))
+    return host, event

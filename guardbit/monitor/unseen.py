@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 from torch import nn
 
-# Hugging Face's names of attention that never reaches PyTorch's function. Kernels of its hub are
-# named after their repository, with a slash.
-_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flash_attention_|.*/")
+# Hugging Face's names of attention that GuardBit may not see: "eager" it sees where a model gets it
+# from the interface. Kernels of the hub are named after their repository, with a slash.
+_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 
@@ -27,9 +29,18 @@ def looks_like_attention(module: nn.Module) -> bool:
 def unseen_implementation(module: nn.Module) -> str | None:
     """Hugging Face's name of how a module computes attention, where that is not to be seen."""
     implementation = _implementation(module)
-    if implementation is not None and _UNSEEN_IMPLEMENTATIONS.match(implementation):
-        return implementation
-    return None
+    if implementation is None or not _UNSEEN_IMPLEMENTATIONS.match(implementation):
+        return None
+    if implementation == "eager" and any(_asks_interface(type(x)) for x in module.modules()):
+        return None
+    return implementation
+
+
+@lru_cache(maxsize=1024)
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    """Whether modules of a type get their attention function from Hugging Face's interface."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "get_interface" in code.co_names
 
 
 def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
@@ -63,7 +74,8 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
             )
         raise UnseenAttentionError(
             f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it"
+            " which GuardBit does not see; it sees 'sdpa', where the model has it, and what"
+            " guardbit.observe shows it"
         )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta as kernels
-from guardbit.kernels import reference, tiles
+from guardbit.kernels import launch, reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
@@ -306,9 +306,11 @@ def test_carrier_carries(gradients, wanted, size, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("size", [1.0, 2.0**-20])
-def test_carrier_of_ordinary_rows_is_off_by_1e_6_of_delta_at_most(dtype, size):
+@pytest.mark.parametrize("zeros", [0, 6, 8, 40], ids=lambda zeros: f"{zeros} zeros")
+def test_carrier_of_ordinary_rows_is_off_by_1e_6_of_delta_at_most(dtype, size, zeros):
     generator = torch.Generator().manual_seed(0)
     d_out = (torch.randn(1, 2, 500, 64, generator=generator) * size).to(dtype)
+    d_out[..., :zeros] = 0  # the columns that are tried first
     if dtype == FP16 and size < 1:
         d_out = (d_out.float() / size).to(dtype)  # as loss scaling has it
     delta = torch.randn(1, 2, 500, generator=generator) * d_out.float().abs().amax()
@@ -325,8 +327,8 @@ CASES = {
     "two gradients": ([0.0, 2.0] + [0.0] * 13 + [-0.5], -1.7),
     "delta 0": ([1.0] * 16, 0.0),
     "alike": ([1.5, -1.5] * 8, 0.3),
-    "nan gradient": ([1.0] * 15 + [math.nan], 1.0),
-    "infinite gradient": ([1.0] * 15 + [math.inf], 1.0),
+    "nan gradient": ([1.0] * 3 + [math.nan] + [1.0] * 12, 1.0),
+    "infinite gradient": ([1.0] * 3 + [math.inf] + [1.0] * 12, 1.0),
     "nan delta": ([1.0] * 16, math.nan),
     "infinite delta": ([1.0] * 16, -math.inf),
     "beyond one term in FP16": ([1.0] * 16, 150_000.0),
@@ -400,6 +402,12 @@ def test_fused_carrier_is_the_plain_one_bit_for_bit(dtype, all_heads):
     d_out[:, :, 7, 7] = math.inf
     d_out[:, :, 8] = d_out[:, :, 8, :1]
     d_out[:, :, 9] *= 2.0**-12
+    # Rows that their first eight columns cannot serve, in a tile with rows that they can.
+    d_out[:, :, 10, :8] = 0
+    d_out[:, :, 11, :6] = 0
+    d_out[:, :, 12, 40] = math.nan
+    d_out[:, :, 13, :8] *= 2.0**-16
+    d_out[:, :, 14, :79] = 0
     tensors[3][:, :, :10] *= 2.0**-20
     lse, out, _, _ = exact(*tensors, spec)
     out = out.to(dtype)
@@ -413,7 +421,7 @@ def test_fused_carrier_is_the_plain_one_bit_for_bit(dtype, all_heads):
     plain.write_carrier(expected, d_out, result.delta, heads)
     assert torch.equal(result.out, expected)
     assert result.out.stride() == out.stride()
-    assert torch.equal(result.out[:, :, 6:8], out[:, :, 6:8])
+    assert torch.equal(result.out[:, :, [6, 7, 12]], out[:, :, [6, 7, 12]])
 
 
 def test_cases_of_the_carrier_fused():
@@ -476,18 +484,31 @@ def test_every_row_of_every_head_is_computed_whatever_the_cache_holds(monkeypatc
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 1, 150, 150, 16, 16), (1, 2, 2, 20, 37, 32, 16)])
-def test_overlap_changes_no_number(monkeypatch, shape, causal):
+def test_no_way_of_the_loop_changes_a_number(monkeypatch, shape, causal):
     tensors = inputs(shape)
+    d_out, q, k, v = tensors
+    # Rows that no descriptor takes: 17 apart, and every other number.
+    odd = torch.nn.functional.pad(k, (0, 1))[..., : k.shape[-1]]
+    sparse = v.repeat_interleave(2, -1)[..., ::2]
     spec = AttentionSpec(0.25, causal)
     lse = exact(*tensors, spec)[0].float()
     results, look_up = [], tiles.tile
-    for overlap in (False, True):
+    for change in ({}, {"overlap": True}, {"described": True}):
         monkeypatch.setattr(
-            tiles, "tile", lambda *key, overlap=overlap: look_up(*key)._replace(overlap=overlap)
+            tiles, "tile", lambda *key, change=change: look_up(*key)._replace(**change)
         )
         check_delta(kernels, tensors, spec, [0, 1])
-        results.append(kernels.exact_delta(*tensors, lse, spec=spec, heads=[1]))
-    assert torch.equal(*results)
+        for keys, values in ((k, v), (odd, v), (k, sparse)):
+            results.append(kernels.exact_delta(d_out, q, keys, values, lse, spec=spec, heads=[1]))
+    assert all(torch.equal(results[0], result) for result in results)
+
+
+def test_descriptors_are_of_what_the_copy_engine_takes():
+    x = torch.zeros(2, 3, 40, 16, dtype=BF16, device=DEVICE)
+    taken = [x, x.transpose(1, 2), x[:, :, 1:], x[..., :8]]
+    refused = [x[..., 1:9], x.mT, x[:, :, :0], x[:1].expand(2, 3, 40, 16), x[..., ::2]]
+    assert [launch.is_describable(y) for y in taken] == [True] * 4
+    assert [launch.is_describable(y) for y in refused] == [False] * 5
 
 
 def test_what_the_kernels_cannot_take():

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.exact_delta_cases import (
     GROUPINGS,
@@ -94,3 +95,26 @@ def test_rows_that_see_no_key_stay_as_the_kernel_has_them(dtype, kind):
     found, state = case.switched(("exact_delta",) * 4)
     assert state.ran == ("exact_delta",) * 4, state.substituted
     check_dead_rows(case, dead, native, found)
+
+
+class _Watching(TorchDispatchMode):
+    """Notes the ops that run, as selective checkpointing and counters of operations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_ops_sees_both_and_changes_no_bit():
+    case = make("causal", torch.bfloat16, SHAPES[0], "cpu")
+    names = ("exact_delta", "none", "compensated", "none")
+    alone, _ = case.switched(names)
+    with _Watching() as watching:
+        watched, _ = case.switched(names)
+    assert "guardbit::attention" in watching.seen
+    assert "guardbit::attention_backward" in watching.seen
+    assert all(torch.equal(x, y) for x, y in zip(alone, watched, strict=True))

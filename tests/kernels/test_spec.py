@@ -8,13 +8,7 @@ from hypothesis import given, settings
 
 from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
 from guardbit.kernels.spec import AttentionSpec, Documents
-from tests.kernels.spec_cases import DEVICE, is_seen, packed, specs
-
-
-def brute_force(spec, shape):
-    rows, keys = shape[2:]
-    seen = [[is_seen(spec, n, m, rows, keys) for m in range(keys)] for n in range(rows)]
-    return torch.tensor(seen, dtype=torch.bool, device=DEVICE).reshape(rows, keys)
+from tests.kernels.spec_cases import DEVICE, packed, seen_keys, specs
 
 
 @settings(max_examples=200, deadline=None)
@@ -22,7 +16,7 @@ def brute_force(spec, shape):
 def test_the_keys_a_query_sees_are_those_of_brute_force(case):
     spec, sizes = case
     shape = (1, sizes[1], *sizes[3:5])
-    seen = brute_force(spec, shape)
+    seen = seen_keys(spec, *shape[2:])
     first, end = visible_range(spec, shape, DEVICE)
     assert first.dtype == end.dtype == torch.int32
     assert first.device.type == DEVICE
@@ -41,7 +35,7 @@ def test_the_keys_a_query_sees_are_those_of_brute_force(case):
 def test_spans_of_chunks_hold_every_key_that_is_seen_and_no_further_edge(case):
     spec, sizes = case
     shape = (1, sizes[1], *sizes[3:5])
-    seen = brute_force(spec, shape)
+    seen = seen_keys(spec, *shape[2:])
     rows_met = 0
     for rows, keys in key_spans(spec, shape, 4):
         assert rows.start == rows_met
@@ -64,6 +58,16 @@ def test_a_range_never_leaves_the_keys_whatever_the_documents_say(monkeypatch):
     first, end = visible_range(spec, (1, 1, 40, 12), DEVICE)
     assert (first >= 0).all() and (first <= end).all() and (end <= 12).all()
     assert (first == end)[30:].all()  # of no document
+
+
+def test_nobody_waits_for_the_device():
+    # On meta there are no numbers to look at: whoever asks for one gets an error.
+    documents = Documents(*[torch.zeros(4, dtype=torch.int32, device="meta")] * 2, 9, 9)
+    spec = AttentionSpec(1.0, True, window=(3, 0), documents=documents)
+    assert [x.shape for x in visible_range(spec, (1, 2, 40, 12), "meta")] == [(40,), (40,)]
+    assert list(key_spans(spec, (1, 2, 40, 12), 32)) == [
+        (slice(0, 32), slice(0, 12)), (slice(32, 40), slice(0, 12)),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -117,6 +121,8 @@ def test_what_does_not_fit_the_tensors_is_refused_in_a_sentence():
         ValueError, match=r"`sinks` needs one number a head, \(2,\), but has \(3,\)"
     ):
         AttentionSpec(1.0, sinks=torch.zeros(3)).check_shape((1, 2, 7, 8))
+    with pytest.raises(ValueError, match="on the device of q, meta, but is on cpu"):
+        visible_range(spec, (1, 2, 7, 11), "meta")
     # Elsewhere than on the CPU the numbers are not looked at: that would make the host wait.
     away = Documents(documents.cu_queries.to("meta"), documents.cu_keys.to("meta"), 4, 6)
     AttentionSpec(1.0, documents=away).check_shape((1, 2, 99, 99))

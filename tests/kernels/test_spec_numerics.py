@@ -9,27 +9,31 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from guardbit.kernels import reference
+from guardbit.kernels import audit, delta, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, specs
+from guardbit.monitor import indicators
+from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, packed, specs
 
 pytestmark = [
-    # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
-    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.
+    pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
-MODULES = {"torch": (reference, reference, reference)}
+MODULES = {
+    "torch": (reference, reference, reference),
+    "triton": (delta, shadow, audit),
+}
 BOTH = pytest.mark.parametrize("modules", MODULES.values(), ids=MODULES)
 
-# FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum |P dP|.
+# FP32 products' sums, exponents and sums of terms: some units of 2^-24 of sum P |dO| |V|.
 DELTA_ERROR = 2e-6
 
 
-def score_error(truth, spec):
-    """By how much FP32 scores may be off: sums of products, and the cap's rounding."""
-    finite = truth.scores[truth.scores.isfinite()]
-    largest = max(finite.abs().tolist(), default=0.0)
-    return 2.0**-22 * (1 + largest + spec.softcap)
+def score_error(tensors, spec):
+    """By how much FP32 scores may be off: sums of products, rounded or cut off, and the cap."""
+    _, q, _, _ = tensors
+    sizes = q.double().abs() @ keys(tensors).abs().mT * abs(spec.scale)
+    return 2.0**-22 * (1 + max(sizes.flatten().tolist(), default=0.0) + spec.softcap)
 
 
 def check_delta(module, tensors, spec, truth):
@@ -38,7 +42,7 @@ def check_delta(module, tensors, spec, truth):
     found = module.exact_delta(*tensors, lse, spec=spec, heads=heads)
     assert found.dtype == torch.float32
     error = (found - truth.terms.sum(-1)[:, heads]).abs()
-    bar = (DELTA_ERROR + 2 * score_error(truth, spec)) * truth.terms.abs().sum(-1)[:, heads]
+    bar = (DELTA_ERROR + 2 * score_error(tensors, spec)) * sizes(tensors, truth).sum(-1)[:, heads]
     # Beside a sink of 500 all is less than FP32's smallest number.
     assert (error <= bar + 1e-37).all(), (error - bar).max()
 
@@ -51,7 +55,7 @@ def check_shadow(module, tensors, spec, truth, rows=None):
         x[:, :, picked] for x in (truth.scores, truth.weights, truth.sink_weights, truth.out)
     )
     assert found.out.shape == out.shape
-    off = score_error(truth, spec)
+    off = score_error(tensors, spec)
     # The parts of P-bar, 17 bits in BF16, and exponents whose scores are rounded.
     bar = (2.0**-17 + 4 * off) * (v.double().abs().max().item() if v.numel() else 0)
     assert ((found.out - out).abs() <= bar).all()
@@ -84,11 +88,16 @@ def check_audit(module, tensors, spec, truth):
         assert not found.any()
         return
     # dS = P (dP - delta), P and both others off by FP32's rounding of scores and of sums.
-    sizes = (truth.weights * (tensors[0].double() @ values(tensors).mT).abs()).sum(-1, keepdim=True)
-    sizes = sizes * abs(spec.scale) * keys(tensors).abs().amax((2, 3), True)
-    bar = (8 * score_error(truth, spec) + 4e-6) * sizes[:, heads]
+    size = sizes(tensors, truth).sum(-1, keepdim=True)
+    size *= abs(spec.scale) * keys(tensors).abs().amax((2, 3), True)
+    bar = (8 * score_error(tensors, spec) + 4e-6) * size[:, heads]
     error = (found - right).abs()
     assert (error <= bar + 1e-37).all(), (error - bar).max()
+
+
+def sizes(tensors, truth):
+    """P |dO| |V|, what rounding the terms P dP goes by, (B, H, N, M)."""
+    return truth.weights * (tensors[0].double().abs() @ values(tensors).abs().mT)
 
 
 def keys(tensors):
@@ -114,7 +123,18 @@ def test_every_field_against_fp64(modules, name):
 
 
 @BOTH
-@settings(max_examples=30, deadline=None)
+@pytest.mark.parametrize("name", ["sinks, rows without a key", "everything"])
+def test_fp16_against_fp64(modules, name):
+    shape, spec = CASES[name]
+    tensors = inputs(shape, torch.float16)
+    truth = dense(*tensors, spec)
+    check_delta(modules[0], tensors, spec, truth)
+    check_shadow(modules[1], tensors, spec, truth)
+    check_audit(modules[2], tensors, spec, truth)
+
+
+@BOTH
+@settings(max_examples=15, deadline=None)
 @given(case=specs())
 def test_any_spec_against_fp64(modules, case):
     spec, shape = case
@@ -124,6 +144,22 @@ def test_any_spec_against_fp64(modules, case):
     check_delta(delta, tensors, spec, truth)
     check_shadow(shadow, tensors, spec, truth)
     check_audit(audit, tensors, spec, truth)
+
+
+@BOTH
+def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
+    # Three queries of three equal keys, one of one, two of none, and a query-less document.
+    spec = AttentionSpec(1.0, documents=packed([3, 1, 2, 0], [3, 1, 0, 4]))
+    q, k, v = (torch.ones(1, 1, n, 16, dtype=torch.bfloat16, device=DEVICE) for n in (6, 8, 8))
+    found = modules[1].shadow(q, k, v, spec=spec)
+    shared, counted = indicators.shared_maxima(found.maxima, found.row_max)
+    assert (shared.item(), counted.item()) == (3, 4)
+    entropy = indicators.per_head(found.entropy).item()
+    assert entropy == pytest.approx(3 * math.log(3), rel=1e-6)
+    d_out = torch.ones_like(q)
+    bias = reference.delta_bias(d_out, found.out.bfloat16(), found.out)
+    assert [x.item() for x in bias] == [0, 0]
+    assert found.out[0, 0, :, 0].tolist() == [1, 1, 1, 1, 0, 0]
 
 
 @BOTH

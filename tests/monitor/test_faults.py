@@ -14,7 +14,14 @@ from guardbit.kernels.attention import site_stack
 from guardbit.monitor import capture, journal, measurement, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
-from guardbit.monitor.interception import checkpointing, doors, hooks, installation, records
+from guardbit.monitor.interception import (
+    checkpointing,
+    doors,
+    hooks,
+    installation,
+    records,
+    watching,
+)
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.metrics import AttentionMetrics
@@ -130,6 +137,9 @@ BELOW = {
     "call: its state": (base, "site_state"),
     "call: recomputing": (checkpointing, "push"),
     "call in backward": (AttentionMetrics, "update"),
+    "watched call: its refusal": (multi_head, "why_head"),
+    "watched call: its output": (watching, "autocast_tensors"),
+    "watched call in backward": (watching, "AttentionCall"),
 }
 
 

@@ -327,6 +327,7 @@ def test_dropout_of_pytorchs_kernel_leaves_only_what_needs_no_mask():
 
 def test_dropout_of_our_kernels_is_taken_back():
     names = ("none", "compensated", "stochastic", "none")
+    torch.manual_seed(0)  # of what is dropped
     call = call_of(*sink_inputs(seed=9), stabilizers=names, dropout_p=0.3)
     assert call.known_heads == (1, 2)
     metrics = AttentionMetrics(1, 4, None, EPS)

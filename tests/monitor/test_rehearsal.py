@@ -450,6 +450,31 @@ class Littering(Attention):
         return 1.0
 
 
+loaded = None
+
+
+class Lazy(Attention):
+    """Loads something once, as libraries load kernels, and not when it is run again."""
+
+    def disturbed(self, x):
+        global loaded
+        if loaded is None:
+            loaded = 1.0
+        return loaded
+
+
+def test_a_global_variable_that_is_not_set_again_settles_the_rows():
+    model = Lazy()
+    session = MonitorSession(model, every_n_train_steps=1)
+    try:
+        with session.step(0):
+            model(torch.randn(2, 6, WIDTH)).sum().backward()
+        assert session.instrumentation.sites["Lazy"].settle_layout() is None
+        assert loaded == 1.0
+    finally:
+        session.close()
+
+
 def test_what_the_garbage_collector_calls_is_not_the_module_s():
     def collected(phase, info):
         global collections_seen

@@ -19,17 +19,23 @@ from guardbit.kernels.engines.cpu_flash import CPUFlash
 from guardbit.kernels.engines.cudnn import CuDNN
 from guardbit.kernels.engines.efficient import Efficient
 from guardbit.kernels.engines.flash import Flash
+from guardbit.kernels.engines.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
+from guardbit.kernels.engines.library import LibraryEngine
 from guardbit.kernels.engines.random import state_bytes
+from guardbit.kernels.engines.varlen import Varlen
 from guardbit.kernels.engines.whole import Whole, scaled_dot_product_attention
 from guardbit.kernels.spec import AttentionSpec
 
 __all__ = [
+    "LIBRARIES",
     "Drawn",
     "Engine",
     "Gradients",
+    "LibraryEngine",
     "Whole",
     "choose",
     "engine_of",
+    "library_engine",
     "scaled_dot_product_attention",
     "state_bytes",
 ]
@@ -86,3 +92,15 @@ def _engine(backend: SDPBackend, is_cuda: bool, head_dim: int) -> Engine:
     if backend == SDPBackend.EFFICIENT_ATTENTION:
         return Efficient()
     return Whole(backend)
+
+
+#: The engines of libraries, by their names.
+LIBRARIES: dict[str, type[LibraryEngine]] = {
+    engine.label: engine for engine in (Varlen, FlashAttn2, FlashAttn3, FlashAttn4)
+}
+
+
+@lru_cache
+def library_engine(name: str, deterministic: bool) -> LibraryEngine:
+    """Returns the engine of a library, see `LIBRARIES`."""
+    return LIBRARIES[name](deterministic)

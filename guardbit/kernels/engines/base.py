@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,12 +33,13 @@ class Drawn(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of one call; `d_mask` only where it was asked for."""
+    """Gradients of one call; `d_mask` and `d_sinks` only where they were asked for."""
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     d_mask: Tensor | None = None
+    d_sinks: Tensor | None = None
 
 
 class Engine(ABC):
@@ -47,15 +49,22 @@ class Engine(ABC):
         backend: PyTorch's name of it.
         reads_out: Whether its backward takes delta from an O that it is given. Where it does not,
             delta comes from P and dP as they are, and there is nothing to hand over.
+        deterministic: Whether the call itself asks for a backward that adds in a fixed order.
     """
 
     backend: SDPBackend
     reads_out: bool = True
+    deterministic: bool = False
 
-    @property
+    @cached_property  # the enum makes it anew each time
     def name(self) -> str:
         """PyTorch's name, as telemetry tells it."""
         return self.backend.name
+
+    @property
+    def title(self) -> str:
+        """What messages call its kernel."""
+        return f"PyTorch's {self.name} kernel"
 
     @abstractmethod
     def forward(

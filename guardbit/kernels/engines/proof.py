@@ -12,6 +12,8 @@ gradients, and a third of another delta must change them as theory says,
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 from guardbit.kernels.engines.base import Engine
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import write_carrier
-from guardbit.kernels.reference.common import float32_products
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.reference.common import cap_slope, capped, float32_products
+from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Largest relative difference of gradients from two O' of equal delta. The deltas agree to 1e-5,
 #: which changes the rounding of a few dS by 2^-8 of themselves.
@@ -31,6 +33,9 @@ SAME = 4e-3
 AS_PREDICTED = 5e-2
 
 _LENGTH = 128
+
+#: The longest document, and the keys of a window, of the made-up calls.
+_SHORT = 50
 
 
 class Proof(NamedTuple):
@@ -49,6 +54,11 @@ class Proof(NamedTuple):
     same: float
     predicted: float
     failure: str
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the engine could not be called at all."""
+        return self.same == torch.inf
 
     def __str__(self) -> str:
         verdict = f"not trusted: {self.failure}" if self.failure else "trusted with an exact delta"
@@ -85,11 +95,17 @@ def proof_of(
         *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
         q.size(2) == k.size(2),
         _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
+        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, _activated(),
     )  # fmt: skip
     if key not in _proofs:
         with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():
             _proofs[key] = _prove(engine, q, k, v, spec, wants_mask)
     return _proofs[key]
+
+
+def _activated() -> str | None:
+    """What takes the place of PyTorch's own flash kernels; of PyTorch before 2.13 not known."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
 
 
 def proofs() -> list[Proof]:
@@ -99,7 +115,12 @@ def proofs() -> list[Proof]:
 
 def _order(x: Tensor) -> tuple[int, ...]:
     """The dimensions of x by falling stride: how it lies in memory, whatever its sizes."""
-    return tuple(sorted(range(x.dim()), key=lambda d: -x.stride(d)))
+    return _falling(x.stride())
+
+
+@lru_cache(maxsize=1024)
+def _falling(strides: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda d: -strides[d]))
 
 
 @float32_products()
@@ -113,9 +134,11 @@ def _prove(
     )
     grouped = "" if q.size(1) == k.size(1) else ", grouped keys"
     causal = ", causal" if spec.causal is not False else ""
+    extras = "".join(f", {field}" for field in spec.extras)
+    activated = "" if _activated() is None else f", {_activated()} activated"
     configuration = (
-        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{grouped},"
-        f" {q.device.type}, torch {torch.__version__}"
+        f"{str(q.dtype).removeprefix('torch.')}, head size {q.size(3)}, {kind}{causal}{extras}"
+        f"{grouped}, {q.device.type}, torch {torch.__version__}{activated}"
     )
     if not engine.reads_out:
         why = "its backward takes delta from P itself, not from the rounded output"
@@ -152,7 +175,14 @@ def _measured(
     small_q, small_k, small_v = (
         like(q, heads, rows), like(k, heads // group, keys), like(v, heads // group, keys)
     )  # fmt: skip
-    small = replace(spec, mask=_cut(spec.mask, heads, rows, keys), dropout_p=0.0)
+    small = replace(
+        spec,
+        mask=_cut(spec.mask, heads, rows, keys),
+        dropout_p=0.0,
+        window=tuple(min(n, _SHORT) for n in spec.window),
+        documents=None if spec.documents is None else _made_up(rows, keys, q.device),
+        sinks=None if spec.sinks is None else spec.sinks.detach()[:heads],
+    )
     out, lse = engine.forward(small_q, small_k, small_v, small, True, None)
     assert lse is not None
     lse = lse.reshape(1, heads, -1)[..., :rows]
@@ -174,14 +204,14 @@ def _measured(
         return made
 
     delta = (d_out.float() * out.float()).sum(-1)
-    probabilities, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
+    probabilities, slopes, d_probabilities = _softmax(small_q, small_k, small_v, d_out, lse, small)
     moved = d_probabilities.square().mean(-1).sqrt()
     moved = moved * (1 - 2 * (torch.arange(rows, device=q.device) % 2))
     own = gradients(out)
     equal = gradients(carrier(delta))
     other = gradients(carrier(delta + moved))
     same = max(_relative(a - b, b) for a, b in zip(equal, own, strict=True))
-    weighted = probabilities * (moved[..., None] * -spec.scale)
+    weighted = probabilities * slopes * (moved[..., None] * -spec.scale)
     dq = weighted @ small_k.float().repeat_interleave(group, 1)
     dk = (weighted.mT @ small_q.float()).unflatten(1, (-1, group)).sum(2)
     predicted = max(
@@ -206,17 +236,32 @@ def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None
     return cut
 
 
+def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
+    """Documents of all lengths, each with a key for every query that causal masks leave one."""
+    starts, longest = [], []
+    for length in (rows, keys):
+        inner = [n for n in (1, 1 + _SHORT) if n < length]
+        places = [0, *inner, *[length] * (3 - len(inner))]
+        starts.append(torch.tensor(places, dtype=torch.int32, device=device))
+        longest.append(max(b - a for a, b in pairwise(places)))
+    return Documents(starts[0], starts[1], longest[0], longest[1])
+
+
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
-    """P and dP in FP32."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """P, the derivative of the soft cap, and dP in FP32."""
     group = q.size(1) // k.size(1)
     scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
     heads, rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[1:])
     b, h, n, m = scores.shape
+    slopes = cap_slope(scores, spec.softcap) if spec.softcap else torch.ones_like(scores)
+    scores = capped(scores, spec.softcap)
     scores = scores + mask_tile(spec, (b, h, n, m), heads, rows, keys)
     d_probabilities = d_out.float() @ v.float().repeat_interleave(group, 1).mT
-    return (scores - lse[..., None]).exp(), d_probabilities
+    # A row that sees no key has scores of -inf alone.
+    lse = lse.masked_fill(lse.isinf(), 0.0)
+    return (scores - lse[..., None]).exp(), slopes, d_probabilities
 
 
 def _relative(difference: Tensor, of: Tensor) -> float:

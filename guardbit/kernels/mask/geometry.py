@@ -54,7 +54,7 @@ def visible_range(
         See `Visible`.
 
     Raises:
-        ValueError: If `spec` does not fit `shape`.
+        ValueError: If `spec` does not fit `shape`, or `documents` is on another device.
     """
     spec.check_shape(shape)
     rows, keys = shape[2:]
@@ -64,6 +64,11 @@ def visible_range(
     start, length, place = 0, keys, own + (keys - rows)
     if spec.documents is not None:
         cu_queries, cu_keys = spec.documents[:2]
+        if cu_queries.device.type != own.device.type:
+            raise ValueError(
+                f"`documents` needs to be on the device of q, {own.device}, but is on"
+                f" {cu_queries.device}."
+            )
         document = torch.searchsorted(cu_queries[1:].contiguous(), own, right=True)
         present = document < len(cu_queries) - 1
         document = document.clamp_(max=max(len(cu_queries) - 2, 0))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import HIDES, dense_mask
+from guardbit.kernels.mask.geometry import HIDES, dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
 
 #: What a kernel's MASK says of its dense mask.
@@ -39,6 +39,42 @@ def visible_keys(
         whole = keys
         end = keys
     return whole // KEYS * KEYS, end
+
+
+@triton.jit
+def load_ranges(ranges_pointer, positions, rows):
+    """The first key that each row sees, and where its keys end; rows past the last are as the last.
+
+    Args:
+        ranges_pointer: See `range_arguments`.
+        positions: (R,), positions of the queries.
+        rows: Number of queries.
+    """
+    pointers = ranges_pointer + tl.minimum(positions, rows - 1)
+    return tl.load(pointers), tl.load(pointers + rows)
+
+
+@triton.jit
+def ranged_keys(first_seen, end_seen, keys, KEYS: tl.constexpr):
+    """Where the keys lie that a tile of rows sees, by the range of each row.
+
+    Returns:
+        The first key that any row sees; the start and the end of the whole tiles, counted from
+        there, that every row sees; and the end of the keys that any row sees.
+    """
+    seeing = first_seen < end_seen
+    end = tl.max(tl.where(seeing, end_seen, 0), 0)
+    start = tl.minimum(tl.min(tl.where(seeing, first_seen, keys), 0), end)
+    whole = start + tl.cdiv(tl.max(first_seen, 0) - start, KEYS) * KEYS
+    whole_end = whole + tl.maximum(tl.min(end_seen, 0) - whole, 0) // KEYS * KEYS
+    return start, whole, whole_end, end
+
+
+@triton.jit
+def within(columns, first_seen, end_seen):
+    """Which of `columns` (C,) each row sees by its range, (R, C)."""
+    columns = columns[None, :]
+    return (columns >= first_seen[:, None]) & (columns < end_seen[:, None])
 
 
 @triton.jit
@@ -168,3 +204,25 @@ def mask_arguments(
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
     return mask, mask.stride(), ADDITIVE.value
+
+
+def range_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, bool]:
+    """What a kernel needs to load the range of keys that each query sees, and checks the call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor on the device, given where `causal` says it all.
+
+    Returns:
+        INT32 (2, N), first keys and ends, and the kernel's RANGED.
+
+    Raises:
+        ValueError: If a field of `spec` does not fit `shape`.
+    """
+    if spec.is_ranged:
+        return torch.stack(visible_range(spec, shape, unused.device)), True
+    spec.check_shape(shape)
+    return unused, False

@@ -8,8 +8,8 @@ from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_query_gra
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import (
-    carrier,
     exact_delta,
+    float_carrier,
     lse_gradient,
     sink_gradient,
     write_carrier,
@@ -25,10 +25,10 @@ __all__ = [
     "Gradients",
     "Shadow",
     "backward",
-    "carrier",
     "delta_bias",
     "exact_delta",
     "exact_query_gradient",
+    "float_carrier",
     "forward",
     "lse_gradient",
     "shadow",

@@ -18,8 +18,10 @@ From the bottom up; each file imports from those before it only:
 - `records`: what was learned about each site, from eager calls and from traced ones.
 - `rerunning`: running a module once more, to see where its queries come from.
 - `tracing`: learning from a compiler; the calls it traces do not come back to Python.
+- `watching`: attention that is watched and not switched.
 - `entry_points`: the functions that people call for attention, one file each; which calls are
   refused, and what the others ask for.
+- `observing`: attention that GuardBit does not know, and its own code shows.
 - `checkpointing`: what stands in for PyTorch's activation checkpointing.
 - `compiler_rules`: what a compiler takes for PyTorch's functions.
 - `installation`: putting what stands in for functions in everyone's hands, and taking it back.

@@ -43,7 +43,7 @@ class StepCalls:
         """Why none of the calls can be switched, or None."""
         return self.conflict or (None if self.is_switchable else self.bypass)
 
-    def note(self, step: int, heads: Heads, refusal: str | None, watched: bool) -> None:
+    def note(self, step: int, heads: Heads, refusal: str | None, watched: bool = False) -> None:
         """Adds a call; the first one of another step begins anew.
 
         Args:

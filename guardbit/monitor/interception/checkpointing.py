@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guardbit.kernels.attention import is_inside_site, site_stack
 from guardbit.monitor.interception.doors import guarded
-from guardbit.monitor.interception.frames import Frame, frame_stack, pop, push
+from guardbit.monitor.interception.frames import Frame, drop_stale, frame_stack, pop, push
 from guardbit.monitor.interception.rerunning import probe
 
 original_checkpoint = torch.utils.checkpoint.checkpoint
@@ -48,6 +48,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @guarded
 def _go_on_inside(site: Tensor, frame: Frame, caller: types.FrameType) -> None:
+    drop_stale()
     push(site, frame, caller)
 
 

@@ -8,7 +8,13 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import calling, is_owner_running, own_site_stack, site_stack
+from guardbit.kernels.attention import (
+    NOBODY,
+    calling,
+    is_owner_running,
+    own_site_stack,
+    site_stack,
+)
 
 #: Where an instrumented module keeps the number of its site, a 0-d CPU tensor.
 SITE_ATTRIBUTE = "_guardbit_site"
@@ -57,8 +63,7 @@ def site_number(module: nn.Module) -> int:
 
 
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
-    """Notes that a module begins to run, called by the Python frame `caller`."""
-    drop_stale()
+    """Notes that a module begins to run, called by `caller`; `drop_stale` is to come first."""
     if not frame_stack:
         own_site_stack(calling(caller))
     frame_stack.append(frame)
@@ -70,6 +75,8 @@ def pop(module: nn.Module) -> None:
     if frame_stack and frame_stack[-1].module is module:
         frame_stack.pop()
         site_stack.pop()
+        if not frame_stack:
+            own_site_stack(NOBODY)  # a frame keeps the inputs and the output of its module
 
 
 def drop_stale() -> None:

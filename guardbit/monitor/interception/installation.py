@@ -77,6 +77,8 @@ def _put_in_place(found: list[EntryPoint]) -> None:
     stand_ins = {id(entry.original): entry.stand_in for entry in entries}
     _replace_everywhere(stand_ins)
     for entry in entries:
+        if isinstance(entry.owner, type):
+            _replace(entry.owner, entry.name_there, entry.stand_in)
         for registry in entry.registries():
             _redirect_items(registry, stand_ins)
 

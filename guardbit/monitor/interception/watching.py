@@ -7,13 +7,14 @@ eager calls only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import autocast_tensors
-from guardbit.kernels.reference import Dropout, carrier
+from guardbit.kernels.reference import Dropout, float_carrier
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.monitor.interception.doors import guarded
@@ -39,7 +40,8 @@ class Watch:
         self._number = number
         self._waits_for_dq = False
         self._is_dq_of_attention = True
-        # From here on in the backward: q, k, v and, where it is known, P; then dO; then delta.
+        self._keeps_output = False
+        # From here on in the backward: q, k, v and, where it is known, P or O; then dO; then delta.
         self._saved: tuple[Tensor, ...] = ()
         self._d_out: Tensor | None = None
         self._delta: Tensor | None = None
@@ -49,23 +51,29 @@ class Watch:
         """Returns the queries `(B, H, N, D)`; the gradient is heard of."""
         if not (torch.is_grad_enabled() and q.requires_grad):
             return q
-        self._waits_for_dq = True
-        q = q.view_as(q)
-        q.register_hook(self._take_dq)
-        return q
+        heard = self._heard(q, self._take_dq)
+        self._waits_for_dq = heard is not None
+        return q if heard is None else heard
+
+    @guarded
+    def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
+        x = x.view_as(x)
+        x.register_hook(hook)
+        return x
 
     def probabilities(self, p: Tensor) -> Tensor:
         """Returns P `(B, H, N, M)`, to be multiplied with the values: delta comes from it."""
         if not (torch.is_grad_enabled() and p.requires_grad):
             return p
-        p = p.view_as(p)
-        p.register_hook(self._take_dp)
-        return p
+        heard = self._heard(p, self._take_dp)
+        return p if heard is None else heard
 
-    def weights(self, weights: Tensor | None) -> None:
-        """Takes what is returned of P: of a loss that uses it comes a part of dQ, not from dO."""
-        if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
-            weights.register_hook(self._take_d_weights)
+    def weights(self, weights: Tensor | None) -> Tensor | None:
+        """Returns what the call returns of P: where a loss uses it, not all of dQ is from dO."""
+        if not (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
+            return weights
+        heard = self._heard(weights, self._take_d_weights)
+        return weights if heard is None else heard
 
     def output(
         self,
@@ -75,6 +83,7 @@ class Watch:
         v: Tensor,
         spec: AttentionSpec,
         p: Tensor | None = None,
+        keeps_output: bool = False,
     ) -> Tensor:
         """Returns the output; its gradient is heard of.
 
@@ -85,12 +94,18 @@ class Watch:
             v: Values, shape of k.
             spec: What the call asks for besides.
             p: P `(B, H, N, M)`, which was handed to `probabilities`; None if it was not.
+            keeps_output: Whether the backward takes delta from the output.
         """
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
-        self._spec = spec
-        q, k, v = autocast_tensors(q, k, v)
-        return _Output.apply(out, self, q, k, v, *([] if p is None else [p]))
+        self._spec, self._keeps_output = spec, keeps_output
+        more = [out] if keeps_output else [] if p is None else [p]
+        heard = self._heard_output(out, q, k, v, *more)
+        return out if heard is None else heard
+
+    @guarded
+    def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
     @guarded
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
@@ -123,13 +138,16 @@ class Watch:
         dropped = None
         if dropout_p > 0:  # by PyTorch, which does not tell what
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
+        out = saved[3].detach() if self._keeps_output else None
+        if delta is not None:
+            out = float_carrier(d_out.detach(), delta)
         observer(
             AttentionCall(
                 site=self._number,
                 q=q,
                 k=k,
                 v=v,
-                out=None if delta is None else carrier(d_out.detach(), delta),
+                out=out,
                 residual=None,
                 d_out=d_out.detach().to(q.dtype),
                 dq=None if dq is None else dq.detach(),

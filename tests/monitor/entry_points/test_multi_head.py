@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_run
+from guardbit.monitor.interception.entry_points import multi_head
 
 HEADS, WIDTH = 4, 64
 
@@ -155,8 +156,6 @@ def test_all_indicators_are_measured(x, tmp_path):
 
 
 def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
-    from guardbit.monitor.interception.entry_points import multi_head
-
     model = ReturnsWeights()
     session = MonitorSession(model, every_n_train_steps=10, strict=True)
     with session.step(0):
@@ -166,6 +165,22 @@ def test_nothing_is_around_calls_that_nobody_listens_to(x, monkeypatch):
         model(x).square().mean().backward()
     session.close()
     assert session.instrumentation.sites == {}
+
+
+def test_another_pytorch_that_is_not_understood_is_said(x, tiny, monkeypatch, caplog):
+    monkeypatch.setattr(multi_head._Products, "bmm", lambda self, *x: torch.bmm(*x))
+    monkeypatch.setattr(multi_head, "_why_misread", None)
+    model = ReturnsWeights()
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda _: None)
+        for _ in range(2):
+            assert tiny.equal(tiny.step(model, x), before)
+        assert "writes attention out in another way" in inst.sites["attention"].unwatched
+    finally:
+        inst.remove()
+    assert sum("writes attention out in another way" in line for line in caplog.messages) == 1
 
 
 def test_what_cannot_be_watched_is_said(x, tiny):

@@ -8,8 +8,9 @@ import torch
 COMMITTED = Path(__file__).parents[3] / "docs" / "support.md"
 COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.md"
 HEADERS = {
-    "Architectures": ("architecture", "sites", "W_Q", "W_K", "switchable"),
+    "Architectures": ("architecture", "sites", "W_Q", "W_K", "watched", "switchable"),
     "Execution": ("mode", "neutral", "switches", "resumes"),
+    "Functions of libraries": ("function", "watched", "switchable", "run against"),
 }
 
 _observed = {}

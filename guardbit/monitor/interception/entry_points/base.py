@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
+from guardbit.kernels.engines import LibraryEngine
+from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
@@ -41,6 +43,7 @@ class Bound(NamedTuple):
         v: Values, likewise.
         spec: What the call asks for besides.
         layout: How the caller's tensors lie; the output is to lie like them.
+        library: The engine of the library that is called; None for PyTorch's own choice.
     """
 
     q: Tensor
@@ -48,6 +51,7 @@ class Bound(NamedTuple):
     v: Tensor
     spec: AttentionSpec
     layout: Layout = "BHND"
+    library: LibraryEngine | None = None
 
 
 class Refusal(NamedTuple):
@@ -75,7 +79,7 @@ class EntryPoint:
     Attributes:
         name: What users call it.
         home: Name of the module in which it lives. It is never imported for its own sake.
-        attribute: Its name there.
+        attribute: Its name there; with a dot, that of a class and its method.
         stand_in: The function in its place, as a rule one that passes all on to `call`.
         bind: Takes the arguments of a call, returns what they mean.
         returns: Makes what the original returns, from out in the caller's layout, lse `(B, H, N)`
@@ -99,9 +103,22 @@ class EntryPoint:
     def find(self) -> bool:
         """Looks for the original, if it is not known yet; returns whether it is known now."""
         if self.original is None:
-            found = getattr(sys.modules.get(self.home), self.attribute, None)
+            found = getattr(self.owner, self.name_there, None)
             self.original = None if found is self.stand_in else found
         return self.original is not None
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the function; None as long as it is not imported."""
+        owner = sys.modules.get(self.home)
+        for name in self.attribute.split(".")[:-1]:
+            owner = getattr(owner, name, None)
+        return owner
+
+    @property
+    def name_there(self) -> str:
+        """The function's name in `owner`."""
+        return self.attribute.rpartition(".")[2]
 
 
 def heads_first(x: Tensor, layout: Layout) -> Tensor:
@@ -124,8 +141,9 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if bound is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    out, lse = attention_at_site(bound.q, bound.k, bound.v, site_stack[-1], bound.spec)
-    return entry.returns(as_given(out, bound.layout), lse, *args, **kwargs)
+    q, k, v, spec, layout, library = bound
+    out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
+    return entry.returns(as_given(out, layout), lse, *args, **kwargs)
 
 
 def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
@@ -155,12 +173,24 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         if probe.note_call(int(site_stack[-1]), q, k):
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
-    refusal = found.why if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     state = site_state(number)
     state.begin_forward()
+    refusal = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Bound) and not state.is_idle:
+        refusal = _why_broken(found)
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
+
+
+def _why_broken(bound: Bound) -> str | None:
+    """Why a library's kernel cannot be called by GuardBit, found out on small inputs, or None."""
+    if bound.library is None:
+        return None
+    proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
+    if not proof.is_broken:
+        return None
+    return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:

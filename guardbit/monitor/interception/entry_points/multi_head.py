@@ -26,6 +26,7 @@ from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
+from guardbit.monitor.stages import log
 
 _NAME = "F.multi_head_attention_forward"
 
@@ -47,6 +48,9 @@ _traceable = _copy(_original.__globals__)
 _positions = {name: i for i, name in enumerate(inspect.signature(_original).parameters)}
 
 _RETURNS_WEIGHTS = f"it returns attention weights (need_weights=True), so {WRITTEN_OUT}"
+# Why PyTorch's function is not understood any more, once that has shown.
+_why_misread: str | None = None
+
 _COMPILED = f"{_RETURNS_WEIGHTS}; compiled it is not watched either"
 
 
@@ -94,7 +98,7 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     number = int(site_stack[-1])
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
-    why = why_head(query, heads[2]) or why_now(query)
+    why = _why_misread or why_head(query, heads[2]) or why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
     note_call(number, heads, refusal, _NAME, watched=why is None)
     state = site_state(number)
@@ -117,20 +121,27 @@ class _Products:
         self._num_heads = num_heads
         self._dropout_p = dropout_p
         self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._is_heard = False
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Calls PyTorch's function."""
+        global _why_misread
         out, weights = _copy({**_original.__globals__, "torch": self})(*args, **kwargs)
-        self._watch.weights(weights)
-        return out, weights
+        if not self._is_heard:
+            _why_misread = f"PyTorch {torch.__version__} writes attention out in another way"
+            log.warning("%s: nothing is measured where weights are returned", _why_misread)
+        return out, self._watch.weights(weights)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
     def bmm(self, first: Tensor, second: Tensor) -> Tensor:
         """`torch.bmm`."""
+        if self._is_heard:
+            return torch.bmm(first, second)
         if self._inputs is None:
             return torch.bmm(self._begin(first, second, None), second)
+        self._is_heard = True
         q, k, mask = self._inputs
         p = self._watch.probabilities(self._by_head(first))
         out = self._by_head(torch.bmm(p.flatten(0, 1), second))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
+import torch
 from torch import Tensor
 
 from guardbit.kernels.engines import scaled_dot_product_attention as original
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
 from guardbit.monitor.interception.entry_points.refusals import (
     why_dropout,
@@ -41,8 +43,16 @@ def bind(
         return Refusal(why, query, key)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
-    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
-    return Bound(query, key, value, spec)
+    causal = "top-left" if is_causal else False
+    if attn_mask is None and not torch.compiler.is_compiling():
+        return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
+    return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
+
+
+@lru_cache
+def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSpec:
+    """A record that is made once: making it takes as long as all else here."""
+    return AttentionSpec(scale, causal, dropout_p=dropout_p)
 
 
 def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:

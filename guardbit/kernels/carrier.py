@@ -1,0 +1,200 @@
+"""Rows of O' that carry a delta, for the Triton kernels that know delta.
+
+`guardbit.kernels.reference.delta.write_carrier` says what a row of O' holds. Most rows are served
+by their first few columns, which cost next to nothing: no thread looks at the others, it writes
+zeros. A tile that has another row is written anew, column by column, in few registers, so that this
+way out takes none from the kernel that it ends.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.primitives import INTERPRET, round_nearest
+from guardbit.kernels.reference.delta import (
+    ENOUGH,
+    FIRST_COLUMNS,
+    HALF_STEP,
+    MISS,
+    SMALLEST_MISS,
+)
+
+_FIRST = tl.constexpr(FIRST_COLUMNS)
+_ENOUGH, _HALF_STEP = tl.constexpr(ENOUGH), tl.constexpr(HALF_STEP)
+_MISS, _SMALLEST_MISS = tl.constexpr(MISS), tl.constexpr(SMALLEST_MISS)
+# Columns that are looked at together where the first do not do.
+_CHUNK = tl.constexpr(16)
+
+
+@triton.jit
+def _number(bits, dtype: tl.constexpr):
+    """The number in BF16 or FP16 that has these bits, INT32, as FP32."""
+    # The interpreter's own conversion gets BF16's subnormals wrong.
+    if dtype == tl.bfloat16:
+        number = (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        number = bits.to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _round_few(x, dtype: tl.constexpr):
+    """FP32 to BF16 or FP16, to nearest even, of a block of one number a row."""
+    # `round_nearest` needs two numbers a thread.
+    return round_nearest(x, dtype) if INTERPRET else x.to(dtype)
+
+
+@triton.jit
+def _greatest(d_out, columns):
+    """The three greatest ranks of each row (R, C), each INT32 (R,).
+
+    A rank is 15 bits of |dO|, 8 that put the first column first, and one for dO's sign.
+    """
+    bits = d_out.to(tl.uint16, bitcast=True).to(tl.int32)
+    ranks = ((bits & 0x7FFF) << 9) | ((255 - columns) << 1) | (bits >> 15)
+    first = tl.max(ranks, 1)
+    ranks = tl.where(ranks == first[:, None], -1, ranks)
+    second = tl.max(ranks, 1)
+    ranks = tl.where(ranks == second[:, None], -1, ranks)
+    return first, second, tl.max(ranks, 1)
+
+
+@triton.jit
+def _term(rank, rest, dtype: tl.constexpr):
+    """The number at the place of a rank, in `dtype`, and what is left to carry, each (R,)."""
+    LARGEST: tl.constexpr = 3.3895313892515355e38 if dtype == tl.bfloat16 else 65504.0
+    gradient = _number((rank >> 9) | ((rank & 1) << 15), dtype)
+    # Where nothing is multiplied with anything, 0.
+    quotient = tl.div_rn(rest, tl.where(gradient == 0.0, float("inf"), gradient))
+    term = _round_few(tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST), dtype)
+    return term, tl.fma(-gradient, term.to(tl.float32), rest)
+
+
+@triton.jit
+def _terms(first, second, third, delta, dtype: tl.constexpr):
+    """The three numbers of each row and what they leave, each (R,)."""
+    x, rest = _term(first, delta, dtype)
+    y, rest = _term(second, rest, dtype)
+    z, rest = _term(third, rest, dtype)
+    return x, y, z, rest
+
+
+@triton.jit
+def _placed(columns, first, second, third, x, y, z):
+    """The three numbers of each row at their columns, 0 elsewhere: (R, C)."""
+    nothing = tl.zeros((1, 1), x.dtype)
+    row = tl.where(columns == 255 - ((third >> 1) & 255)[:, None], z[:, None], nothing)
+    row = tl.where(columns == 255 - ((second >> 1) & 255)[:, None], y[:, None], row)
+    return tl.where(columns == 255 - ((first >> 1) & 255)[:, None], x[:, None], row)
+
+
+@triton.jit
+def _write_searched(
+    carrier_base,
+    out_base,
+    d_out_base,
+    carrier_stride,
+    out_stride,
+    d_out_stride,
+    inside,
+    delta,
+    enough,
+    first,
+    second,
+    third,
+    x,
+    y,
+    z,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """Writes rows of which some (`enough`) are given, by rank and number, the others by search."""
+    dtype: tl.constexpr = x.dtype
+    rows = tl.arange(0, delta.shape[0])[:, None]
+    a, b, c = first * 0 - 1, first * 0 - 1, first * 0 - 1
+    for column in tl.range(0, VALUE_WIDTH, _CHUNK, num_stages=1):
+        columns = column + tl.arange(0, _CHUNK)[None, :]
+        present = inside[:, None] & (columns < VALUE_DIM)
+        d_out = tl.load(d_out_base + rows * d_out_stride + columns, mask=present, other=0.0)
+        d, e, f = _greatest(d_out, columns)
+        # The three greatest of two times three in falling order.
+        lower, higher = tl.minimum(a, d), tl.maximum(b, e)
+        c = tl.maximum(tl.minimum(lower, higher), tl.maximum(c, f))
+        a, b = tl.maximum(a, d), tl.maximum(lower, higher)
+    u, v, w, rest = _terms(a, b, c, delta, dtype)
+    bound = tl.maximum(tl.abs(delta) * _MISS, _number(a >> 9, dtype) * _SMALLEST_MISS)
+    reached = enough | ((tl.abs(rest) <= bound) & (tl.abs(delta) < float("inf")))
+    first, x = tl.where(enough, first, a), tl.where(enough, x, u)
+    second, y = tl.where(enough, second, b), tl.where(enough, y, v)
+    third, z = tl.where(enough, third, c), tl.where(enough, z, w)
+    for column in tl.range(0, VALUE_WIDTH, _CHUNK, num_stages=1):
+        columns = column + tl.arange(0, _CHUNK)[None, :]
+        present = inside[:, None] & (columns < VALUE_DIM)
+        kept = present & (reached == 0)[:, None]
+        out = tl.load(out_base + rows * out_stride + columns, mask=kept, other=0.0)
+        carrier = _placed(columns, first, second, third, x, y, z)
+        carrier = tl.where(reached[:, None], carrier, out)
+        tl.store(carrier_base + rows * carrier_stride + columns, carrier, mask=present)
+
+
+@triton.jit
+def write_rows(
+    carrier_base,
+    out_base,
+    d_out_base,
+    carrier_stride,
+    out_stride,
+    d_out_stride,
+    start,
+    limit,
+    delta,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):
+    """Writes some rows of O' of one head.
+
+    Args:
+        carrier_base: Where the head of O' begins; BF16 or FP16.
+        out_base: Where that of O begins, which rows that cannot carry keep; may be the same.
+        d_out_base: Where that of dO begins.
+        carrier_stride: Between rows.
+        out_stride: The same.
+        d_out_stride: The same.
+        start: First row.
+        limit: Number of rows of the head.
+        delta: FP32 (R,).
+        VALUE_DIM: Numbers a row.
+        VALUE_WIDTH: The same, padded; a multiple of 16 and at most 256.
+    """
+    dtype: tl.constexpr = d_out_base.dtype.element_ty
+    rows = tl.arange(0, delta.shape[0])
+    inside = start + rows < limit
+    carrier_base += tl.cast(start, tl.int64) * carrier_stride
+    out_base += tl.cast(start, tl.int64) * out_stride
+    d_out_base += tl.cast(start, tl.int64) * d_out_stride
+    few = tl.arange(0, _FIRST)[None, :]
+    present = inside[:, None] & (few < VALUE_DIM)
+    d_out = tl.load(d_out_base + rows[:, None] * d_out_stride + few, mask=present, other=0.0)
+    first, second, third = _greatest(d_out, few)
+    x, y, z, rest = _terms(first, second, third, delta, dtype)
+    finite = tl.abs(delta) < float("inf")
+    bound = tl.maximum(tl.abs(delta) * _ENOUGH, _number(third >> 9, dtype) * _HALF_STEP)
+    # Not so where anything is NaN.
+    enough = (tl.abs(rest) <= bound) & finite
+    if tl.min((enough | (inside == 0)).to(tl.int32), 0) != 0:
+        carrier = _placed(few, first, second, third, x, y, z)
+        tl.store(carrier_base + rows[:, None] * carrier_stride + few, carrier, mask=present)
+        if VALUE_WIDTH > _FIRST:
+            columns = tl.max_contiguous(tl.arange(0, VALUE_WIDTH), 8)[None, :]
+            others = inside[:, None] & (columns >= _FIRST) & (columns < VALUE_DIM)
+            nothing = tl.zeros((delta.shape[0], VALUE_WIDTH), dtype)
+            tl.store(carrier_base + rows[:, None] * carrier_stride + columns, nothing, mask=others)
+    else:
+        _write_searched(
+            carrier_base, out_base, d_out_base, carrier_stride, out_stride, d_out_stride, inside,
+            delta, enough, first, second, third, x, y, z, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip

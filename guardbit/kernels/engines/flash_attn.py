@@ -1,0 +1,178 @@
+"""FlashAttention 2, 3 and 4 as the packages of its authors have them.
+
+Each is called by the functions that its own autograd functions call:
+
+- `flash_attn` 2.7 and later, `flash_attn.flash_attn_interface._wrapped_flash_attn_*`;
+- `flash_attn_interface`, FlashAttention 3, `_flash_attn_forward` and `_flash_attn_backward`;
+- `flash_attn.cute`, FlashAttention 4, `interface._flash_attn_fwd` and `_flash_attn_bwd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.engines.base import Drawn, Gradients
+from guardbit.kernels.engines.library import (
+    LibraryEngine,
+    call,
+    found,
+    heads_first,
+    library_layout,
+    nothing_like,
+    parameters,
+)
+from guardbit.kernels.engines.random import philox_of
+from guardbit.kernels.spec import AttentionSpec
+
+
+class _FlashAttn(LibraryEngine):
+    """What the three have in common.
+
+    Attributes:
+        home: The module with the functions.
+        needs: Parameters of the forward without which it is another function than is known here.
+    """
+
+    home: str
+    needs: frozenset[str]
+
+    def functions(self, is_packed: bool) -> tuple[Any, Any]:
+        """Forward and backward, None where there is none."""
+        raise NotImplementedError
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        """See `LibraryEngine.why_missing`."""
+        functions = self.functions(is_packed)
+        if None in functions:
+            return f"this release of {self.label} has no functions that GuardBit knows"
+        packed = {"cu_seqlens_q", "cu_seqlens_k"} if is_packed else set()
+        for function in functions:
+            unknown = (self.needs | packed) - parameters(function).keys()
+            if unknown:
+                return f"the functions of this release of {self.label} do not take {min(unknown)}"
+        return super().why_missing(is_packed)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        training: bool,
+        drawn: Drawn | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Engine.forward`."""
+        q, k, v = (library_layout(x, spec) for x in (q, k, v))
+        function = self.functions(spec.documents is not None)[0]
+        out, lse, *rest = call(function, q=q, k=k, v=v, **self.arguments(spec))
+        if drawn is not None:
+            drawn.philox.copy_(rest[-1].view(torch.int64))
+        return heads_first(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
+
+    def backward(
+        self,
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        drawn: Drawn | None,
+        wants_mask: bool = False,
+    ) -> Gradients:
+        """See `Engine.backward`."""
+        d_out, q, k, v, out = (library_layout(x, spec) for x in (d_out, q, k, v, out))
+        lse = lse if spec.documents is None else lse.squeeze(0)
+        dq, dk, dv = nothing_like(q, k, v)
+        returned = call(
+            self.functions(spec.documents is not None)[1],
+            dout=d_out,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=self.deterministic,
+            rng_state=philox_of(drawn, q.device),
+            **self.arguments(spec),
+        )
+        gradients = (heads_first(x, spec) for x in (dq, dk, dv))
+        return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
+
+    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
+        """What a call asks for, by all names that one of the functions has for it."""
+        left, right = spec.window
+        causal = spec.causal is True
+        asked: dict[str, Any] = {
+            "softmax_scale": spec.scale,
+            "causal": causal,
+            "is_causal": causal,
+            "window_size": spec.window,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": spec.softcap,
+            "dropout_p": spec.dropout_p,
+            "return_softmax": False,
+        }
+        if spec.documents is not None:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            asked |= dict(zip(names, spec.documents, strict=True))
+        return asked
+
+
+class FlashAttn2(_FlashAttn):
+    """FlashAttention 2, of the package `flash_attn`."""
+
+    label = "flash_attn"
+    home = "flash_attn.flash_attn_interface"
+    needs = frozenset({"window_size_left", "softcap", "softmax_scale", "causal"})
+    drops = True
+
+    def functions(self, is_packed: bool) -> tuple[Any, Any]:
+        """See `_FlashAttn.functions`."""
+        kind = "varlen_" if is_packed else ""
+        forward = found(self.home, f"_wrapped_flash_attn_{kind}forward")
+        return forward, found(self.home, f"_wrapped_flash_attn_{kind}backward")
+
+
+class FlashAttn3(_FlashAttn):
+    """FlashAttention 3, of the module `flash_attn_interface`."""
+
+    label = "flash_attn_3"
+    home = "flash_attn_interface"
+    needs = frozenset({"softmax_scale", "softcap"})
+
+    def functions(self, is_packed: bool) -> tuple[Any, Any]:
+        """See `_FlashAttn.functions`."""
+        return found(self.home, "_flash_attn_forward"), found(self.home, "_flash_attn_backward")
+
+
+class FlashAttn4(_FlashAttn):
+    """FlashAttention 4, of the package `flash_attn.cute`."""
+
+    label = "flash_attn_4"
+    home = "flash_attn.cute.interface"
+    needs = frozenset({"window_size_left", "softmax_scale", "causal", "softcap"})
+
+    def functions(self, is_packed: bool) -> tuple[Any, Any]:
+        """See `_FlashAttn.functions`."""
+        return found(self.home, "_flash_attn_fwd"), found(self.home, "_flash_attn_bwd")
+
+    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
+        """See `_FlashAttn.arguments`."""
+        left, right = (None if n < 0 else n for n in spec.window)
+        return {
+            **super().arguments(spec),
+            "window_size_left": left,
+            "window_size_right": right,
+            "learnable_sink": spec.sinks,
+            "return_lse": True,
+        }

@@ -1,0 +1,289 @@
+"""Functions of libraries: what their parameters mean, whatever a release has of them.
+
+A call is bound by the names of the parameters that the function has as it is installed. What
+GuardBit does not know of them must be as it is by default, or the call stays with the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.engines import LIBRARIES, library_engine
+from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.monitor.interception.entry_points.base import (
+    Bound,
+    EntryPoint,
+    Refusal,
+    call,
+    heads_first,
+)
+from guardbit.monitor.interception.entry_points.refusals import (
+    why_dropout,
+    why_groups,
+    why_now,
+    why_tensors,
+)
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+#: Other names of parameters, in `varlen_attn`.
+_MEANS = {
+    "query": "q", "key": "k", "value": "v", "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k",
+    "max_q": "max_seqlen_q", "max_k": "max_seqlen_k", "scale": "softmax_scale",
+    "is_causal": "causal",
+}  # fmt: skip
+
+#: What a call may ask for besides q, k and v, and GuardBit understands.
+_KNOWN = frozenset({
+    "q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
+    "max_seqlen", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal",
+    "window_size", "softcap", "deterministic", "learnable_sink", "enable_gqa", "return_aux",
+    "return_attn_probs",
+})  # fmt: skip
+
+#: Why a call that asks for something else stays with the library, where more can be said.
+_WHY = {
+    "alibi_slopes": "it adds ALiBi slopes to its scores",
+    "block_table": "its keys are in pages, which is inference",
+    "page_table": "its keys are in pages, which is inference",
+    "return_lse": "it returns its LSE, which may have a gradient",
+    "score_mod": "it changes its scores by a function",
+    "mask_mod": "it masks by a function",
+}
+
+_ENGINES = {
+    (name, deterministic): library_engine(name, deterministic)
+    for name in LIBRARIES
+    for deterministic in (False, True)
+}
+
+
+class _Inputs(NamedTuple):
+    """q, k and v, `(B, H, N, D)`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+@dataclass(eq=False)
+class LibraryEntryPoint(EntryPoint):
+    """A function of a library.
+
+    Attributes:
+        engine: Name of its engine.
+        is_packed: Whether it takes documents one after the other, `(T, H, D)`.
+        defaults: What it takes as it is installed, in order, with the defaults.
+        missing: Why the kernels of this release cannot be called, or None.
+    """
+
+    engine: str = ""
+    is_packed: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    missing: str | None = None
+
+    def find(self) -> bool:
+        """See `EntryPoint.find`; learns what the function takes."""
+        was_known = self.original is not None
+        if not super().find():
+            return False
+        if not was_known:
+            assert self.original is not None
+            parameters = inspect.signature(self.original).parameters
+            self.defaults = {name: x.default for name, x in parameters.items()}
+            self.missing = _ENGINES[self.engine, False].why_missing(self.is_packed)
+            # Callers look at what a function takes.
+            functools.update_wrapper(self.stand_in, self.original, updated=())
+        return True
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a call was given, by name."""
+        return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
+
+    def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
+        """Binds a call, see `EntryPoint`."""
+        given = self.given(args, kwargs)
+        unknown = self._why_unknown(given)
+        asked = {_MEANS.get(name, name): x for name, x in {**self.defaults, **given}.items()}
+        inputs = _inputs(asked, self.is_packed)
+        if isinstance(inputs, str):
+            return Refusal(inputs)
+        q, k, v = inputs
+        why = (
+            self.missing
+            or unknown
+            or _why_inputs(q, k, v)
+            or why_groups(q, k, are_allowed=asked.get("enable_gqa", True))
+            or _why_asked(asked)
+            or _why_window(asked, self.defaults)
+            or why_now(q, k, v)
+            or (_why_documents(asked, q) if self.is_packed else None)
+        )
+        if why is not None:
+            return Refusal(why, q, k)
+        engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
+        return Bound(
+            q, k, v, _spec(asked, q, k, self.is_packed), "NHD" if self.is_packed else "BNHD", engine
+        )
+
+    def _why_unknown(self, given: Mapping[str, Any]) -> str | None:
+        for name, x in given.items():
+            is_known = _MEANS.get(name, name) in _KNOWN
+            if is_known or x is self.defaults.get(name) or _is_same(x, self.defaults.get(name)):
+                continue
+            return _WHY.get(name, f"it is called with `{name}`, which GuardBit does not pass on")
+        return None
+
+
+def entry_point(
+    name: str, home: str, engine: str, returns: Any, is_packed: bool = False
+) -> LibraryEntryPoint:
+    """Makes the entry point of a library's function.
+
+    Args:
+        name: What users call it; the last part is its name in its module.
+        home: Its module.
+        engine: Name of its engine.
+        returns: See `EntryPoint`.
+        is_packed: See `LibraryEntryPoint`.
+    """
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return call(entry, *args, **kwargs)
+
+    def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
+        return entry.understand(*args, **kwargs)
+
+    attribute = name.rpartition(".")[2]
+    entry = LibraryEntryPoint(
+        name, home, attribute, stand_in, bind, returns, engine=engine, is_packed=is_packed
+    )
+    return entry
+
+
+def _is_same(x: Any, default: Any) -> bool:
+    return isinstance(x, bool | int | float | tuple | list) and x == default
+
+
+def _inputs(asked: Mapping[str, Any], is_packed: bool) -> _Inputs | str:
+    """The tensors `(B, H, N, D)` of a call, or why they are not to be seen."""
+    if "qkv" in asked:
+        together = [asked["qkv"]]
+    elif "kv" in asked:
+        together = [asked["q"], asked["kv"]]
+    else:
+        together = [asked[name] for name in ("q", "k", "v")]
+    if not all(isinstance(x, Tensor) for x in together):
+        return "it is called with something else than tensors"
+    if "qkv" in asked:
+        parts = _apart(asked["qkv"], asked.get("num_heads_q"))
+    elif "kv" in asked:
+        parts = [asked["q"], *asked["kv"].unbind(-3)]
+    else:
+        parts = together
+    if len(parts) != 3 or any(x.dim() != (3 if is_packed else 4) for x in parts):
+        return "its inputs are not of the shape that its documentation asks for"
+    q, k, v = (heads_first(x, "NHD" if is_packed else "BNHD") for x in parts)
+    return _Inputs(q, k, v)
+
+
+def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
+    """Q, k and v of a tensor that holds them, side by side or, grouped, one after the other."""
+    if num_heads is None or qkv.dim() == 5:
+        return list(qkv.unbind(-3))
+    shared = (qkv.size(-2) - num_heads) // 2
+    return list(qkv.split([num_heads, shared, shared], -2))
+
+
+def _why_inputs(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    if not q.dtype == k.dtype == v.dtype:
+        return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
+    if q.dtype not in _DTYPES:
+        return f"it computes in {q.dtype}"
+    if q.size(3) % 8:
+        return f"its head size {q.size(3)} is no multiple of 8, so that the library pads it"
+    return why_tensors(q, k, v)
+
+
+def _why_asked(asked: Mapping[str, Any]) -> str | None:
+    dropout_p = asked.get("dropout_p", 0.0)
+    if dropout_p and asked.get("return_attn_probs", False):
+        return "it returns what it dropped"
+    if dropout_p and torch.compiler.is_compiling():
+        return "it drops entries of P in a compiled graph"
+    sinks = asked.get("learnable_sink")
+    if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1):
+        return "its sinks are not one number a head"
+    return why_dropout(dropout_p)
+
+
+def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
+    default = defaults.get("window_size", (-1, -1))
+    window = asked.get("window_size", default)
+    # To FlashAttention 4, which has None for all keys, a negative number is a number.
+    least = 0 if None in default else -math.inf
+    if len(window) == 2 and all(n is None or n >= least for n in window):
+        return None
+    return f"it is called with window_size={window!r}"
+
+
+def _starts(asked: Mapping[str, Any]) -> tuple[Any, Any]:
+    if "cu_seqlens" in asked:
+        return asked["cu_seqlens"], asked["cu_seqlens"]
+    return asked.get("cu_seqlens_q"), asked.get("cu_seqlens_k")
+
+
+def _why_documents(asked: Mapping[str, Any], q: Tensor) -> str | None:
+    starts = _starts(asked)
+    if not all(isinstance(x, Tensor) for x in starts):
+        return "it does not say where its documents begin"
+    if any(x.dtype != torch.int32 or x.dim() != 1 or x.device != q.device for x in starts):
+        return "its cu_seqlens are not INT32 (documents + 1,) where its queries are"
+    if starts[0].shape != starts[1].shape or not len(starts[0]):
+        return "its queries and keys are not of the same documents"
+    if torch.compiler.is_compiling() and any(isinstance(x, Tensor) for x in _longest(asked)):
+        return "its longest length is on the device, which a compiled graph does not wait for"
+    return None
+
+
+def _longest(asked: Mapping[str, Any]) -> tuple[Any, Any]:
+    if "max_seqlen" in asked:
+        return asked["max_seqlen"], asked["max_seqlen"]
+    return asked.get("max_seqlen_q"), asked.get("max_seqlen_k")
+
+
+def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> AttentionSpec:
+    scale, causal = asked.get("softmax_scale"), bool(asked.get("causal", False))
+    left, right = (-1 if n is None or n < 0 else n for n in asked.get("window_size", (-1, -1)))
+    # Said so, `varlen_attn` has causal attention.
+    if "causal" not in asked and (left, right) == (-1, 0):
+        causal, right = True, -1
+    documents = None
+    if is_packed:
+        several = "max_seqlen" in asked
+        longest = [asked["max_seqlen" if several else f"max_seqlen_{x}"] for x in "qk"]
+        # A library waits for a length on the device itself. Without one it takes all tokens.
+        lengths = [x.size(2) if n is None else int(n) for n, x in zip(longest, (q, k), strict=True)]
+        documents = Documents(*_starts(asked), *lengths)
+    return AttentionSpec(
+        q.size(3) ** -0.5 if scale is None else float(scale),
+        causal,
+        dropout_p=float(asked.get("dropout_p", 0.0)),
+        window=(left, right),
+        documents=documents,
+        softcap=max(float(asked.get("softcap") or 0.0), 0.0),
+        sinks=asked.get("learnable_sink"),
+    )
+
+
+def lse_of(lse: Tensor, entry: LibraryEntryPoint) -> Tensor:
+    """LSE as libraries return it: `(B, H, N)`, of packed sequences `(H, T)`."""
+    return lse.squeeze(0) if entry.is_packed else lse

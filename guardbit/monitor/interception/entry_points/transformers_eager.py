@@ -1,0 +1,227 @@
+"""Attention of Hugging Face's models with `attn_implementation="eager"`: watched, not switched.
+
+Each model has an `eager_attention_forward` of its own, and gets it from
+`AttentionInterface.get_interface`, which is what is stood in for. What such a function computes is
+not taken from its arguments on trust: once a module, it is run on its first sequence in FP32 and
+compared with what the arguments say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.kernels.attention import is_inside_site, site_stack
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.entry_points.base import (
+    Bound,
+    EntryPoint,
+    Refusal,
+    as_given,
+    heads_first,
+    heads_of,
+    is_empty,
+)
+from guardbit.monitor.interception.entry_points.refusals import (
+    why_dropout,
+    why_groups,
+    why_mask,
+    why_now,
+    why_tensors,
+    why_unmeasured,
+)
+from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
+
+_NAME = "transformers' eager attention"
+_COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
+
+# Of what is compared in FP32, in units of the largest value: no rounding is as large, and another
+# formula is hardly ever as near.
+_TOLERANCE = 1e-3
+
+# Why what a module calls is not what its arguments say, or None.
+_checked: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
+
+
+def bind(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> Bound | Refusal:
+    """Binds a call, see `base.EntryPoint`; the output lies as (batch, tokens, heads, head size)."""
+    why = (
+        why_mask(attention_mask)
+        or why_mask(position_bias)
+        or why_dropout(dropout)
+        or why_tensors(query, key, value)
+        or why_groups(query, key)
+        or why_now(query, key, value)
+    )
+    if why is not None:
+        return Refusal(why, query, key)
+    mask = attention_mask
+    if position_bias is not None:
+        mask = position_bias if mask is None else mask + position_bias
+    spec = AttentionSpec(
+        1.0 / math.sqrt(query.size(-1)) if scaling is None else scaling,
+        mask=mask,
+        dropout_p=float(dropout),
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.detach(),
+    )
+    return Bound(query, key, value, spec)
+
+
+def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
+    """Stands in for `AttentionInterface.get_interface`; see there."""
+    assert EAGER.original is not None
+    found = EAGER.original(self, attn_implementation, default)
+    if found is default and is_inside_site():
+        return functools.partial(attend, found)
+    return found
+
+
+def attend(
+    original: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stands in for a model's `eager_attention_forward`."""
+    if torch.compiler.is_compiling():
+        if is_inside_site():
+            note_traced_call(site_stack[-1], heads_of(query, key), _COMPILED, _NAME)
+        return original(module, query, key, value, *args, **kwargs)
+    watched = _watched(original, module, (query, key, value, *args), kwargs)
+    if watched is None:
+        return original(module, query, key, value, *args, **kwargs)
+    watch, bound = watched
+    query = watch.query(query)
+    out, weights = original(module, query, key, value, *args, **kwargs)
+    out = watch.output(heads_first(out, "BNHD"), query, key, value, bound.spec)
+    return as_given(out, "BNHD"), watch.weights(weights)
+
+
+@guarded
+def _watched(
+    original: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Watch, Bound] | None:
+    """Notes an eager call; returns what is to hear of it where somebody listens."""
+    if not is_inside_site():
+        return None
+    number = int(site_stack[-1])
+    found = bind(module, *args, **kwargs)
+    q, k = found.q, found.k
+    if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
+        return None
+    why = found.why if isinstance(found, Refusal) else why_unmeasured(found.spec)
+    if why is None and isinstance(found, Bound):
+        why = _why_other(original, module, found, args, kwargs)
+    refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
+    note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
+    state = site_state(number)
+    state.begin_forward()
+    if why is not None or isinstance(found, Refusal) or state.is_unheard:
+        return None
+    state.stock_dropout_p = found.spec.dropout_p
+    return Watch(number), found
+
+
+def _why_other(
+    original: Callable[..., Any],
+    module: nn.Module,
+    bound: Bound,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> str | None:
+    """Why a module's function computes something else than its arguments say, or None."""
+    if module not in _checked:
+        try:
+            is_same = _is_what_is_said(original, module, bound, args, kwargs)
+            name = f"{getattr(original, '__module__', '?')}.eager_attention_forward"
+            _checked[module] = (
+                None if is_same else f"{name} computes something else than its arguments say"
+            )
+        except Exception as error:
+            _checked[module] = f"its function could not be tried on its own: {error}"
+    return _checked[module]
+
+
+def _is_what_is_said(
+    original: Callable[..., Any],
+    module: nn.Module,
+    bound: Bound,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    batch = bound.q.size(0)
+
+    def first(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x[:1] if x.dim() and x.size(0) == batch else x
+        return x.detach().float() if x.is_floating_point() else x
+
+    args = tuple(first(x) for x in args)
+    kwargs = {name: first(x) for name, x in kwargs.items()} | {"dropout": 0.0}
+    with torch.no_grad(), torch.autocast(bound.q.device.type, enabled=False):
+        said = bind(module, *args, **kwargs)
+        assert isinstance(said, Bound)
+        ours = _plain(said).transpose(1, 2)
+        theirs, _ = original(module, *args, **kwargs)
+        if theirs.shape != ours.shape:
+            return False
+        # Rows that see no key: each function has its own idea of them.
+        seen = ours.isfinite()
+        difference = (theirs - ours).where(seen, 0.0).abs().max()
+        return bool(difference <= _TOLERANCE * said.v.abs().max())
+
+
+def _plain(bound: Bound) -> Tensor:
+    """What the arguments say, `(B, H, N, D)`."""
+    q, k, v, spec = bound[:4]
+    group = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(-1, -2) * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.mask is not None:
+        scores = scores + spec.mask
+    if spec.sinks is None:
+        return scores.softmax(-1) @ v
+    sinks = spec.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], -1).softmax(-1)[..., :-1] @ v
+
+
+EAGER = EntryPoint(
+    _NAME,
+    home="transformers.modeling_utils",
+    attribute="AttentionInterface.get_interface",
+    stand_in=get_interface,
+    bind=bind,
+)

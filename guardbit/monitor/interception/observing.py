@@ -1,0 +1,351 @@
+"""Attention that GuardBit does not know: its own code says what q, k and v are.
+
+The one stabilizer that such attention can have is `centered_keys`, which changes the keys and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.kernels.attention import is_inside_site, is_jit_traced, site_stack
+from guardbit.kernels.centering import center_keys
+from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
+from guardbit.kernels.switchboard import AttentionCall, is_recomputing, site_state
+from guardbit.monitor.interception.calls import Heads
+from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.entry_points.base import (
+    Layout,
+    as_given,
+    heads_first,
+    heads_of,
+    is_empty,
+)
+from guardbit.monitor.interception.entry_points.refusals import (
+    why_groups,
+    why_mask,
+    why_now,
+    why_tensors,
+)
+from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
+from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.watching import Watch
+
+_OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
+
+_COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
+_ONLY_KEYS = (
+    "GuardBit knows its tensors only, not how attention is computed from them, so centered_keys is"
+    " the only stabilizer that works"
+)
+
+# Sites whose last ordinary forward had no gradients: reentrant checkpoints run it again with them.
+_to_be_heard: set[int] = set()
+
+
+class _Heard(NamedTuple):
+    """A call that was noted.
+
+    Attributes:
+        number: Number of the site.
+        k: The keys to go on with.
+        spec: What the call asks for.
+        listens: Whether somebody wants to hear of the call.
+        names: What each head runs.
+    """
+
+    number: int
+    k: Tensor
+    spec: AttentionSpec
+    listens: bool
+    names: tuple[str, ...]
+
+
+def observe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    module: nn.Module | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Shows GuardBit the tensors of attention that it does not know; one line before it.
+
+    >>> q, k, v = torch.zeros(3, 1, 2, 8, 16)
+    >>> q, k, v = observe(q, k, v, causal=True)
+
+    What is returned is what was given, unless heads are switched to `centered_keys`: then their
+    keys come back without what they have in common, which the softmax does not see. Watched are the
+    indicators that need no gradient: multiple maxima, the largest logit, entropy, and the norms of
+    the weights. `watch_attention` shows the gradients too.
+
+    Outside of an instrumented model, and in compiled code, it does nothing; in the second case the
+    monitor says so.
+
+    Args:
+        q: Queries `(B, H, N, D)`.
+        k: Keys `(B, H_kv, M, D)`, H a multiple of H_kv.
+        v: Values, shape of k.
+        causal: False; True: query n sees keys up to n + M - N; "top-left": up to n.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+        mask: Boolean, True where a query sees a key, or floating, added to the scaled scores;
+            broadcasts to `(B, H, N, M)`.
+        module: The instrumented module that the attention belongs to; None for the innermost one
+            that is running.
+
+    Returns:
+        q, k and v.
+
+    Raises:
+        TypeError: If q, k or v is no tensor.
+        ValueError: If `causal` is none of the three.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
+    check_causal(causal)
+    if torch.compiler.is_compiling():
+        _note_traced(module, heads_of(q, k), _OBSERVE)
+        return q, k, v
+    heard = _hear(module, q, k, v, (causal, scale, mask), _OBSERVE)
+    if heard is None:
+        return q, k, v
+    if heard.listens:
+        _tell(heard, q, k, v)
+    return q, heard.k, v
+
+
+def watch_attention(
+    module: nn.Module,
+    *,
+    q: str = "q",
+    k: str = "k",
+    v: str = "v",
+    mask: str | None = None,
+    out: int | None = None,
+    causal: Causal = False,
+    scale: float | None = None,
+    layout: Layout = "BHND",
+    fused: bool = False,
+) -> Callable[[], None]:
+    """Shows GuardBit a module whose `forward` takes q, k and v and returns what attention makes.
+
+    >>> class Core(nn.Module):
+    ...     def forward(self, queries, keys, values): ...
+    >>> take_back = watch_attention(Core(), q="queries", k="keys", v="values")
+
+    As `observe`, and the gradients of the output and of the queries are heard of besides, so that
+    dQ is compared with an exact one. The module computes what it computed, to the bit.
+
+    Args:
+        module: The module; in a model that is instrumented, before or after this.
+        q: Name of the argument of its `forward` that is the queries.
+        k: The same of the keys.
+        v: The same of the values.
+        mask: The same of a mask; None where there is none.
+        out: Which of its outputs is attention's; None where it returns that alone.
+        causal: See `observe`.
+        scale: See `observe`.
+        layout: How the tensors lie, the output too: "BHND" is (batch, heads, tokens, head size),
+            "BNHD" (batch, tokens, heads, head size).
+        fused: Whether its backward takes delta from the output, as FlashAttention's does. Then the
+            bias of delta is watched; attention that is written out has none.
+
+    Returns:
+        What takes it back.
+
+    Raises:
+        TypeError: If `module` is no module.
+        ValueError: If its `forward` has no such argument, or an option is none of the above.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected an nn.Module")
+    signature = inspect.signature(module.forward)
+    for name in (q, k, v) if mask is None else (q, k, v, mask):
+        if name not in signature.parameters:
+            known = ", ".join(signature.parameters)
+            raise ValueError(
+                f"{type(module).__name__}.forward has no argument '{name}'; there are {known}"
+            )
+    if layout not in ("BHND", "BNHD"):
+        raise ValueError(f"layout is {layout!r}; allowed are 'BHND' and 'BNHD'")
+    check_causal(causal)
+    shown = _Shown(signature, q, k, v, mask, out, (causal, scale), layout, fused)
+    handles = (
+        module.register_forward_pre_hook(shown.begin, with_kwargs=True),
+        module.register_forward_hook(shown.end, always_call=True),
+    )
+
+    def take_back() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return take_back
+
+
+@dataclass
+class _Shown:
+    """The hooks of a module that `watch_attention` was called with; see there."""
+
+    signature: inspect.Signature
+    q: str
+    k: str
+    v: str
+    mask: str | None
+    out: int | None
+    asked: tuple[Causal, float | None]
+    layout: Layout
+    fused: bool
+    # Of calls that have begun and not ended; a module may call itself.
+    running: list[_Running | None] = field(default_factory=list)
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            _note_traced(module, (0, 0, 0), _WATCH)
+            return None
+        begun = self._begin(module, args, kwargs)
+        self.running.append(None if begun is None else begun[0])
+        return None if begun is None else begun[1]
+
+    @guarded
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Running | None, tuple[tuple[Any, ...], dict[str, Any]]] | None:
+        bound = self.signature.bind(*args, **kwargs)
+        named = bound.arguments
+        q, k, v = (heads_first(named[name], self.layout) for name in (self.q, self.k, self.v))
+        mask = None if self.mask is None else named.get(self.mask)
+        heard = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
+        if heard is None:
+            return None
+        named[self.k] = as_given(heard.k, self.layout)
+        running = None
+        if heard.listens:
+            running = _Running(Watch(heard.number), (q, k, v), heard.spec)
+            named[self.q] = as_given(running.watch.query(q), self.layout)
+        return running, (bound.args, bound.kwargs)
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return None
+        running = self.running.pop() if self.running else None
+        # None: the forward has failed, or a checkpoint has seen enough of it.
+        return None if running is None or output is None else self._end(running, output)
+
+    @guarded
+    def _end(self, running: _Running, output: Any) -> Any:
+        out = heads_first(output if self.out is None else output[self.out], self.layout)
+        out = running.watch.output(out, *running.tensors, running.spec, keeps_output=self.fused)
+        out = as_given(out, self.layout)
+        if self.out is None:
+            return out
+        return tuple(out if place == self.out else x for place, x in enumerate(output))
+
+
+class _Running(NamedTuple):
+    """A call of a shown module: who hears of it, q, k and v, and what it asks for."""
+
+    watch: Watch
+    tensors: tuple[Tensor, Tensor, Tensor]
+    spec: AttentionSpec
+
+
+def _number(module: nn.Module | None) -> int | None:
+    """Number of the site that a call belongs to, or None outside of any."""
+    if is_jit_traced():
+        return None
+    if module is not None and probe.site is None:
+        is_known = hasattr(module, SITE_ATTRIBUTE)
+        number = site_number(module) if is_known else None
+        return number if number is not None and site_modules.get(number) is module else None
+    return int(site_stack[-1]) if is_inside_site() else None
+
+
+def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:
+    if module is not None and hasattr(module, SITE_ATTRIBUTE):
+        note_traced_call(getattr(module, SITE_ATTRIBUTE), heads, _COMPILED, entry)
+    elif is_inside_site():
+        note_traced_call(site_stack[-1], heads, _COMPILED, entry)
+
+
+@guarded
+def _hear(
+    module: nn.Module | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    asked: tuple[Causal, float | None, Tensor | None],
+    entry: str,
+) -> _Heard | None:
+    """Notes an eager call; returns it unless the original tensors are to be used and no more."""
+    number = _number(module)
+    if number is None or is_empty(q, k) or probe.note_call(number, q, k):
+        return None
+    causal, scale, mask = asked
+    why = why_mask(mask) or why_tensors(q, k, v) or why_groups(q, k) or why_now(q, k, v)
+    why = note_call(number, heads_of(q, k), why, entry)
+    if why is not None:
+        return None
+    spec = AttentionSpec(1.0 / math.sqrt(q.size(-1)) if scale is None else scale, causal, mask)
+    state = site_state(number)
+    state.requested = ("none",) * q.size(1)
+    state.begin_forward()
+    is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    if not is_recomputing():
+        (_to_be_heard.discard if is_training else _to_be_heard.add)(number)
+    names = tuple(name if name == "centered_keys" else "none" for name in state.running)
+    if is_training:
+        state.ran_at = state.clock.now
+        state.note(names, "" if names == state.running else _ONLY_KEYS)
+    heads = tuple(head for head, name in enumerate(names) if name == "centered_keys")
+    if heads:
+        k = _Centered.apply(k, heads, q.size(1))
+    return _Heard(number, k, spec, is_training and not state.is_unheard, names)
+
+
+class _Centered(torch.autograd.Function):
+    """Keys without their mean, which is a constant to the gradients: they do not see it either."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, heads: tuple[int, ...], num_heads: int) -> Tensor:
+        return center_keys(k, heads, num_heads).k
+
+    @staticmethod
+    def backward(ctx: Any, *d_outs: Any) -> Any:
+        return d_outs[0], None, None
+
+
+@guarded
+def _tell(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Tells the observer of a call in its forward: once, also under activation checkpointing."""
+    if is_recomputing() and heard.number not in _to_be_heard:
+        return
+    observer = site_state(heard.number).observer
+    if observer is not None:
+        observer(
+            AttentionCall(
+                site=heard.number,
+                q=q.detach(),
+                k=k.detach(),
+                v=v.detach(),
+                out=None,
+                residual=None,
+                d_out=None,
+                dq=None,
+                dk=None,
+                dv=None,
+                spec=heard.spec,
+                stabilizers=heard.names,
+            )
+        )

@@ -1,0 +1,239 @@
+"""Packed attention and the functions of flash_attn: engines, proofs, and what a switch changes.
+
+The libraries are stood in for by `tests.flash_stand_in`; the truth is FP64, document by document.
+"""
+
+import functools
+import sys
+
+import pytest
+import torch
+
+from guardbit.kernels.engines import LIBRARIES, library_engine
+from guardbit.kernels.engines.library import library_layout
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.library import library_attention
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import add_site, remove_site, site_state
+from tests import flash_stand_in
+from tests.kernels.spec_cases import dense
+from tests.kernels.spec_cases import packed as packed_on
+
+ENGINES = tuple(LIBRARIES)
+
+
+def packed(queries, keys):
+    return packed_on(queries, keys, "cpu")
+
+
+def sinks(*values):
+    return torch.tensor(values)
+
+
+#: Lengths of documents: of one token and of none, and longer than a tile.
+LENGTHS = [40, 1, 0, 150, 7]
+#: Other keys than queries, each query with one to see.
+OTHERS = [60, 1, 0, 150, 9]
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    take_back = flash_stand_in.install(monkeypatch)
+    yield
+    take_back()
+
+
+@pytest.fixture
+def site():
+    number = add_site("library")
+    yield number
+    remove_site(number)
+
+
+#: What can be asked for -> the spec and the shape B, H, H_kv, N, M, and who takes it.
+CASES = {
+    "documents": (AttentionSpec(0.2, True, documents=packed(LENGTHS, LENGTHS)), 2, ENGINES),
+    "other keys": (AttentionSpec(0.2, True, documents=packed(LENGTHS, OTHERS)), 2, ENGINES),
+    "all see all": (AttentionSpec(0.2, documents=packed(LENGTHS, OTHERS)), 1, ENGINES),
+    "window": (
+        AttentionSpec(0.2, window=(20, 0), documents=packed(LENGTHS, LENGTHS)), 4, ENGINES,
+    ),
+    "batch": (AttentionSpec(0.2, True), 2, ENGINES[1:]),
+    "batch, window": (AttentionSpec(0.2, True, window=(30, 5)), 4, ENGINES[1:]),
+    "soft cap": (AttentionSpec(1.0, True, softcap=5.0), 2, ENGINES[1:]),
+    "sinks": (
+        AttentionSpec(0.2, True, sinks=sinks(0.5, -1.0, 3.0, -30.0).bfloat16()), 2, ENGINES[3:],
+    ),
+    "packed sinks": (
+        AttentionSpec(
+            0.2, True, documents=packed(LENGTHS, LENGTHS), sinks=sinks(0.5, -1.0, 3.0, 0.0)
+        ), 2, ENGINES[3:],
+    ),
+}  # fmt: skip
+WHO = [(name, engine) for name, (*_, who) in CASES.items() for engine in who]
+
+
+def tensors(spec, kv_heads, width=32, sharpness=0.4):
+    """d_out, q, k, v in a library's memory; tokens attend to themselves, as where delta is off."""
+    batch, rows, keys = 2, 70, 70
+    if spec.documents is not None:
+        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(length, heads):
+        made = torch.randn(batch, length, heads, width, generator=generator)
+        return made.transpose(1, 2)
+
+    d_out, q, k, v = (
+        normal(*x) for x in ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
+    )
+    if rows == keys:
+        q = q + sharpness * 8 * k.repeat_interleave(4 // kv_heads, 1)
+    return [x.bfloat16() for x in (d_out, q, k, v)]
+
+
+def run(engine, spec, inputs, site):
+    d_out, *qkv = inputs
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    if spec.sinks is not None:
+        leaves.append(spec.sinks.clone().requires_grad_())
+        spec = AttentionSpec(**{**vars(spec), "sinks": leaves[3]})
+    out, _ = library_attention(*leaves[:3], torch.tensor(site), spec, library_engine(engine, False))
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def relative(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.parametrize(("case", "engine"), WHO)
+def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case, engine, site):
+    spec, kv_heads, _ = CASES[case]
+    inputs = tensors(spec, kv_heads)
+    exact = dense(*inputs, spec)
+    state = site_state(site)
+    native = run(engine, spec, inputs, site)
+    # The forward rounds P and O to BF16, 2^-9 each at most; the errors add up as independent ones.
+    assert relative(native[0], exact.out) < 4e-3
+    state.switch(("none", "exact_delta", "exact_delta", "none"))
+    found = run(engine, spec, inputs, site)
+    assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
+    assert state.launches["backward", engine] == state.launches["forward", engine] == 2
+    assert torch.equal(found[0], native[0])
+    assert torch.equal(found[1][:, [0, 3]], native[1][:, [0, 3]])
+    assert torch.equal(found[3], native[3])
+    own, others = found[1][:, 1:3], native[1][:, 1:3]
+    assert relative(own, exact.dq[:, 1:3]) < relative(others, exact.dq[:, 1:3])
+    # dS and dQ are rounded to BF16, by 0.166 % each in the mean square.
+    assert relative(own, exact.dq[:, 1:3]) < 4e-3
+    if spec.sinks is not None:
+        # It sums all rows: what rounding O takes from delta does not average out.
+        miss = (found[4].double() - exact.d_sinks).abs()[1:3]
+        # The library rounds to the sinks' own format.
+        step = exact.d_sinks.abs()[1:3] * (2**-8 if spec.sinks.dtype == torch.bfloat16 else 1e-5)
+        assert (miss <= step + 1e-5).all()
+
+
+@pytest.mark.parametrize(("case", "engine"), WHO)
+def test_each_engine_proves_itself_in_what_it_is_asked_for(case, engine):
+    spec, kv_heads, _ = CASES[case]
+    _, q, k, v = tensors(spec, kv_heads)
+    proof = proof_of(library_engine(engine, False), q, k, v, spec, False)
+    assert not proof.failure, proof
+    assert all(field in proof.configuration for field in spec.extras)
+
+
+def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, site):
+    spec = CASES["batch, window"][0]
+    module = sys.modules["flash_attn_interface"]
+    backward = module._flash_attn_backward
+
+    @functools.wraps(backward)
+    def uses_more(dout, q, k, v, out, *others, dv, **named):
+        backward(dout, q, k, v, out, *others, dv=dv, **named)
+        dv.add_(out[:, :, ::2])
+
+    monkeypatch.setattr(module, "_flash_attn_backward", uses_more)
+    inputs = tensors(spec, 2, width=48)
+    native = run("flash_attn_3", spec, inputs, site)
+    state = site_state(site)
+    state.switch(("exact_delta",) * 4)
+    assert all(map(torch.equal, run("flash_attn_3", spec, inputs, site), native))
+    assert state.ran == ("none",) * 4
+    assert "exact_delta is not possible: the kernel of flash_attn_3" in state.substituted
+
+
+@pytest.mark.parametrize("name", ["compensated", "stochastic", "row_max"])
+def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site):
+    spec, kv_heads, _ = CASES["documents"]
+    inputs = tensors(spec, kv_heads)
+    state = site_state(site)
+    state.switch((name,) * 4)
+    run("varlen_attn", spec, inputs, site)
+    assert state.ran == ("exact_delta" if name == "compensated" else "none",) * 4
+    assert "does not take the place of the kernel of varlen_attn" in state.substituted
+
+
+def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):
+    spec, kv_heads, _ = CASES["documents"]
+    d_out, q, k, v = tensors(spec, kv_heads)
+    k = k + 20 * torch.randn(1, kv_heads, 1, 32, generator=torch.Generator().manual_seed(1))
+    inputs = [d_out, q, k.bfloat16(), v]
+    exact = dense(*inputs, spec)
+    native = run("varlen_attn", spec, inputs, site)
+    state = site_state(site)
+    state.switch(("centered_keys",) * 4)
+    found = run("varlen_attn", spec, inputs, site)
+    assert state.ran == ("centered_keys",) * 4
+    assert relative(found[0], exact.out) < 2e-2
+    assert relative(found[1], exact.dq) < relative(native[1], exact.dq)
+
+
+def test_dropout_drops_the_same_again_and_is_not_switched(site):
+    spec = AttentionSpec(0.2, True, dropout_p=0.25)
+    inputs = tensors(spec, 2)
+    torch.manual_seed(3)
+    native = run("flash_attn", spec, inputs, site)
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in inputs[1:]]
+    torch.manual_seed(3)
+    out = sys.modules["flash_attn"].flash_attn_func(*leaves, 0.25, 0.2, True)
+    out.backward(inputs[0].transpose(1, 2))
+    stock = [out, *(x.grad for x in leaves)]
+    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, stock, strict=True))
+    state = site_state(site)
+    state.switch(("exact_delta",) * 4)
+    run("flash_attn", spec, inputs, site)
+    assert state.ran == ("none",) * 4
+    assert "the kernel of flash_attn drops entries of P (dropout 0.25)" in state.substituted
+
+
+def test_what_an_observer_is_told_is_the_call(site):
+    spec, kv_heads, _ = CASES["window"]
+    inputs = tensors(spec, kv_heads)
+    state, told = site_state(site), []
+    state.observer = told.append
+    native = run("varlen_attn", spec, inputs, site)
+    (call,) = told
+    assert call.spec.window == (20, 0)
+    assert torch.equal(call.spec.documents.cu_queries, spec.documents.cu_queries)
+    assert torch.equal(call.out, native[0]) and torch.equal(call.dq, native[1])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tensors_are_handed_over_as_views(engine):
+    spec = CASES["documents"][0]
+    q = tensors(spec, 2)[1]
+    seen = library_layout(q, spec)
+    assert seen.shape == (len(q[0, 0]), 4, 32) and seen.data_ptr() == q.data_ptr()
+    out, lse = library_engine(engine, False).forward(q, q, q, spec, True, None)
+    assert out.shape == q.shape and lse.shape == q.shape[:-1]
+
+
+def test_another_release_of_a_library_is_refused_with_what_it_lacks(monkeypatch):
+    engine = library_engine("flash_attn", False)
+    assert engine.why_missing(True) is None and engine.why_missing(False) is None
+    home = sys.modules["flash_attn.flash_attn_interface"]
+    monkeypatch.setattr(home, "_wrapped_flash_attn_forward", lambda q, k, v, window_size: None)
+    assert "do not take" in engine.why_missing(False)
+    monkeypatch.delattr(home, "_wrapped_flash_attn_varlen_backward")
+    assert "no functions that GuardBit knows" in engine.why_missing(True)

@@ -1,0 +1,156 @@
+"""varlen_attn on the GPU, and the packages of FlashAttention where they are installed."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import varlen
+
+import guardbit
+from guardbit.kernels.engines import library_engine
+from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.library import library_attention
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import add_site, remove_site, site_state
+from tests.kernels.spec_cases import dense, packed
+
+pytestmark = pytest.mark.gpu
+
+HOMES = {
+    "varlen_attn": "torch.nn.attention.varlen",
+    "flash_attn": "flash_attn.flash_attn_interface",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute.interface",
+}
+LENGTHS, OTHERS = [300, 1, 0, 129, 70], [310, 1, 0, 200, 70]
+SPECS = {
+    "documents": lambda: AttentionSpec(0.125, True, documents=packed(LENGTHS, LENGTHS)),
+    "other keys": lambda: AttentionSpec(0.125, documents=packed(LENGTHS, OTHERS)),
+    "window": lambda: AttentionSpec(0.125, window=(100, 0), documents=packed(LENGTHS, LENGTHS)),
+    "batch": lambda: AttentionSpec(0.125, True),
+    "batch, window": lambda: AttentionSpec(0.125, True, window=(100, 0)),
+    "soft cap": lambda: AttentionSpec(0.125, True, softcap=20.0),
+    "sinks": lambda: AttentionSpec(
+        0.125, True, sinks=torch.tensor([0.5, -1.0, 3.0, 0.0]).cuda().bfloat16()
+    ),
+}
+PACKED = {"documents", "other keys", "window"}
+
+
+def tensors(spec, kv_heads, width):
+    batch, rows, keys = 2, 448, 448
+    if spec.documents is not None:
+        batch, rows, keys = 1, *(int(x[-1]) for x in spec.documents[:2])
+    generator = torch.Generator("cuda").manual_seed(rows)
+
+    def normal(length, heads):
+        made = torch.randn(batch, length, heads, width, generator=generator, device="cuda")
+        return made.transpose(1, 2)
+
+    sizes = ((rows, 4), (rows, 4), (keys, kv_heads), (keys, kv_heads))
+    d_out, q, k, v = (normal(*size) for size in sizes)
+    if rows == keys:  # tokens attend to themselves, as where delta is off
+        q = q + 0.4 * k.repeat_interleave(4 // kv_heads, 1)
+    return [x.bfloat16() for x in (d_out, q, k, v)]
+
+
+def run(engine, spec, inputs, site):
+    d_out, *qkv = inputs
+    leaves = [x.clone().requires_grad_() for x in qkv]
+    out, _ = library_attention(*leaves, torch.tensor(site), spec, library_engine(engine, False))
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
+
+
+def relative(found, exact):
+    return ((found.double() - exact).norm() / exact.norm()).item()
+
+
+@pytest.fixture
+def site():
+    number = add_site("library")
+    yield number
+    remove_site(number)
+
+
+@pytest.mark.parametrize("case", SPECS)
+@pytest.mark.parametrize(("kv_heads", "width"), [(4, 64), (2, 128)])
+@pytest.mark.parametrize("engine", HOMES)
+def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
+    engine, kv_heads, width, case, site
+) -> None:
+    try:
+        importlib.import_module(HOMES[engine])
+    except ImportError as error:
+        pytest.skip(str(error))
+    if engine == "varlen_attn" and case not in PACKED:
+        pytest.skip("it takes packed sequences only")
+    if case == "sinks" and engine != "flash_attn_4":
+        pytest.skip("it takes no sinks")
+    spec = SPECS[case]()
+    inputs = tensors(spec, kv_heads, width)
+    exact = dense(*inputs, spec)
+    native = [run(engine, spec, inputs, site) for _ in range(3)]
+    proof = proof_of(library_engine(engine, False), *inputs[1:], spec, False)
+    assert not proof.failure, proof
+    state = site_state(site)
+    state.switch(("none", "exact_delta", "exact_delta", "none"))
+    found = run(engine, spec, inputs, site)
+    assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
+    assert torch.equal(found[0], native[0][0])
+    if all(torch.equal(each[1], native[0][1]) for each in native):
+        assert torch.equal(found[1][:, [0, 3]], native[0][1][:, [0, 3]])
+    after, before = (relative(x[1][:, 1:3], exact.dq[:, 1:3]) for x in (found, native[0]))
+    assert after < before
+    # dS and dQ are rounded to BF16, by 0.166 % each in the mean square.
+    assert after < 4e-3
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(256, 768)
+        self.documents = packed(LENGTHS, LENGTHS)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(1)
+        starts, _, longest, _ = self.documents
+        out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0))
+        return out.flatten(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_on_varlen_attn_keeps_its_bits_until_it_is_switched(compiled) -> None:
+    torch.manual_seed(0)
+    model = Packed().cuda().bfloat16()
+    with torch.no_grad():
+        model.qkv.weight.mul_(3)
+    x = torch.randn(sum(LENGTHS), 256, device="cuda", dtype=torch.bfloat16)
+
+    def step(run):
+        model.zero_grad()
+        out = run(x)
+        out.float().square().mean().backward()
+        return out.detach().clone(), model.qkv.weight.grad.clone()
+
+    before = [step(model) for _ in range(3)]
+    inst = guardbit.instrument(model)
+    try:
+        run_ = torch.compile(model, fullgraph=True) if compiled else model
+        watched = step(run_)
+        (name,) = inst.sites
+        assert inst.sites[name].refusal is None
+        if not compiled:  # Inductor fuses the projections' bias otherwise
+            assert torch.equal(watched[0], before[0][0])
+        if not compiled and all(torch.equal(each[1], before[0][1]) for each in before):
+            assert torch.equal(watched[1], before[0][1])
+        inst.switch("*", "exact_delta")
+        switched = step(run_)
+        assert inst.stabilizers()[name] == ["exact_delta"] * 4
+        assert torch.equal(switched[0], watched[0])
+        assert not torch.equal(switched[1], watched[1])
+    finally:
+        inst.remove()
+        torch._dynamo.reset()

@@ -1,0 +1,418 @@
+"""varlen_attn and the functions of flash_attn inside models: as they are until a switch, and then.
+
+The libraries are stood in for by `tests.flash_stand_in`, which rounds as they do.
+"""
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import varlen
+from torch.utils.checkpoint import checkpoint
+
+import guardbit
+from guardbit.kernels.engines import proof
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from tests.kernels.spec_cases import dense, packed
+from tests.monitor.entry_points.library_models import (
+    LENGTHS,
+    LIBRARY,
+    WIDTH,
+    build,
+    by_name_of,
+    install,
+)
+
+
+@pytest.fixture(autouse=True)
+def borrower(monkeypatch):
+    """A module that has the functions by name, as users' have."""
+    module, take_back = install(monkeypatch)
+    yield module
+    take_back()
+
+
+FUNC, VARLEN = "flash_attn.flash_attn_func", "torch.nn.attention.varlen.varlen_attn"
+
+
+def by_name(name):
+    return next(entry for entry in LIBRARY if entry.name == name)
+
+
+def rows_of(gradient, heads):
+    """The rows of W_Q of some heads."""
+    return torch.cat([gradient[h * WIDTH : (h + 1) * WIDTH] for h in heads])
+
+
+@pytest.mark.parametrize("entry", LIBRARY, ids=lambda entry: entry.name)
+def test_a_function_keeps_its_bits_until_a_head_is_switched(entry, borrower, tiny):
+    model, x = build(entry)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        (site,) = inst.sites.values()
+        assert (site.entry, site.refusal) == (entry.name, None)
+        assert torch.equal(site.query_weight(2), rows_of(model[0].qkv.weight, [2]).float())
+        inst.switch("0", "exact_delta", heads=[1, 2])
+        switched = tiny.step(model, x)
+        assert inst.stabilizers()["0"] == ["none", "exact_delta", "exact_delta", "none"]
+        assert site.launches["backward", "exact_delta"] == 1
+        assert torch.equal(switched["loss"], before["loss"])
+        new, old = (step["0.qkv.weight"] for step in (switched, before))
+        assert torch.equal(rows_of(new, [0, 3]), rows_of(old, [0, 3]))
+        assert not torch.equal(rows_of(new, [1, 2]), rows_of(old, [1, 2]))
+    finally:
+        inst.remove()
+    original = vars(sys.modules[entry.home])[entry.attribute]
+    assert original is getattr(borrower, by_name_of(entry)) is entry.original
+    assert tiny.equal(tiny.step(model, x), before)
+
+
+@pytest.mark.parametrize("entry", LIBRARY, ids=lambda entry: entry.name)
+def test_a_stand_in_takes_what_the_function_takes(entry, tiny):
+    inst = guardbit.instrument(tiny.GPT())
+    try:
+        there = vars(sys.modules[entry.home])[entry.attribute]
+        assert there is entry.stand_in
+        assert inspect.signature(there) == inspect.signature(entry.original)
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(
+    "name", ["flash_attn.flash_attn_varlen_func", "flash_attn.flash_attn_func"]
+)
+def test_a_checkpointed_call_is_switched_and_keeps_its_bits(name, reentrant, borrower, tiny):
+    model, x = build(by_name(name))
+    model[0].options["dropout_p"] = 0.0
+    x.requires_grad_()
+
+    def run(x):
+        return checkpoint(model, x, use_reentrant=reentrant)
+
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x, run=run), before)
+        inst.switch("0", "exact_delta")
+        switched = tiny.step(model, x, run=run)
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+        assert torch.equal(switched["loss"], before["loss"])
+        assert tiny.equal(switched, tiny.step(model, x))
+        assert not tiny.equal(switched, before)
+    finally:
+        inst.remove()
+
+
+def test_dropout_is_watched_and_not_switched(borrower, tiny):
+    model, x = build(by_name(FUNC), dropout_p=0.3)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        inst.switch("0", "exact_delta")
+        assert tiny.equal(tiny.step(model, x), before)
+        assert inst.sites["0"].refusal is None
+        assert inst.stabilizers()["0"] == ["none"] * 4
+    finally:
+        inst.remove()
+
+
+COMPILED = ["flash_attn.flash_attn_func", "flash_attn.flash_attn_varlen_func",
+            "torch.nn.attention.varlen.varlen_attn"]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_model_is_switched_without_compiling_again(name, borrower, tiny):
+    model, x = build(by_name(name))
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        assert tiny.equal(tiny.step(model, x, run=compiled), before)
+        assert inst.sites["0"].refusal is None
+        count = counter.frame_count
+        inst.switch("0", "exact_delta", heads=[1])
+        switched = tiny.step(model, x, run=compiled)
+        assert counter.frame_count == count
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+        eager = tiny.step(model, x)
+        assert tiny.equal(switched, eager)
+        assert not torch.equal(switched["0.qkv.weight"], before["0.qkv.weight"])
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+
+
+class Lengths(nn.Module):
+    """Documents that are other ones in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x, starts, longest):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, WIDTH)).unbind(1)
+        attend = sys.modules["borrower"].flash_attn_flash_attn_varlen_func
+        return attend(q, k, v, starts, starts, longest, longest, causal=True).flatten(1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_lengths_that_vary_are_compiled_once_more_and_no_further(borrower, tiny):
+    torch.manual_seed(0)
+    model = Lengths().bfloat16()
+    inst = guardbit.instrument(model)
+    try:
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled, counts = torch.compile(model, backend=counter, fullgraph=True), []
+        for lengths in ([7, 12], [9, 5], [3, 30], [11, 8], [6, 2]):
+            starts, _, longest, _ = packed(lengths, lengths, "cpu")
+            x = torch.randn(sum(lengths), 64).bfloat16()
+            found = tiny.step(model, x, starts, longest, run=compiled)
+            assert tiny.equal(found, tiny.step(model, x, starts, longest))
+            counts.append(counter.frame_count)
+        assert counts[0] == 1 and set(counts[1:]) == {2}
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+
+
+def test_a_kernel_that_cannot_be_called_is_left_to_the_library(borrower, tiny, monkeypatch):
+    """A release whose private functions mean something else must not end the training."""
+    home = sys.modules["flash_attn_interface"]
+    backward = home._flash_attn_backward
+
+    @functools.wraps(backward)
+    def means_something_else(*args, **named):
+        if "deterministic" in named:  # which the library's own function does not pass here
+            raise RuntimeError("another release")
+        return backward(*args, **named)
+
+    monkeypatch.setattr(home, "_flash_attn_backward", means_something_else)
+    monkeypatch.setattr(proof, "_proofs", {})
+    model, x = build(by_name("flash_attn_interface.flash_attn_func"))
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        refusal = inst.sites["0"].refusal
+        assert refusal.startswith("GuardBit could not call the kernel of flash_attn_3 (bfloat16")
+        assert refusal.endswith("it failed: another release")
+    finally:
+        inst.remove()
+
+
+REFUSED = {
+    "ALiBi": (FUNC, {"alibi_slopes": torch.ones(4)}, "ALiBi slopes"),
+    "pages": ("flash_attn.flash_attn_varlen_func", {"block_table": torch.ones(4, 1)}, "in pages"),
+    "other": ("flash_attn_interface.flash_attn_func", {"num_splits": 2}, "`num_splits`"),
+    "function": ("flash_attn.cute.flash_attn_func", {"score_mod": max}, "by a function"),
+    "window of FA4": ("flash_attn.cute.flash_attn_func", {"window_size": (-1, 0)}, "window_size"),
+    "dropped P": (FUNC, {"dropout_p": 0.5, "return_attn_probs": True}, "what it dropped"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_understood_stays_with_the_library_and_is_said(case, borrower, tiny):
+    name, options, why = REFUSED[case]
+    model, x = build(by_name(name), **options)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        assert why in inst.sites["0"].refusal
+        with pytest.raises(ValueError, match=r".*"):
+            inst.switch("0", "exact_delta", heads=[1])
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda q, starts: (q.float(), starts), "float32"),
+        (lambda q, starts: (q[..., :20], starts), "no multiple of 8"),
+        (lambda q, starts: (q[0], starts), "not of the shape"),
+        (lambda q, starts: (q, starts.long()), "not INT32"),
+        (lambda q, starts: (q, None), "where its documents begin"),
+    ],
+    ids=["dtype", "head size", "shape", "starts", "no starts"],
+)
+def test_tensors_that_no_kernel_takes_are_left_to_the_function(change, why):
+    entry = by_name("flash_attn.flash_attn_varlen_func")
+    entry.find()
+    documents = packed([5, 3], [5, 3], "cpu")
+    q, starts = change(torch.randn(8, 4, 32).bfloat16(), documents.cu_queries)
+    assert why in entry.bind(q, q, q, starts, starts, 5, 5).why
+
+
+def test_what_a_call_asks_for_is_understood_by_name_and_by_place():
+    entry = by_name("flash_attn.flash_attn_varlen_func")
+    entry.find()
+    documents = packed([5, 3], [5, 3], "cpu")
+    q, starts = torch.randn(8, 4, 32).bfloat16(), documents.cu_queries
+    bound = entry.bind(q, q, q, starts, starts, torch.tensor(5), 5, 0.0, 0.5, True, (9, 0), 3.0)
+    assert bound.spec.documents[2:] == (5, 5)
+    assert (bound.spec.scale, bound.spec.causal) == (0.5, True)
+    assert (bound.spec.window, bound.spec.softcap) == ((9, 0), 3.0)
+    named = entry.bind(q, k=q, v=q, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=5,
+                       max_seqlen_k=5, deterministic=True, window_size=[-1, 2])  # fmt: skip
+    assert (named.spec.scale, named.spec.causal) == (32**-0.5, False)
+    assert named.spec.window == (-1, 2)
+    assert (bound.library.deterministic, named.library.deterministic) == (False, True)
+
+
+def test_what_is_returned_besides_is_returned(borrower, tiny):
+    entry = by_name("flash_attn.flash_attn_varlen_func")
+    documents = packed([5, 3], [5, 3], "cpu")
+    q = torch.randn(8, 4, 32).bfloat16().requires_grad_()
+
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+        def forward(self, function, *places, **options):
+            return function(q * self.weight, q, q, *places, **options)
+
+    model, places = Calls(), (*documents[:2], 5, 5)
+    wanted = {"return_aux": varlen.AuxRequest(lse=True)}
+    flash = borrower.flash_attn_flash_attn_varlen_func
+    before = model(flash, *places, return_attn_probs=True)
+    of_torch = model(varlen.varlen_attn, *places, **wanted)
+    inst = guardbit.instrument(model)
+    try:
+        for function, options, expected in (
+            (borrower.flash_attn_flash_attn_varlen_func, {"return_attn_probs": True}, before),
+            (varlen.varlen_attn, wanted, of_torch),
+        ):
+            found = model(function, *places, **options)
+            assert len(found) == len(expected)
+            assert all(map(torch.equal, found, expected))
+        (site,) = inst.sites.values()
+        assert site.entry == VARLEN and entry.original is flash
+    finally:
+        inst.remove()
+
+
+def test_a_cache_of_keys_is_inference_and_says_so(monkeypatch):
+    home = sys.modules["flash_attn.flash_attn_interface"]
+    monkeypatch.setattr(home, "flash_attn_with_kvcache", lambda q, *cache: q)
+
+    class Decoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return home.flash_attn_with_kvcache(self.linear(x), x, x)
+
+    decoder = Decoder()
+    inst = guardbit.instrument(decoder)
+    try:
+        decoder(torch.randn(1, 4))
+        (site,) = inst.sites.values()
+        assert "inference with a cache" in site.refusal
+    finally:
+        inst.remove()
+
+
+def measured(calls, num_heads=4):
+    metrics = AttentionMetrics(1, num_heads, None, 1e-3)
+    for call in calls:
+        metrics.update(0, call)
+    return dict(zip(MEASURED, metrics.compute(), strict=True))
+
+
+def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(borrower):
+    """Each row counts once, and sees its own document's keys only."""
+    entry = by_name(VARLEN)
+    model, x = build(entry)
+    attention, together, alone = model[0], [], []
+    inst = guardbit.instrument(model)
+    try:
+        state = site_state(inst.candidates["0"].number)
+        state.observer = together.append
+        model(x).float().square().mean().backward()
+        state.observer = alone.append
+        whole = together[0]
+        start = 0
+        for length in LENGTHS:
+            attention.documents = packed([length], [length], "cpu")
+            part = x.flatten(0, 1)[None, start : start + length]
+            out = model(part)
+            d_out = whole.d_out[:, :, start : start + length].transpose(1, 2).flatten(2)
+            out.backward(d_out)
+            start += length
+    finally:
+        inst.remove()
+    assert [call.q.shape[2] for call in alone] == LENGTHS
+    found, expected = measured(together), measured(alone)
+    for name in MEASURED:
+        # Sums of the same FP32 numbers in another order.
+        torch.testing.assert_close(
+            found[name], expected[name], rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0},
+        {"learnable_sink": torch.tensor([0.5, -2.0, 3.0, 0.0])},
+        {"window_size": (3, 0)},
+    ],
+    ids=["soft cap", "sinks", "window"],
+)
+def test_what_else_a_call_asks_for_is_in_its_indicators(options, borrower):
+    model, x = build(by_name("flash_attn.cute.flash_attn_varlen_func"), **options)
+    inst, calls = guardbit.instrument(model), []
+    try:
+        site_state(inst.candidates["0"].number).observer = calls.append
+        model(x).float().square().mean().backward()
+    finally:
+        inst.remove()
+    (call,) = calls
+    exact = dense(call.d_out, call.q, call.k, call.v, call.spec)
+    bias = (call.d_out.double() * (call.out.double() - exact.out)).sum((0, 2, 3))
+    found = measured(calls)
+    # The shadow is FP32: off by its rounding of each of 24 rows' 16 terms.
+    size = (call.d_out.double() * exact.out).abs().sum((0, 2, 3))
+    assert ((found["delta_bias"][0] - bias).abs() <= 1e-5 * size).all()
+    assert found["delta_bias"][0].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["flash_attn.flash_attn_varlen_func", VARLEN])
+def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, borrower):
+    entry = by_name(name)
+    model, x = build(entry)
+    lengths = [9, 0, 1, 14, 0]
+    model[0].documents = packed(lengths, lengths, "cpu")
+    inst, calls = guardbit.instrument(model), []
+    try:
+        state = site_state(inst.candidates["0"].number)
+        state.observer = calls.append
+        for name in ("none", "exact_delta"):
+            torch.manual_seed(5)
+            out = model(x)
+            out.backward(torch.randn(out.shape).to(out.dtype))
+            if name == "none":
+                inst.switch("0", "exact_delta")
+    finally:
+        inst.remove()
+    spec = AttentionSpec(WIDTH**-0.5, True, documents=packed(lengths, lengths, "cpu"))
+    plain, exact = calls
+    truth = dense(plain.d_out, plain.q, plain.k, plain.v, spec).dq
+    errors = [(call.dq.double() - truth).norm() for call in calls]
+    assert exact.stabilizers == ("exact_delta",) * 4
+    assert errors[1] < 0.8 * errors[0]

@@ -1,0 +1,272 @@
+"""Attention that is the user's own: `observe` and `watch_attention`."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import guardbit
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.store import read_metadata
+
+SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
+
+
+def einsum_attention(q, k, v):
+    scores = torch.einsum("bhnd,bhmd->bhnm", q, k) / 4
+    p = scores.masked_fill(~SEEN, -torch.inf).softmax(-1)
+    return torch.einsum("bhnm,bhmd->bhnd", p, v)
+
+
+class Core(nn.Module):
+    def forward(self, queries, keys, *, values):
+        return einsum_attention(queries, keys, values), "more"
+
+
+class Attention(nn.Module):
+    """`shows` is what is done with q, k and v before attention."""
+
+    def __init__(self, shows=lambda q, k, v: (q, k, v), how=None):
+        super().__init__()
+        self.qkv, self.core = nn.Linear(32, 96), Core()
+        self.shows, self.how = shows, how
+
+    def attend(self, x):
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        q, k, v = self.shows(q, k, v)
+        out, _ = self.core(q, k, values=v)
+        return x + out.transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        if self.how is None:
+            return self.attend(x)
+        return checkpoint(self.attend, x, use_reentrant=self.how == "reentrant")
+
+
+def observes(q, k, v):
+    return guardbit.observe(q, k, v, causal=True)
+
+
+def build(shows=observes, how=None):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), Attention(shows, how))
+
+
+def unseen(q, k, v):
+    return q, k, v
+
+
+def shown(how=None, **options):
+    """A model whose core is watched, and how that is taken back."""
+    model = build(unseen, how)
+    names = {"q": "queries", "k": "keys", "v": "values", "out": 0, "causal": True}
+    return model, guardbit.watch_attention(model[1].core, **{**names, **options})
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(1))
+
+
+CHECKPOINTS = [None, "reentrant", "not reentrant"]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # in evaluation
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_observe_gives_back_what_it_got_and_is_heard_once(how, x, tiny):
+    model, calls = build(how=how), []
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, x), before)
+        (call,) = calls
+        site = inst.sites["1"]
+        assert (site.entry, site.unwatched, site.refusal) == ("guardbit.observe", None, None)
+        weight = model[1].qkv.weight
+        assert torch.equal(site.query_weights(), weight[:32].view(2, 16, 32))
+        q = model[1].qkv(model[0](x))[..., :32].unflatten(-1, (2, 16)).transpose(1, 2)
+        assert torch.equal(call.q, q)
+        assert call.spec.causal is True
+        assert call.d_out is None
+        with torch.no_grad():
+            model(x)
+        assert len(calls) == 1, "of training only"
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize("by", ["observe", "watch_attention"])
+def test_the_switch_to_centered_keys(by, how, x, tiny):
+    model = build(how=how) if by == "observe" else shown(how)[0]
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, x)
+        (name,) = inst.sites
+        inst.switch("*", "centered_keys", heads=[1])
+        keys = []
+        handle = model[1].core.register_forward_pre_hook(
+            lambda _, args: keys.append(args[1].detach())
+        )
+        after = tiny.step(model, x)
+        handle.remove()
+        assert inst.stabilizers() == {name: ["none", "centered_keys"]}
+        given = model[1].qkv(model[0](x)).detach()[..., 32:64].unflatten(-1, (2, 16))
+        given = given.transpose(1, 2)
+        assert torch.equal(keys[0][:, 0], given[:, 0])
+        # FP32: a few ulps of numbers of size 1.
+        expected = given[:, 1] - given[:, 1].double().mean(1, keepdim=True)
+        torch.testing.assert_close(keys[0][:, 1].double(), expected, rtol=0, atol=1e-6)
+        for parameter, gradient in after.items():
+            torch.testing.assert_close(gradient, before[parameter], rtol=1e-4, atol=1e-6)
+        inst.switch("*", "none")
+        assert tiny.equal(tiny.step(model, x), before)
+    finally:
+        inst.remove()
+
+
+def test_other_stabilizers_are_said_not_to_run(x, tmp_path):
+    session = MonitorSession(model := build(), every_n_train_steps=1, dirpath=tmp_path)
+    for step in range(3):
+        with session.step(step):
+            model(x).square().mean().backward()
+        if step == 0:
+            session.switch("1", "exact_delta")
+    assert session.instrumentation.stabilizers() == {"1": ["none", "none"]}
+    session.close()
+    events = read_events(tmp_path)
+    assert any("centered_keys is the only stabilizer" in why for why in events.why)
+
+
+def by_hand(model, x):
+    """Attention in FP64: q, k, v, their output and dQ for the loss of `tiny.step`."""
+    x = model[0].double()(x.double())
+    q, k, v = (
+        y.unflatten(-1, (2, 16)).transpose(1, 2) for y in model[1].qkv.double()(x).chunk(3, -1)
+    )
+    q.retain_grad()
+    out = einsum_attention(q, k, v)
+    out.retain_grad()
+    (x + out.transpose(1, 2).flatten(2)).square().mean().backward()
+    return q, k, v, out
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["written out", "fused"])
+@pytest.mark.parametrize("how", CHECKPOINTS)
+def test_watch_attention_hears_of_gradients(how, fused, x, tiny):
+    (model, take_back), calls = shown(how, fused=fused), []
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, x), before)
+        (call,) = calls
+        (site,) = inst.sites.values()
+        assert (site.name, site.entry) == ("1.core", "guardbit.watch_attention")
+        weight = model[1].qkv.weight
+        assert torch.equal(site.query_weights(), weight[:32].view(2, 16, 32))
+        take_back()
+        tiny.step(model, x)
+        assert len(calls) == 1
+    finally:
+        inst.remove()
+    q, k, v, out = by_hand(model, x)
+    seen = {"q": q, "k": k, "v": v, "d_out": out.grad, "dq": q.grad}
+    for name, expected in (seen | ({"out": out} if fused else {})).items():
+        # FP32 against FP64, of sums of 32 terms.
+        torch.testing.assert_close(
+            getattr(call, name).double(), expected.detach(), rtol=1e-4, atol=1e-6
+        )
+    assert fused or call.out is None
+
+
+@pytest.mark.parametrize("by", ["observe", "watch_attention"])
+def test_compiled_nothing_is_watched_and_that_is_said(by, x, tiny):
+    torch._dynamo.reset()
+    model, calls = build() if by == "observe" else shown()[0], []
+    # What a compiler noted about a type, it says of all modules of that type.
+    for module in (model[1], model[1].core):
+        module.__class__ = type("Compiled", (type(module),), {})
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        after = tiny.step(model, x, run=run)
+        for name, gradient in after.items():
+            torch.testing.assert_close(gradient, before[name])
+        (site,) = inst.sites.values()
+        assert "compiled" in site.unwatched
+        with pytest.raises(ValueError, match="compiled not even these"):
+            inst.switch("*", "centered_keys")
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+    assert calls == []
+
+
+def test_indicators_of_a_run(x, tmp_path):
+    for name, model in (("observed", build()), ("shown", shown(fused=True)[0])):
+        session = MonitorSession(
+            model.bfloat16(), every_n_train_steps=2, dirpath=tmp_path / name, strict=True
+        )
+        for step in range(3):
+            with session.step(step):
+                model(x.bfloat16()).float().square().mean().backward()
+        session.close()
+        run = read_run(tmp_path / name)
+        last = set(run[(run.step == 2) & run.value.notna()].indicator)
+        gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_"))}
+        expected = set(guardbit.INDICATORS) - {"loss", "grad_norm"}
+        assert last == (expected - gradients if name == "observed" else expected)
+        (facts,) = read_metadata(tmp_path / name)["sites"].values()
+        assert facts["unwatched"] is None
+
+
+def test_outside_of_any_model_nothing_happens():
+    q, k, v = torch.randn(3, 1, 2, 9, 16)
+    assert all(a is b for a, b in zip(guardbit.observe(q, k, v), (q, k, v), strict=True))
+
+
+def test_a_module_may_be_named(x, tiny):
+    model = build(lambda q, k, v: guardbit.observe(q, k, v, causal=True, module=model[1].core))
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, x)
+        assert list(inst.sites) == ["1.core"]
+    finally:
+        inst.remove()
+
+
+def test_a_forward_that_fails_leaves_nothing(x, tiny):
+    model, _ = shown()
+    hook = model[1].core._forward_pre_hooks
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda _: None)
+        with pytest.raises(RuntimeError):
+            model[1].core(torch.zeros(2, 2, 9, 16, requires_grad=True), torch.zeros(2, 2, 9, 16),
+                          values=torch.zeros(2, 2, 3, 16))  # fmt: skip
+        assert all(not getattr(each, "__self__", each).running
+                   for each in hook.values() if hasattr(each, "__self__"))  # fmt: skip
+        torch.save(model, io.BytesIO())
+    finally:
+        inst.remove()
+
+
+def test_bad_input_is_refused_in_a_sentence():
+    q = torch.zeros(1, 2, 9, 16)
+    with pytest.raises(TypeError, match="k is a NoneType; expected a tensor"):
+        guardbit.observe(q, None, q)
+    with pytest.raises(ValueError, match="`causal` takes"):
+        guardbit.observe(q, q, q, causal="yes")
+    with pytest.raises(ValueError, match=r"Core\.forward has no argument 'q'; there are queries"):
+        guardbit.watch_attention(Core())
+    with pytest.raises(TypeError, match="module is a list"):
+        guardbit.watch_attention([])
+    with pytest.raises(ValueError, match="layout is 'HNBD'"):
+        guardbit.watch_attention(Core(), q="queries", k="keys", v="values", layout="HNBD")

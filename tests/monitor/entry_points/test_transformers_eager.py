@@ -1,0 +1,195 @@
+"""Hugging Face's eager attention: the observer hears of it as it was, caps and sinks included."""
+
+import pytest
+import torch
+
+import guardbit
+from guardbit import MonitorSession, read_run
+from guardbit.monitor.interception.entry_points import refusals, transformers_eager
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "intermediate_size": 64, "max_position_embeddings": 32, "num_key_value_heads": 2,
+    "head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+SITE = "model.layers.0.self_attn"
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def build(name, **options):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **options})
+    model = getattr(transformers, f"{name}ForCausalLM")._from_config(
+        config, attn_implementation="eager"
+    )
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    return model.train()
+
+
+def batch():
+    ids = torch.randint(3, 32, (2, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+
+def may_see(window):
+    """By hand: causal, no padding, and as many keys back as the window has."""
+    distance = torch.arange(12)[:, None] - torch.arange(12)
+    seen = (distance >= 0) & (distance < window)
+    return seen & batch()["attention_mask"].bool()[:, None, None]
+
+
+MODELS = {
+    "Llama": (lambda: build("Llama"), 99, 0.0),
+    "Gemma 2": (
+        lambda: build("Gemma2", sliding_window=5, attn_logit_softcapping=2.0,
+                      query_pre_attn_scalar=4, layer_types=["sliding_attention"]),
+        5, 2.0,
+    ),
+    "gpt-oss": (
+        lambda: build("GptOss", num_local_experts=2, num_experts_per_tok=1, sliding_window=5,
+                      layer_types=["sliding_attention"], rope_parameters=ROPE),
+        5, 0.0,
+    ),
+}  # fmt: skip
+
+
+def with_sinks(model):
+    attention = model.get_submodule(SITE)
+    if hasattr(attention, "sinks"):
+        torch.nn.init.normal_(attention.sinks)
+        return attention.sinks.detach().double()
+    return None
+
+
+def gradient_by_hand(call, window, cap, sinks):
+    """DQ in FP64, from q, k, v and dO."""
+    q = call.q.double().requires_grad_()
+    k, v = (x.double().repeat_interleave(2, 1) for x in (call.k, call.v))
+    scores = q @ k.transpose(-1, -2) * call.spec.scale
+    scores = cap * (scores / cap).tanh() if cap else scores
+    scores = scores.masked_fill(~may_see(window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(2, 4, 12, 1)], -1)
+    out = scores.softmax(-1)[..., :12] @ v
+    return torch.autograd.grad(out, q, call.d_out.double())[0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_observer_hears_of_the_call_as_it_was(name, checkpointed, tiny, monkeypatch):
+    monkeypatch.setattr(refusals, "_UNMEASURED", {})
+    build_it, window, cap = MODELS[name]
+    model, calls = build_it(), []
+    sinks = with_sinks(model)
+    before = tiny.step(model, **batch())
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, **batch()), before)
+        site = inst.sites[SITE]
+        assert site.unwatched is None
+        assert "nothing to correct" in site.refusal
+        assert torch.equal(
+            site.query_weights(), model.get_submodule(SITE).q_proj.weight.view(4, 16, 64)
+        )
+    finally:
+        inst.remove()
+    (call,) = calls
+    assert call.out is None
+    assert (call.spec.softcap, call.spec.sinks is None) == (cap, sinks is None)
+    expected = gradient_by_hand(call, window, cap, sinks)
+    # FP32 against FP64.
+    torch.testing.assert_close(call.dq.double(), expected, rtol=1e-4, atol=1e-4 * expected.std())
+
+
+def test_what_is_not_recomputed_yet_is_said(tiny):
+    model, calls = MODELS["Gemma 2"][0](), []
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        tiny.step(model, **batch())
+        assert inst.sites[SITE].unwatched.endswith("capped scores, which are not recomputed yet")
+    finally:
+        inst.remove()
+    assert calls == []
+
+
+def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    original, calls = modeling_llama.eager_attention_forward, []
+
+    def other(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        return original(module, query * 1.1, key, value, attention_mask, scaling, dropout, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", other)
+    model = build("Llama")
+    before = tiny.step(model, **batch())
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, **batch()), before)
+        assert "computes something else than its arguments say" in inst.sites[SITE].unwatched
+    finally:
+        inst.remove()
+    assert calls == []
+
+
+def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(transformers_eager, "_plain", fails)
+    model = build("Llama")
+    before = tiny.step(model, **batch())
+    session = MonitorSession(model, every_n_train_steps=1)
+    with session.step(0):
+        assert tiny.equal(tiny.step(model, **batch()), before)
+    assert "could not be tried on its own: on purpose" in (
+        session.instrumentation.sites[SITE].unwatched
+    )
+    assert session._stages.off == set()
+    session.close()
+
+
+def test_compiled_it_is_not_watched_and_says_so(tiny):
+    torch._dynamo.reset()
+    model = build("Llama")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = tiny.step(model, **batch(), run=compiled)
+    torch._dynamo.reset()
+    inst = guardbit.instrument(model)
+    try:
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert tiny.equal(tiny.step(model, **batch(), run=compiled), before)
+        assert inst.sites[SITE].unwatched.endswith("compiled it is not watched either")
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+
+
+def test_indicators_of_a_run(tmp_path):
+    model = build("Llama").bfloat16()
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
+    for step in range(3):
+        with session.step(step):
+            model(**batch()).loss.backward()
+    session.close()
+    run = read_run(tmp_path)
+    last = run[(run.step == 2) & run.value.notna()]
+    missing = {"delta_bias", "delta_bias_abs", "delta_bias_cumulative", "loss", "grad_norm"}
+    assert set(last.indicator) == set(guardbit.INDICATORS) - missing
+    errors = last[last.indicator == "dq_relative_error"].value
+    # Of BF16: an ulp is 2^-8; softmax and products add some.
+    assert 0 < errors.max() < 2**-4

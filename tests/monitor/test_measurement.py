@@ -1,0 +1,99 @@
+"""What is measured: all that is wanted, and nothing that only the rest would need."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession
+from guardbit.kernels import dispatch
+from guardbit.monitor import indicators
+from guardbit.monitor.sites import Site
+from guardbit.records import HEAD_INDICATORS
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96, bias=False)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+def measured(wanted, steps=2):
+    """The samples of the last of some steps, each of which is sampled, as site -> values."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention()).bfloat16()
+    session = MonitorSession(
+        model, every_n_train_steps=1, indicators=wanted, num_audited_heads=2, strict=True
+    )
+    for step in range(steps):
+        with session.step(step):
+            x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+    session.close()
+    return {(sample.site, sample.indicator): sample.values for sample in session.samples}
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return measured(HEAD_INDICATORS)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each thing that costs was done."""
+    counts = {}
+
+    def counted(owner, name):
+        original = getattr(owner, name)
+
+        def counting(*arguments, **settings):
+            counts[name] = counts.get(name, 0) + 1
+            return original(*arguments, **settings)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    for name in ("shadow", "delta_bias", "exact_query_gradient"):
+        counted(dispatch, name)
+    for name in ("gram_matrices", "spectral_norms", "gradient_error", "shared_maxima"):
+        counted(indicators, name)
+    for name in ("query_weights", "key_weights"):
+        counted(Site, name)
+    return counts
+
+
+SCORES = {"shadow": 4, "shared_maxima": 4}
+AUDIT = {"exact_query_gradient": 2, "gradient_error": 2}
+QUERIES = {"query_weights": 4, "gram_matrices": 4, "spectral_norms": 2}
+KEYS = {"query_weights": 4, "key_weights": 4, "gram_matrices": 8}
+
+# Of two sites and two sampled steps; only the second knows directions, which an audit needs.
+COSTS = [
+    (["max_logit"], SCORES),
+    (["multiple_maxima", "multiple_maxima_bf16", "attention_entropy"], SCORES),
+    (["delta_bias"], SCORES | {"delta_bias": 4}),
+    (["delta_bias_cumulative"], SCORES | {"delta_bias": 4}),
+    (["w_q_spectral_norm"], QUERIES),
+    (["w_k_spectral_norm"], KEYS | {"spectral_norms": 2}),
+    (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
+    (["dq_relative_error"], AUDIT | QUERIES),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | SCORES),
+    (["loss", "grad_norm"], {}),
+]
+
+
+@pytest.mark.parametrize(("wanted", "cost"), COSTS, ids=[",".join(w) for w, _ in COSTS])
+def test_what_is_left_out_costs_nothing_and_the_rest_is_the_same(calls, everything, wanted, cost):
+    calls.clear()
+    found = measured(wanted)
+    assert calls == cost
+    expected = {key: values for key, values in everything.items() if key[1] in wanted}
+    assert found == expected
+    assert all(math.isfinite(value) for values in found.values() for value in values)
+    assert len(found) == 2 * len([name for name in wanted if name in HEAD_INDICATORS])
