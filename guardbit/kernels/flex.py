@@ -54,7 +54,7 @@ for _schema in (
     "flex_begin(Tensor blocks, Tensor q, Tensor site, str obstacle, bool training)"
     " -> (Tensor blocks, Tensor names)",
     f"flex_lse_gradient({_SHARED}) -> Tensor",
-    f"flex_observe(Tensor(a!) dq, Tensor d_lse, bool is_whole, {_SHARED}) -> ()",
+    f"flex_observe(Tensor(a!) dq, Tensor d_lse, Tensor? given, {_SHARED}) -> ()",
 ):
     # A replayed CUDA graph would not look the site up again: the compiler is to leave the ops out.
     _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
@@ -129,23 +129,20 @@ def _begin(
 
 def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:
     """What each head runs, and why that is not what was asked for, or ""."""
-    reasons: dict[str, str] = {}
-    names = []
-    for name in asked:
-        settled, why = name, ""
-        if name != "none" and obstacle:
-            settled, why = "none", f"{name} is not possible: {obstacle}"
-        elif name == "compensated":
-            settled, why = "exact_delta", "exact_delta runs instead of compensated"
-        elif name not in ("none", "exact_delta"):
-            settled, why = "none", f"{name} is not possible: exact_delta would work"
-        names.append(settled)
-        if why:
-            reasons[why] = f"{why}: {_OWN}" if not obstacle else why
-    return tuple(names), "; ".join(reasons.values())
+    settled = {name: _settled_one(name, obstacle) for name in dict.fromkeys(asked)}
+    why = "; ".join(reason for _, reason in settled.values() if reason)
+    return tuple(settled[name][0] for name in asked), why
 
 
-_OWN = "flex_attention keeps its own kernels"
+def _settled_one(name: str, obstacle: str) -> tuple[str, str]:
+    own = "flex_attention keeps its own kernels"
+    if name == "none" or (name == "exact_delta" and not obstacle):
+        return name, ""
+    if obstacle:
+        return "none", f"{name} is not possible: {obstacle}"
+    if name == "compensated":
+        return "exact_delta", f"exact_delta runs instead of compensated: {own}"
+    return "none", f"{name} is not possible, {own}: exact_delta would work"
 
 
 def _lse_gradient(*arguments: Any) -> Tensor:
@@ -171,7 +168,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     return found
 
 
-def _observe(dq: Tensor, d_lse: Tensor, is_whole: bool, *arguments: Any) -> None:
+def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
     """Tells the site's observer of a call. `dq` is written to by nobody.
 
     Declared as written to, because the compiler drops an op that returns nothing that is used.
@@ -179,7 +176,7 @@ def _observe(dq: Tensor, d_lse: Tensor, is_whole: bool, *arguments: Any) -> None
     Args:
         dq: Gradient of q.
         d_lse: What `_lse_gradient` returned.
-        is_whole: Whether all of dq comes from d_out, and not from a loss that uses LSE.
+        given: The gradient of LSE that came from the loss, or None.
         arguments: See `_Shared`.
     """
     call = _Shared(*arguments)
@@ -188,14 +185,18 @@ def _observe(dq: Tensor, d_lse: Tensor, is_whole: bool, *arguments: Any) -> None
     if state.observer is None:
         return
     try:
-        seen = _seen(call, dq if is_whole else None, d_lse)
+        if given is not None:
+            # Compiled, zeros come where nobody uses LSE. A part of dq that is not of d_out would
+            # pass for an error; NaN, no data, without asking the device which it is.
+            dq = dq.where((given == 0).all(), torch.nan)
+        seen = _seen(call, dq, d_lse)
     except Exception as error:
         log.warning("site '%s': a call of flex_attention went unseen (%s)", state.name, error)
         return
     state.observer(seen)
 
 
-def _seen(call: _Shared, dq: Tensor | None, d_lse: Tensor) -> AttentionCall:
+def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
     """A call as observers hear of it."""
     names, carried = call.stabilizers, call.out
     heads = tuple(h for h, name in enumerate(names) if name == "exact_delta")
@@ -341,7 +342,7 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         correction = torch.ops.guardbit.flex_lse_gradient(*shared)
         whole = correction if d_lse is None else d_lse + correction
         gradients = backward_kernel(q, k, v, out, lse, d_out, whole, *rest)
-        torch.ops.guardbit.flex_observe(gradients[0], correction, d_lse is None, *shared)
+        torch.ops.guardbit.flex_observe(gradients[0], correction, d_lse, *shared)
         return gradients
 
     around = {"flex_attention": run_forward, "flex_attention_backward": run_backward}

@@ -208,7 +208,9 @@ def test_a_switch_compiles_nothing(mode):
         inst.remove()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["rows without keys", "ALiBi", "soft cap, documents", "grouped keys, wider values"]
+)
 def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     inputs = tensors(case)
     expected = exact(case, inputs)
@@ -322,12 +324,26 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
     try:
         inst.observe(calls.append)
         assert all(map(torch.equal, both(run), before))
-        assert calls[0].dq is None, "not of dO alone"
+        assert calls[0].dq.isnan().all(), "not of dO alone"
         inst.switch("*", "exact_delta")
         after = both(run)
     finally:
         inst.remove()
     assert (error(after[0], expected[0]) < 2 * 2**-9).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_lse_that_nobody_uses_does_not_hide_dq(mode):
+    """transformers always asks for it on GPUs."""
+    inputs, calls = tensors("causal"), []
+    model, run = build(mode, {**options_of("causal"), "return_aux": home.AuxRequest(lse=True)})
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
+    finally:
+        inst.remove()
+    assert torch.equal(calls[0].dq, dq)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
@@ -352,7 +368,7 @@ def test_under_activation_checkpointing(mode):
     assert (error(after[1], expected[1]) < 2 * 2**-9).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
 def test_reentrant_checkpointing_and_evaluation(mode):
     """Both run forwards without gradients; only the first is run again in the backward."""
     case = "documents and a window"
@@ -389,7 +405,7 @@ def test_reentrant_checkpointing_and_evaluation(mode):
         inst.remove()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", "compiled whole"])
 def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
     """What the functions close over: numbers that the compiler keeps open, and a parameter."""
     bias = torch.randn(HEADS, device=DEVICE, requires_grad=True)
@@ -422,7 +438,7 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
         out = scores.softmax(-1) @ leaves[2]
         return torch.autograd.grad(out, (*leaves, slope), inputs[3][:, :, :length].double())
 
-    inputs, lengths = tensors("causal"), (128, 96, 64)
+    inputs, lengths = tensors("causal"), (128, 96)
     for length in lengths:
         found[length] = both(length, inputs)
     inst = guardbit.instrument(model)
@@ -460,7 +476,7 @@ def test_what_it_cannot_run_is_said():
         "exact_delta": ("exact_delta", ""),
         "compensated": ("exact_delta", f"exact_delta runs instead of compensated: {own}"),
         **{
-            name: ("none", f"{name} is not possible: exact_delta would work: {own}")
+            name: ("none", f"{name} is not possible, {own}: exact_delta would work")
             for name in ("centered_keys", "stochastic", "row_max")
         },
     }
