@@ -95,7 +95,7 @@ trainer:
 """
     monitor, stabilizer = callbacks_of(tmp_path, text)
     assert (monitor.every_n_train_steps, monitor.rules) == (50, DEFAULT_RULES)
-    assert stabilizer.policy.stabilizer == "compensated"
+    assert stabilizer.policy.stabilizer == "exact_delta"
 
 
 def test_a_misspelt_setting_is_refused_by_name(tmp_path, capsys):

@@ -23,17 +23,18 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 #: stabilizers share a launch, not where all heads have the same.
 SPILLS = {
     (80, "forward", 256): 24,
+    (80, "shadow", 64): 8,
     (90, "forward", 64): 24,
     (90, "forward", 128): 8,
     (90, "forward", 256): 96,
     (90, "key_gradients", 32): 48,
-    (90, "key_gradients", 64): 120,
-    (90, "key_gradients", 128): 256,
-    (90, "key_gradients", 256): 424,
-    (90, "shadow", 16): 240,
-    (90, "shadow", 32): 144,
-    (90, "shadow", 64): 96,
-    (90, "shadow", 256): 720,
+    (90, "key_gradients", 64): 160,
+    (90, "key_gradients", 128): 248,
+    (90, "key_gradients", 256): 416,
+    (90, "shadow", 16): 208,
+    (90, "shadow", 32): 112,
+    (90, "shadow", 64): 80,
+    (90, "shadow", 256): 696,
 }
 
 FLOATS = {

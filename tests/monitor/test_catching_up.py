@@ -138,7 +138,12 @@ def test_a_sampled_step_waits_for_nothing(waits):
 
 
 def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path, waits):
-    run = Run(every_n_train_steps=3, dirpath=tmp_path, rules=(Always(),), policy=Policy())
+    run = Run(
+        every_n_train_steps=3,
+        dirpath=tmp_path,
+        rules=(Always(),),
+        policy=Policy("compensated", scope="head"),
+    )
     run.steps(range(4))
     run.session.close()
     assert run.ran == {0: "none", 1: "none", 2: "compensated", 3: "compensated"}
@@ -148,14 +153,18 @@ def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path
 
 
 def test_a_policy_that_is_due_switches_after_the_first_step(waits):
-    run = Run(every_n_train_steps=3, policy=Policy(always=True)).steps(range(2))
+    run = Run(every_n_train_steps=3, policy=Policy("compensated", always=True)).steps(range(2))
     assert run.ran == {0: "none", 1: "compensated"}
     run.session.close()
 
 
 @pytest.mark.parametrize("last", [2, 3, 4])
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
-    settings = {"every_n_train_steps": 3, "rules": (Always(),), "policy": Policy()}
+    settings = {
+        "every_n_train_steps": 3,
+        "rules": (Always(),),
+        "policy": Policy("compensated", scope="head"),
+    }
 
     def run(name):
         return Run(dirpath=tmp_path / name, **settings)
@@ -179,7 +188,9 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
 
 
 def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
-    run = Run(every_n_train_steps=3, rules=(Always(),), policy=Policy()).steps([0])
+    run = Run(
+        every_n_train_steps=3, rules=(Always(),), policy=Policy("compensated", scope="head")
+    ).steps([0])
     run.session.begin_batch(1)
     run.backward(1)
     run.session.state_dict()
@@ -191,7 +202,12 @@ def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
 
 
 def test_the_end_leaves_no_sample_out(tmp_path, waits):
-    run = Run(every_n_train_steps=3, dirpath=tmp_path, rules=(Always(),), policy=Policy())
+    run = Run(
+        every_n_train_steps=3,
+        dirpath=tmp_path,
+        rules=(Always(),),
+        policy=Policy("compensated", scope="head"),
+    )
     run.steps(range(4))
     run.session.abandon_step()  # there is none
     run.session.close()
