@@ -116,9 +116,9 @@ def library_attention(
         traced=torch.compiler.is_compiling(),
     )
     tensors = (q, k, v, spec.sinks, documents[0], documents[1], site)
-    if not numbers.traced and is_direct(q, k, v):
-        return _differentiable(*tensors, *numbers)[:2]
-    return _forward(*tensors, *numbers)[:2]
+    run = _differentiable if not numbers.traced and is_direct(q, k, v) else _forward
+    out, lse, *_ = run(*tensors, *numbers)
+    return out, lse
 
 
 def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:

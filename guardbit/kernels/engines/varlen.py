@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.engines.base import Drawn, Gradients
-from guardbit.kernels.engines.library import LibraryEngine, heads_first, library_layout
+from guardbit.kernels.engines.library import LibraryEngine, found, heads_first, library_layout
 from guardbit.kernels.engines.random import philox_of
 from guardbit.kernels.spec import AttentionSpec
 
@@ -22,6 +22,13 @@ class Varlen(LibraryEngine):
     """
 
     label = "varlen_attn"
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        """See `LibraryEngine.why_missing`."""
+        runs_on_cudnn = found("torch.nn.attention.varlen", "_should_use_cudnn")
+        if runs_on_cudnn is not None and torch.cuda.is_available() and runs_on_cudnn(0):
+            return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
+        return super().why_missing(is_packed)
 
     def forward(
         self,

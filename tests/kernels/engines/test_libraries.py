@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from guardbit.kernels.engines import LIBRARIES, library_engine
 from guardbit.kernels.engines.library import library_layout
@@ -237,3 +238,11 @@ def test_another_release_of_a_library_is_refused_with_what_it_lacks(monkeypatch)
     assert "do not take" in engine.why_missing(False)
     monkeypatch.delattr(home, "_wrapped_flash_attn_varlen_backward")
     assert "no functions that GuardBit knows" in engine.why_missing(True)
+
+
+def test_packed_attention_on_cudnn_is_refused(monkeypatch):
+    engine = library_engine("varlen_attn", False)
+    assert engine.why_missing(True) is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: True)
+    assert "runs on cuDNN" in engine.why_missing(True)

@@ -1,4 +1,4 @@
-"""Hugging Face's `attn_implementation="flash_attention_2"`, with a stand-in for the library."""
+"""Hugging Face's flash attention 2, 3 and 4, with stand-ins for the libraries."""
 
 import pytest
 import torch
@@ -34,11 +34,11 @@ def library(monkeypatch):
     take_back()
 
 
-def model_of(name, **options):
+def model_of(name, implementation, **options):
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**SMALL, **options)
     model = getattr(transformers, f"{name}ForCausalLM")(config).bfloat16()
-    model.config._attn_implementation = "flash_attention_2"
+    model.config._attn_implementation = implementation
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(20)
@@ -75,6 +75,11 @@ CASES = {
         "Gemma2", {"attn_logit_softcapping": 20.0, "sliding_window": 8}, plain,
         "flash_attn.flash_attn_func",
     ),
+    "Llama, FlashAttention 3": ("Llama", {}, padded, "flash_attn_interface.flash_attn_varlen_func"),
+    "gpt-oss, FlashAttention 4": (
+        "GptOss", {"sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, plain,
+        "flash_attn.cute.flash_attn_func",
+    ),
 }  # fmt: skip
 
 
@@ -82,7 +87,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_models_are_watched_and_switched(case, is_loaded, tiny):
     name, options, batch, entry = CASES[case]
-    model, inputs = model_of(name, **options), batch()
+    version = 3 if "interface" in entry else 4 if "cute" in entry else 2
+    model, inputs = model_of(name, f"flash_attention_{version}", **options), batch()
     if is_loaded:
         tiny.step(model, **inputs)
     inst, calls = guardbit.instrument(model), []
@@ -107,6 +113,7 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
     assert (spec.documents is not None) == ("varlen" in entry)
     if "sliding_window" in options:
         assert spec.window == (7, 7)
+    assert (spec.sinks is not None) == ("cute" in entry)
     assert spec.softcap == options.get("attn_logit_softcapping", 0)
     truth = dense(stock.d_out, stock.q, stock.k, stock.v, spec).dq
     errors = [(call.dq.double() - truth).norm() / truth.norm() for call in (stock, exact)]

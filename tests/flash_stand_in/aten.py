@@ -1,0 +1,40 @@
+"""The ops under PyTorch's `varlen_attn`, on the CPU."""
+
+import torch
+
+from tests.flash_stand_in.attention import Asked, backward, forward
+
+
+def aten_kernels():
+    """Gives the ops under `varlen_attn` kernels for the CPU; returns what takes them back."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def flash_forward(
+        query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        return_debug_mask, *, scale=None, window_size_left=None, window_size_right=None,
+        seqused_k=None, alibi_slopes=None, **others,
+    ):  # fmt: skip
+        assert dropout_p == 0 and max_q >= cum_seq_q.diff().max() and seqused_k is None
+        asked = Asked(
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            is_causal, window_size_left, window_size_right,
+        )  # fmt: skip
+        out, lse, state = forward(query, key, value, cum_seq_q, cum_seq_k, asked)
+        return out, lse, state.view(torch.uint64), query.new_empty(0), query.new_empty(0)
+
+    def flash_backward(
+        grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+        dropout_p, is_causal, rng_state, unused, *, scale=None, window_size_left=None,
+        window_size_right=None,
+    ):  # fmt: skip
+        assert logsumexp.shape == (query.shape[1], len(query))
+        asked = Asked(
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            is_causal, window_size_left, window_size_right,
+        )  # fmt: skip
+        starts = cum_seq_q, cum_seq_k
+        return backward(grad_out, query, key, value, out, logsumexp, *starts, asked)[:3]
+
+    library.impl("_flash_attention_forward", flash_forward, "CPU")
+    library.impl("_flash_attention_backward", flash_backward, "CPU")
+    return library._destroy
