@@ -41,8 +41,8 @@ _FUNCTION = "FlexAttentionAutogradOp"
 _CALL = "guardbit_call"
 _LN2 = math.log(2.0)
 _UNRECORDED = (
-    "flex_attention runs in its debug mode, where its functions are not recorded, so delta cannot"
-    " be computed again"
+    "the functions that flex_attention takes are not recorded, as in its debug mode, so delta"
+    " cannot be computed again"
 )
 
 _library = torch.library.Library("guardbit", "FRAGMENT")
@@ -123,7 +123,7 @@ def _begin(
     state.launches["forward", KERNEL] += 1
     if training:
         state.ran_at = state.clock.now
-        state.note(names, why)
+        state.note(names, why or (obstacle and f"nothing is measured of its calls: {obstacle}"))
     return blocks.clone(), torch.tensor([STABILIZERS.index(name) for name in names])
 
 
@@ -299,7 +299,10 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         site = options.pop(SITE, None)
         kept = dict(options)
         if site is not None:
-            program = programs.register(score_mod, block_mask[-1], score_closed, mask_closed)
+            try:
+                program = programs.register(score_mod, block_mask[-1], score_closed, mask_closed)
+            except Exception:  # a graph unlike any that we know
+                program = None
             obstacle = _UNRECORDED if program is None else ""
             place = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
             blocks, names = torch.ops.guardbit.flex_begin(

@@ -482,6 +482,25 @@ def test_what_it_cannot_run_is_said():
     }
 
 
+def test_functions_that_are_not_recorded_are_said(monkeypatch, caplog):
+    inputs, calls = tensors("causal"), []
+    monkeypatch.setattr(home, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    model, run = build("eager", options_of("causal"))
+    before = step(run, inputs)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert all(map(torch.equal, step(run, inputs), before))
+        assert calls == []
+        assert "nothing is measured of its calls: the functions" in caplog.text
+        inst.switch("attention", "exact_delta")
+        assert all(map(torch.equal, step(run, inputs), before))
+        assert inst.sites["attention"].stabilizers == ["none"] * HEADS
+        assert "exact_delta is not possible: the functions" in inst.sites["attention"].substituted
+    finally:
+        inst.remove()
+
+
 def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
     inputs = tensors("causal")
     model, run = build("compiled by itself", options_of("causal"))
