@@ -97,7 +97,7 @@ def shadow(
     With dropout always in plain torch: Triton's kernel drops nothing.
     """
     settings: dict[str, Any] = {"spec": spec, "eps": eps, "rows": rows}
-    if dropout is None and on_triton("auto", q):
+    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import shadow as kernels
 
         return kernels.shadow(q, k, v, **settings)
@@ -135,11 +135,30 @@ def exact_query_gradient(
     With dropout always in plain torch, as `shadow`.
     """
     settings: dict[str, Any] = {"spec": spec, "heads": heads}
-    if dropout is None and on_triton("auto", q):
+    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import audit
 
         return audit.exact_query_gradient(d_out, q, k, v, **settings)
     return reference.exact_query_gradient(d_out, q, k, v, **settings, dropout=dropout)
+
+
+def exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    heads: Sequence[int],
+) -> Tensor:
+    """Delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
+    if not spec.has_functions and on_triton("auto", q):
+        from guardbit.kernels import delta
+
+        return delta.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+    with torch.autocast(q.device.type, enabled=False):
+        return reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
 
 
 def carry_exact_delta(
@@ -154,7 +173,7 @@ def carry_exact_delta(
     heads: Sequence[int],
 ) -> Tensor:
     """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
-    if on_triton("auto", q):
+    if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
         return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -13,6 +14,14 @@ from torch import Tensor
 #: n + M - N, as FlashAttention has it. "top-left": query n sees keys up to n, as
 #: `F.scaled_dot_product_attention(is_causal=True)` has it.
 Causal = bool | Literal["top-left"]
+
+#: Which keys queries see: takes INT64 positions of C heads of all H, of R queries and of K keys,
+#: returns booleans (B, C, R, K).
+MaskFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+#: What becomes of scores: takes (B, C, R, K) and positions as `MaskFunction` does, returns as many.
+#: Each score by itself, differentiable.
+ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Documents(NamedTuple):
@@ -58,6 +67,9 @@ class AttentionSpec:
             masks; 0 for no cap.
         sinks: (H,), one more score of each head that takes part in the softmax and has no value:
             the probabilities of the keys add up to less than 1. None for no sinks.
+        mask_function: A mask that is known tile by tile; None for none.
+        score_function: Is applied to scores after the scale and the soft cap and before masks; None
+            for none.
 
     Raises:
         ValueError: If `causal` is none of the three, a number of `window` is no whole number from
@@ -75,6 +87,8 @@ class AttentionSpec:
     documents: Documents | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
+    mask_function: MaskFunction | None = None
+    score_function: ScoreFunction | None = None
 
     def __post_init__(self) -> None:
         check_causal(self.causal)
@@ -105,6 +119,11 @@ class AttentionSpec:
         return self.window != (-1, -1) or self.documents is not None
 
     @property
+    def has_functions(self) -> bool:
+        """Whether tiles are to be asked of functions, which only plain torch does."""
+        return self.mask_function is not None or self.score_function is not None
+
+    @property
     def extras(self) -> tuple[str, ...]:
         """In words, what is asked for that `F.scaled_dot_product_attention` cannot be."""
         fields = {
@@ -112,6 +131,8 @@ class AttentionSpec:
             "documents": self.documents is not None,
             "soft cap": self.softcap > 0,
             "sinks": self.sinks is not None,
+            "mask function": self.mask_function is not None,
+            "score function": self.score_function is not None,
         }
         return tuple(name for name, is_there in fields.items() if is_there)
 

@@ -168,14 +168,17 @@ class SiteState:
         self.ran, self.substituted, self.last_substituted = (), "", (-1, "")
         self._failed_for_good = self._failure_told = False
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, is_first: bool = False) -> None:
         """Lets a switch take effect, unless this forward is one that a backward runs again.
 
         Under activation checkpointing that must save the very tensors the last ordinary forward
         saved, whatever is switched in between. Of several forwards that wait for their backwards it
         is the last that counts: between those no switch must come.
+
+        Args:
+            is_first: Whether no forward of this step saved anything that depends on the switch.
         """
-        if self._setting is None or not is_recomputing():
+        if self._setting is None or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
             self._setting = _Setting(stabilizers, self.at_rest)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 # Hugging Face's names of attention that GuardBit may not see: "eager" it sees where a model gets it
 # from the interface. Kernels of the hub are named after their repository, with a slash.
-_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|flex_attention|.*/")
+_UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 

@@ -188,6 +188,9 @@ def mask_tile(
     if visible is None:
         visible = visible_range(spec, shape, rows.device)
     ranges = additive_mask(visible, rows, columns)
+    if spec.mask_function is not None:
+        seen = spec.mask_function(heads, rows, columns)
+        ranges = ranges.expand(seen.shape).masked_fill(~seen, -torch.inf)
     if spec.mask is None:
         return ranges
     dense = dense_mask(spec.mask, shape)[:, heads[:, None, None], rows[:, None], columns]

@@ -7,7 +7,13 @@ modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_query_gradient, shadow
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
-from guardbit.kernels.reference.delta import exact_delta, lse_gradient, sink_gradient, write_carrier
+from guardbit.kernels.reference.delta import (
+    exact_delta,
+    float_carrier,
+    lse_gradient,
+    sink_gradient,
+    write_carrier,
+)
 from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
 from guardbit.kernels.spec import Causal
 
@@ -22,6 +28,7 @@ __all__ = [
     "delta_bias",
     "exact_delta",
     "exact_query_gradient",
+    "float_carrier",
     "forward",
     "lse_gradient",
     "shadow",

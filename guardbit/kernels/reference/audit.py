@@ -17,6 +17,8 @@ from guardbit.kernels.reference.common import (
     float32_products,
     fold_groups,
     masked_scores,
+    modified,
+    modified_backward,
 )
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
@@ -97,10 +99,19 @@ def shadow(
         tile = mask_tile(spec, shape, head_numbers, rows, key_positions[keys], visible)
         return tile.float()
 
-    def scores_of(keys: slice) -> Tensor:
-        return masked_scores(
-            q_rows, k[:, :, keys].float(), heads, spec.scale, mask_of(keys), spec.softcap
-        )
+    def scores_of(keys: slice, modify: bool = True) -> Tensor:
+        def made(scores: Tensor) -> Tensor:
+            tile = head_numbers, rows, key_positions[keys]
+            return modified(scores, spec, *tile) if modify else scores
+
+        k_tile = k[:, :, keys].float()
+        return masked_scores(q_rows, k_tile, heads, spec.scale, mask_of(keys), spec.softcap, made)
+
+    def hidden(scores: Tensor, keys: slice) -> Tensor:
+        added = mask_of(keys)
+        if spec.score_function is not None:  # which may hide keys as an additive mask does
+            added = (scores - scores_of(keys, modify=False)).where(added == 0, added)
+        return added < HIDES
 
     chunks = [slice(start, start + chunk) for start in range(0, shape[3], chunk)]
     row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
@@ -108,7 +119,8 @@ def shadow(
     for keys in chunks:
         scores = scores_of(keys)
         row_max = row_max.maximum(scores.amax(-1))
-        sizes = scores.abs_().masked_fill_(mask_of(keys) < HIDES, -torch.inf)
+        is_hidden = hidden(scores, keys)
+        sizes = scores.abs_().masked_fill_(is_hidden, -torch.inf)
         largest = largest.maximum(sizes.amax(-1))
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
@@ -230,9 +242,11 @@ def exact_query_gradient(
         if keys.start == keys.stop:
             continue
         k_seen, v_seen = k_chosen[:, :, keys], v_chosen[:, :, keys]
-        tile = mask_tile(spec, shape, chosen, query_positions[rows], key_positions[keys], visible)
+        tile = chosen, query_positions[rows], key_positions[keys]
+        mask = mask_tile(spec, shape, *tile, visible).float()
         products = (q_chosen[:, :, rows] @ k_seen.mT).mul_(spec.scale)
-        scores = capped(products, spec.softcap) + tile.float()
+        unmodified = capped(products, spec.softcap)
+        scores = modified(unmodified, spec, *tile) + mask
         row_max = scores.amax(-1, keepdim=True)
         if sinks is not None:
             row_max = row_max.maximum(sinks)
@@ -248,6 +262,7 @@ def exact_query_gradient(
             d_probabilities *= kept * dropout.factor
         delta = (probabilities * d_probabilities).sum(-1, keepdim=True)
         d_scores = probabilities * (d_probabilities - delta)
+        d_scores = modified_backward(d_scores, unmodified, spec, *tile)
         if spec.softcap > 0:
             d_scores *= cap_slope(products, spec.softcap)
         dq[:, :, rows] = d_scores @ k_seen * spec.scale

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import random_halves
 
 
@@ -102,7 +103,13 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def masked_scores(
-    q_rows: Tensor, k_tile: Tensor, heads: int, scale: float, mask: Tensor, softcap: float = 0.0
+    q_rows: Tensor,
+    k_tile: Tensor,
+    heads: int,
+    scale: float,
+    mask: Tensor,
+    softcap: float = 0.0,
+    modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> Tensor:
     """Scores of folded queries against one tile of keys, in FP32.
 
@@ -116,18 +123,54 @@ def masked_scores(
         scale: Factor of Q K^T.
         mask: FP32 (R, C) or (B, H, R, C), see `guardbit.kernels.mask.geometry.mask_tile`.
         softcap: See `AttentionSpec`.
+        modify: What becomes of the scores then, see `modified`.
 
     Returns:
         FP32 (B, H, R, C).
     """
     rows, columns = mask.shape[-2:]
     products = (q_rows @ k_tile.mT).reshape(q_rows.shape[0], heads, rows, columns)
-    return capped(products.mul_(scale), softcap).add_(mask)
+    return modify(capped(products.mul_(scale), softcap)).add_(mask)
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
     """Scores with a soft cap: softcap * tanh(s / softcap); as they are where it is 0."""
     return scores if softcap == 0 else (scores / softcap).tanh_().mul_(softcap)
+
+
+def modified(
+    scores: Tensor, spec: AttentionSpec, heads: Tensor, rows: Tensor, columns: Tensor
+) -> Tensor:
+    """What the score function of a call makes of a tile; as it is where there is none.
+
+    Args:
+        scores: (B, C, R, K), capped, without masks; what is returned may be written to.
+        spec: What the call asks for.
+        heads: INT64 (C,), the query heads.
+        rows: INT64 (R,), positions of the queries.
+        columns: INT64 (K,), positions of the keys.
+    """
+    if spec.score_function is None:
+        return scores
+    made = spec.score_function(scores, heads, rows, columns)
+    return made.to(scores.dtype).expand(scores.shape).clone()
+
+
+def modified_backward(
+    gradient: Tensor,
+    scores: Tensor,
+    spec: AttentionSpec,
+    heads: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+) -> Tensor:
+    """The gradient of what `modified` got, from that of what it returned."""
+    if spec.score_function is None:
+        return gradient
+    with torch.enable_grad():
+        leaf = scores.detach().requires_grad_()
+        made = spec.score_function(leaf, heads, rows, columns).expand(scores.shape)
+        return torch.autograd.grad(made, leaf, gradient.to(made.dtype))[0]
 
 
 def cap_slope(scores: Tensor, softcap: float) -> Tensor:

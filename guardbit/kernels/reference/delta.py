@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
-from guardbit.kernels.reference.common import capped, float32_products
+from guardbit.kernels.reference.common import capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
 
@@ -82,11 +82,10 @@ def exact_delta(
             q_rows, d_out_rows, lse_rows = (
                 x[:, :, present][:, members].to(wide) for x in (q, d_out, lse)
             )
-            mask = mask_tile(
-                spec, shape, members, row_positions[present], key_positions[seen], visible
-            )
+            tile = members, row_positions[present], key_positions[seen]
             scores = (q_rows @ k_wide[:, :, seen].mT).mul_(spec.scale)
-            scores = capped(scores, spec.softcap).add_(mask)
+            scores = modified(capped(scores, spec.softcap), spec, *tile)
+            scores = scores.add_(mask_tile(spec, shape, *tile, visible))
             # A row that sees no key has scores of -inf alone.
             reference = lse_rows.masked_fill(lse_rows.isinf(), 0.0)
             probabilities = scores.sub_(reference[..., None]).exp_()
@@ -193,6 +192,18 @@ def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor
         carrier.scatter_(-1, place, term[..., None])
         sizes.scatter_(-1, place, -1.0)
     return carrier, rest, gradient.abs()
+
+
+def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
+    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta.
+
+    Args:
+        d_out: (B, C, N, E), gradient of the output.
+        delta: FP32 (B, C, N), wanted.
+    """
+    d_out = d_out.float()
+    squares = d_out.square().sum(-1)
+    return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
 
 
 def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:

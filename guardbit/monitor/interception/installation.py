@@ -68,8 +68,12 @@ def look_again() -> None:
             redirect_references(module)
 
 
-def _put_in_place(entries: list[EntryPoint]) -> None:
-    _installed.extend(entries)
+def _put_in_place(found: list[EntryPoint]) -> None:
+    _installed.extend(found)
+    for entry in found:
+        if entry.put_in_place is not None:
+            _restore.append(entry.put_in_place())
+    entries = [entry for entry in found if entry.put_in_place is None]
     stand_ins = {id(entry.original): entry.stand_in for entry in entries}
     _replace_everywhere(stand_ins)
     for entry in entries:
@@ -129,7 +133,9 @@ def _undo(undo: Callable[[], None]) -> None:
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:
     # `from ... import` may have taken these in the meantime.
     failed = _restore.copy()
-    originals = {id(entry.stand_in): entry.original for entry in installed}
+    originals = {
+        id(entry.stand_in): entry.original for entry in installed if entry.put_in_place is None
+    }
     originals[id(checkpointing.checkpoint)] = checkpointing.original_checkpoint
     _replace_everywhere(originals)
     _restore[:] = failed
@@ -164,7 +170,8 @@ def redirect_references(module: nn.Module) -> None:
 
     As an attribute, in a dict that is one, or as a default argument or in the closure of a method.
     """
-    stand_ins = {id(entry.original): entry.stand_in for entry in _installed}
+    by_name = [entry for entry in _installed if entry.put_in_place is None]
+    stand_ins = {id(entry.original): entry.stand_in for entry in by_name}
     for owner in (module, *type(module).__mro__):
         if owner in (nn.Module, object):
             continue

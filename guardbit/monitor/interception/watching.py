@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.attention import autocast_tensors
-from guardbit.kernels.reference import Dropout
+from guardbit.kernels.reference import Dropout, float_carrier
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.monitor.interception.doors import guarded
@@ -140,7 +140,7 @@ class Watch:
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
         out = saved[3].detach() if self._keeps_output else None
         if delta is not None:
-            out = _carrier(d_out.detach(), delta)
+            out = float_carrier(d_out.detach(), delta)
         observer(
             AttentionCall(
                 site=self._number,
@@ -158,13 +158,6 @@ class Watch:
                 dropout=dropped,
             )
         )
-
-
-def _carrier(d_out: Tensor, delta: Tensor) -> Tensor:
-    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta."""
-    d_out = d_out.float()
-    squares = d_out.square().sum(-1)
-    return (delta / squares).where(squares > 0, 0.0).unsqueeze(-1) * d_out
 
 
 class _Output(torch.autograd.Function):

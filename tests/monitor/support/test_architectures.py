@@ -6,7 +6,7 @@ The rows are slices written by hand from each architecture's source.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import peft
 import pytest
@@ -21,6 +21,8 @@ pytestmark = [
     # Libraries of their own, when they are loaded or attached.
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 Slices = Callable[[nn.Module], list[Tensor]]
@@ -53,7 +55,7 @@ class Architecture(NamedTuple):
     sites: tuple[str, ...]
     query: Slices | str
     key: Slices | str
-    batch: Callable[[], dict[str, Tensor]]
+    batch: Callable[[], dict[str, Any]]
     refusal: str | None = None
 
 
@@ -70,6 +72,12 @@ def padded() -> dict[str, Tensor]:
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     batch["attention_mask"][0, :5] = 0
     return batch
+
+
+def packed() -> dict[str, Any]:
+    positions = torch.cat([torch.arange(7), torch.arange(5)])
+    # With a cache transformers takes no notice of where sequences begin.
+    return {**language(), "position_ids": positions.expand(2, -1), "use_cache": False}
 
 
 def tokens() -> dict[str, Tensor]:
@@ -180,6 +188,13 @@ def separate(name: str, refusal: str | None = None, batch: Callable = language, 
     query = at(CONSECUTIVE, "q_proj", "weight")
     build = hugging_face(name, **{**GROUPS, **options})
     return Architecture(build, DECODER, query, keys, batch, refusal)
+
+
+def flexible(name: str, batch: Callable = language, **options: object):
+    """FlexAttention, whose kernels take grouped keys as they are."""
+    options = {**GROUPS, **options, "attn_implementation": "flex_attention"}
+    query, keys = at(CONSECUTIVE, "q_proj", "weight"), at(GROUPED, "k_proj", "weight")
+    return Architecture(hugging_face(name, **options), DECODER, query, keys, batch, MASK)
 
 
 def eager(name: str, unwatched: str = "", **options: object):
@@ -314,6 +329,7 @@ ZOO: dict[str, Architecture] = {
     ),
     "Llama": separate("Llama"),
     "Llama, padded batch": separate("Llama", MASK, padded),
+    "Llama, packed sequences": separate("Llama", MASK, packed),
     "Mistral, window longer than the batch": separate("Mistral", sliding_window=16),
     "Mistral, window shorter": separate("Mistral", MASK, sliding_window=4),
     "Qwen2": separate("Qwen2"),
@@ -389,6 +405,11 @@ ZOO: dict[str, Architecture] = {
         language,
         WIDTHS,
     ),
+    "Llama, FlexAttention": flexible("Llama"),
+    "Llama, FlexAttention, padded batch": flexible("Llama", padded),
+    "Llama, FlexAttention, packed sequences": flexible("Llama", packed),
+    "Mistral, FlexAttention, window": flexible("Mistral", sliding_window=4),
+    "Gemma 2, FlexAttention": flexible("Gemma2", sliding_window=4),
     "nn.TransformerEncoderLayer": Architecture(
         encoder_layer,
         ("self_attn",),
@@ -472,6 +493,21 @@ def randomize(model: nn.Module) -> nn.Module:
     return model.train()
 
 
+@pytest.fixture
+def flexible_on_the_cpu(monkeypatch):
+    """PyTorch's FlexAttention trains on GPUs alone, but what it runs uncompiled has a backward."""
+    home = torch.nn.attention.flex_attention
+    monkeypatch.setattr(home, "_validate_device", lambda *_: None)
+    compiled = transformers.integrations.flex_attention.WrappedFlexAttention
+    monkeypatch.setattr(compiled, "__call__", lambda _: home.flex_attention)
+
+    def create_block_mask(**options: Any) -> Any:
+        return home.create_block_mask(**{**options, "_compile": False})
+
+    monkeypatch.setattr(transformers.masking_utils, "create_block_mask", create_block_mask)
+
+
+@pytest.mark.usefixtures("flexible_on_the_cpu")
 @pytest.mark.parametrize("name", ZOO)
 def test_architecture(name, tiny, report):
     architecture = ZOO[name]

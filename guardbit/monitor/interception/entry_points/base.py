@@ -85,6 +85,8 @@ class EntryPoint:
         returns: Makes what the original returns, from out in the caller's layout, lse `(B, H, N)`
             and the arguments of the call.
         registries: Dicts that hold the function besides the modules that imported it by name.
+        put_in_place: Puts the stand-in in place and returns what undoes it; None for a function
+            that is replaced wherever it is held.
         original: The function itself; None as long as its module is not imported.
     """
 
@@ -95,6 +97,7 @@ class EntryPoint:
     bind: Callable[..., Bound | Refusal]
     returns: Callable[..., Any] = _only_out
     registries: Callable[[], Iterable[MutableMapping[Any, Any]]] = tuple
+    put_in_place: Callable[[], Callable[[], None]] | None = None
     original: Callable[..., Any] | None = None
 
     def find(self) -> bool:
@@ -134,17 +137,7 @@ def as_given(x: Tensor, layout: Layout) -> Tensor:
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of an entry point: through the op where it is to be seen, else the original."""
-    bound: Bound | None = None
-    if not torch.compiler.is_compiling():
-        bound = _eager(entry, args, kwargs)
-    else:
-        drop_stale_traced()
-        if is_inside_site():
-            found = entry.bind(*args, **kwargs)
-            refusal = found.why if isinstance(found, Refusal) else None
-            heads = heads_of(found.q, found.k)
-            note_traced_call(site_stack[-1], heads, refusal, entry.name)
-            bound = found if isinstance(found, Bound) else None
+    bound = heard(entry, args, kwargs)
     if bound is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
@@ -161,6 +154,20 @@ def is_unread() -> bool:
         and probe.site is None
         and site_state(int(site_stack[-1])).is_idle
     )
+
+
+def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+    """Notes a call; returns what it means if it is to be seen, else None."""
+    if not torch.compiler.is_compiling():
+        return _eager(entry, args, kwargs)
+    drop_stale_traced()
+    if not is_inside_site():
+        return None
+    found = entry.bind(*args, **kwargs)
+    refusal = found.why if isinstance(found, Refusal) else None
+    heads = heads_of(found.q, found.k)
+    note_traced_call(site_stack[-1], heads, refusal, entry.name)
+    return found if isinstance(found, Bound) else None
 
 
 @guarded

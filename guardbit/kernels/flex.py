@@ -1,0 +1,367 @@
+"""FlexAttention with an exact delta: its own kernels forward and backward, and the gradient of LSE.
+
+Its backward takes a gradient of LSE: dS = P (dP - (delta - dL)). So a switched head gets its exact
+delta by dL = delta_used - delta, and nothing else of the call changes, be it compiled or not.
+
+PyTorch's autograd function of FlexAttention gets a sibling, whose forward and backward are the same
+code with two functions of ours around the kernels. A call that `SITE` is handed to among its kernel
+options is one of a site; all others are PyTorch's alone. Three ops stay opaque to the compiler and
+look the site up when they run: a switch costs no recompilation.
+
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `(B, H, N, E)`; lse
+`(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels import dispatch, programs, reference
+from guardbit.kernels.constants import device_constant
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import AttentionCall, log, site_state
+from guardbit.records import STABILIZERS
+
+#: The kernel option that holds the number of the call's site, a 0-d CPU tensor.
+SITE = "guardbit_site"
+
+#: What `SiteState.launches` calls FlexAttention's kernels.
+KERNEL = "FLEX_ATTENTION"
+
+_HOME = "torch._higher_order_ops.flex_attention"
+_FUNCTION = "FlexAttentionAutogradOp"
+_CALL = "guardbit_call"
+_LN2 = math.log(2.0)
+_UNRECORDED = (
+    "flex_attention runs in its debug mode, where its functions are not recorded, so delta cannot"
+    " be computed again"
+)
+
+_library = torch.library.Library("guardbit", "FRAGMENT")
+_SHARED = (
+    "Tensor q, Tensor k, Tensor v, Tensor out, Tensor d_out, Tensor lse, Tensor site, Tensor names,"
+    " Tensor[] tensors, SymInt[] numbers, int program, float scale"
+)
+for _schema in (
+    "flex_begin(Tensor blocks, Tensor q, Tensor site, str obstacle, bool training)"
+    " -> (Tensor blocks, Tensor names)",
+    f"flex_lse_gradient({_SHARED}) -> Tensor",
+    f"flex_observe(Tensor(a!) dq, Tensor d_lse, Tensor? given, {_SHARED}) -> ()",
+):
+    # A replayed CUDA graph would not look the site up again: the compiler is to leave the ops out.
+    _library.define(_schema, tags=(torch.Tag.cudagraph_unsafe,))
+
+
+# --- the ops -------------------------------------------------------------------------------------
+
+
+class _Shared(NamedTuple):
+    """What both ops of the backward get, in the order of their schemas."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    d_out: Tensor
+    lse: Tensor
+    site: Tensor
+    names: Tensor
+    tensors: Sequence[Tensor]
+    numbers: Sequence[int]
+    program: int
+    scale: float
+
+    @property
+    def stabilizers(self) -> tuple[str, ...]:
+        """One name a head, as the forward settled them."""
+        return tuple(STABILIZERS[code] for code in self.names.tolist())
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the call asks for."""
+        return programs.specification(
+            self.program, self.scale, len(self.q), self.tensors, self.numbers
+        )
+
+    def used(self, heads: tuple[int, ...]) -> Tensor:
+        """The delta `(B, C, N)` that FlexAttention's backward takes by itself, FP32."""
+        index = device_constant(heads, torch.int64, self.q.device)
+        d_out, out = (x.index_select(1, index).float() for x in (self.d_out, self.out))
+        return (d_out * out).sum(-1)
+
+
+def _begin(
+    blocks: Tensor, q: Tensor, site: Tensor, obstacle: str, training: bool
+) -> tuple[Tensor, Tensor]:
+    """Begins a call.
+
+    Args:
+        blocks: A small input of the kernel.
+        q: Queries.
+        site: Number of the site, 0-d CPU tensor.
+        obstacle: Why no head can be switched, or "".
+        training: Whether a gradient will be asked for.
+
+    Returns:
+        `blocks`, copied: the kernel reads the copy, or the compiler would put off this op until the
+        backward. And what each head runs, INT64 `(H,)` on the CPU, places in `STABILIZERS`.
+    """
+    state = site_state(int(site))
+    state.requested = ("none",) * q.size(1)
+    state.stock_dropout_p, state.is_masked = 0.0, False
+    # Compiled forwards without gradients, such as a backward runs again, do not come here.
+    state.begin_forward(is_first=state.ran_at < state.clock.now)
+    names, why = _settled(state.running, obstacle)
+    state.launches["forward", KERNEL] += 1
+    if training:
+        state.ran_at = state.clock.now
+        state.note(names, why)
+    return blocks.clone(), torch.tensor([STABILIZERS.index(name) for name in names])
+
+
+def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:
+    """What each head runs, and why that is not what was asked for, or ""."""
+    settled = {name: _settled_one(name, obstacle) for name in dict.fromkeys(asked)}
+    why = "; ".join(reason for _, reason in settled.values() if reason)
+    return tuple(settled[name][0] for name in asked), why
+
+
+def _settled_one(name: str, obstacle: str) -> tuple[str, str]:
+    own = "flex_attention keeps its own kernels"
+    if name == "none" or (name == "exact_delta" and not obstacle):
+        return name, ""
+    if obstacle:
+        return "none", f"{name} is not possible: {obstacle}"
+    if name == "compensated":
+        return "exact_delta", f"exact_delta runs instead of compensated: {own}"
+    return "none", f"{name} is not possible, {own}: exact_delta would work"
+
+
+def _lse_gradient(*arguments: Any) -> Tensor:
+    """The gradient of LSE that makes the backward use the exact delta of the switched heads."""
+    call = _Shared(*arguments)
+    found = torch.zeros_like(call.lse)
+    heads = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
+    if not heads:
+        return found
+    state = site_state(int(call.site))
+    try:
+        natural = call.lse * _LN2
+        delta = dispatch.exact_delta(
+            call.d_out, call.q, call.k, call.v, natural, spec=call.spec, heads=heads
+        )
+        index = device_constant(heads, torch.int64, call.q.device)
+        found.index_copy_(1, index, reference.lse_gradient(call.used(heads), delta) * _LN2)
+    except Exception as error:
+        state.fall_back(error)
+        return torch.zeros_like(call.lse)
+    state.succeed()
+    state.launches["backward", "exact_delta"] += 1
+    return found
+
+
+def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
+    """Tells the site's observer of a call. `dq` is written to by nobody.
+
+    Declared as written to, because the compiler drops an op that returns nothing that is used.
+
+    Args:
+        dq: Gradient of q.
+        d_lse: What `_lse_gradient` returned.
+        given: The gradient of LSE that came from the loss, or None.
+        arguments: See `_Shared`.
+    """
+    call = _Shared(*arguments)
+    state = site_state(int(call.site))
+    state.launches["backward", KERNEL] += 1
+    if state.observer is None:
+        return
+    try:
+        if given is not None:
+            # Compiled, zeros come where nobody uses LSE. A part of dq that is not of d_out would
+            # pass for an error; NaN, no data, without asking the device which it is.
+            dq = dq.where((given == 0).all(), torch.nan)
+        seen = _seen(call, dq, d_lse)
+    except Exception as error:
+        log.warning("site '%s': a call of flex_attention went unseen (%s)", state.name, error)
+        return
+    state.observer(seen)
+
+
+def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
+    """A call as observers hear of it."""
+    names, carried = call.stabilizers, call.out
+    heads = tuple(h for h, name in enumerate(names) if name == "exact_delta")
+    if heads:
+        index = device_constant(heads, torch.int64, call.q.device)
+        delta = call.used(heads) - d_lse.index_select(1, index) / _LN2
+        d_out = call.d_out.index_select(1, index)
+        carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
+    return AttentionCall(
+        site=int(call.site),
+        q=call.q,
+        k=call.k,
+        v=call.v,
+        out=carried,
+        residual=None,
+        d_out=call.d_out,
+        dq=dq,
+        dk=None,
+        dv=None,
+        spec=call.spec,
+        stabilizers=names,
+    )
+
+
+def _fake_begin(blocks: Tensor, q: Tensor, site: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(blocks), site.new_empty(q.size(1), dtype=torch.int64)
+
+
+def _fake_lse_gradient(*arguments: Any) -> Tensor:
+    return torch.empty_like(_Shared(*arguments).lse)
+
+
+def _fake_observe(*arguments: Any) -> None:
+    return None
+
+
+for _name, _run, _fake in (
+    ("flex_begin", _begin, _fake_begin),
+    ("flex_lse_gradient", _lse_gradient, _fake_lse_gradient),
+    ("flex_observe", _observe, _fake_observe),
+):
+    _library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"guardbit::{_name}", _fake, lib=_library)
+
+
+# --- around PyTorch's kernels --------------------------------------------------------------------
+
+
+class _Began(NamedTuple):
+    """What the forward of a call hands its backward.
+
+    Attributes:
+        site: Number of the site, 0-d CPU tensor.
+        names: What `_begin` returned.
+        program: Number of its functions, see `programs.register`; None if they are not known.
+    """
+
+    site: Tensor
+    names: Tensor
+    program: int | None
+
+
+def is_supported() -> bool:
+    """Whether this version of PyTorch computes FlexAttention as `install` needs it."""
+    original = getattr(importlib.import_module(_HOME), _FUNCTION, None)
+    if original is None:
+        return False
+    parameters = list(inspect.signature(original.forward).parameters)
+    return (
+        parameters[8:9] == ["kernel_options"]
+        and "flex_attention" in original.forward.__code__.co_names
+        and "flex_attention_backward" in original.backward.__code__.co_names
+    )
+
+
+def install() -> Callable[[], None]:
+    """Puts the sibling in the place of PyTorch's autograd function; returns what undoes it."""
+    home = importlib.import_module(_HOME)
+    original = getattr(home, _FUNCTION)
+    setattr(home, _FUNCTION, _sibling(home, original))
+    return lambda: setattr(home, _FUNCTION, original)
+
+
+def _sibling(home: types.ModuleType, original: Any) -> Any:
+    forward_kernel = getattr(home, "flex_attention")  # noqa: B009 (typed as the module)
+    backward_kernel = getattr(home, "flex_attention_backward")  # noqa: B009
+
+    def run_forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score_mod: Any,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        options: dict[str, Any],
+        score_closed: tuple[Any, ...] = (),
+        mask_closed: tuple[Any, ...] = (),
+    ) -> Any:
+        training = options.pop(_CALL, False)
+        site = options.pop(SITE, None)
+        kept = dict(options)
+        if site is not None:
+            program = programs.register(score_mod, block_mask[-1], score_closed, mask_closed)
+            obstacle = _UNRECORDED if program is None else ""
+            place = next(i for i, x in enumerate(block_mask) if isinstance(x, Tensor))
+            blocks, names = torch.ops.guardbit.flex_begin(
+                block_mask[place], q, site, obstacle, training
+            )
+            block_mask = (*block_mask[:place], blocks, *block_mask[place + 1 :])
+            options[_CALL] = _Began(site, names, program)
+        return forward_kernel(
+            q, k, v, score_mod, block_mask, scale, kept, score_closed, mask_closed
+        )  # fmt: skip
+
+    def run_backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        score_mod: Any,
+        joint: Any,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        options: dict[str, Any],
+        score_closed: tuple[Any, ...] = (),
+        mask_closed: tuple[Any, ...] = (),
+    ) -> Any:
+        kept = {name: value for name, value in options.items() if name != _CALL}
+        rest = (score_mod, joint, block_mask, scale, kept, score_closed, mask_closed)
+        began: _Began | None = options.get(_CALL)
+        if began is None or began.program is None or d_out is None:
+            return backward_kernel(q, k, v, out, lse, d_out, d_lse, *rest)
+        closed = (*score_closed, *mask_closed)
+        shared = _Shared(
+            q, k, v, out, d_out, lse, began.site, began.names,
+            [x for x in closed if isinstance(x, Tensor)],
+            [x for x in closed if not isinstance(x, Tensor)],
+            began.program, scale,
+        )  # fmt: skip
+        correction = torch.ops.guardbit.flex_lse_gradient(*shared)
+        whole = correction if d_lse is None else d_lse + correction
+        gradients = backward_kernel(q, k, v, out, lse, d_out, whole, *rest)
+        torch.ops.guardbit.flex_observe(gradients[0], correction, d_lse, *shared)
+        return gradients
+
+    around = {"flex_attention": run_forward, "flex_attention_backward": run_backward}
+    inner_forward = _copy(original.forward, {**vars(home), **around})
+
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        options = dict(arguments[7])  # kept by the call, and looked into by its backward
+        options[_CALL] = any(ctx.needs_input_grad)
+        return inner_forward(ctx, *arguments[:7], options, *arguments[8:])
+
+    backward = _copy(original.backward, {**vars(home), **around})
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(_FUNCTION, (torch.autograd.Function,), methods)
+
+
+def _copy(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
+    """A function with other globals."""
+    copied = types.FunctionType(
+        function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied

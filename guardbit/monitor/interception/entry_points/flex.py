@@ -1,0 +1,148 @@
+"""`torch.nn.attention.flex_attention.flex_attention`.
+
+People compile it by itself and keep what they get anywhere, before or after a model is
+instrumented; and the compiler goes by a function's code. So the function gets other code for as
+long as models are instrumented: whoever holds it, compiled or not, calls ours. A call of a site
+tells PyTorch's function so among its kernel options, see `guardbit.kernels.flex`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels import flex
+from guardbit.kernels.attention import site_stack
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, heard
+from guardbit.monitor.interception.entry_points.refusals import (
+    why_groups,
+    why_head,
+    why_now,
+)
+
+_HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
+
+# The name under which PyTorch's module holds our function meanwhile.
+_OURS = "_guardbit_flex_attention"
+
+# Place of `kernel_options` among the arguments.
+_OPTIONS = 8
+
+# PyTorch's function under another name, once it is known, for calls of no site and of one. Called
+# eagerly it compiles a function inside it, by whose code compiled graphs are found again; as the
+# compiler does not ask whether an option was added, calls of a site need a code of their own.
+_plain: list[Callable[..., Any]] = []
+_of_site: list[Callable[..., Any]] = []
+
+
+def bind(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    **_: Any,
+) -> Bound | Refusal:
+    """Binds a call, see `base.EntryPoint`. What its functions ask for is known when it runs."""
+    why = _why(query, key, value, enable_gqa, kernel_options)
+    if why is not None:
+        return Refusal(why, query, key)
+    return Bound(query, key, value, AttentionSpec(scale or 1.0 / math.sqrt(query.size(-1))))
+
+
+def _why(
+    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, options: dict[str, Any] | None
+) -> str | None:
+    """Why a call must stay with PyTorch's function, or None."""
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        return "its inputs are not of shape (batch, heads, tokens, head size)"
+    if (why := why_head(q, q.size(3)) or why_head(v, v.size(3))) is not None:
+        return why
+    if q.size(0) != k.size(0):
+        return "its queries and keys differ in batch"
+    if options is not None and options.get("BACKEND") == "FLASH":
+        return "flex_attention's FLASH backend has an LSE of another unit"
+    return why_groups(q, k, are_allowed=enable_gqa) or why_now(q, k, v)
+
+
+def flex_attention(*args: Any, **kwargs: Any) -> Any:
+    """Stands in for `flex_attention`; see there."""
+    # In inference mode nothing would reach autograd, where the calls of sites are taken.
+    if heard(FLEX, args, kwargs) is not None and torch.is_grad_enabled():
+        given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
+        options = {} if given is None else dict(given)
+        options[flex.SITE] = site_stack[-1]
+        if len(args) > _OPTIONS:
+            args = (*args[:_OPTIONS], options, *args[_OPTIONS + 1 :])
+        else:
+            kwargs["kernel_options"] = options
+        return _of_site[0](*args, **kwargs)
+    return _plain[0](*args, **kwargs)
+
+
+def _other_code(code: types.CodeType) -> types.CodeType:
+    """Code of the same parameters, which the compiler remembers of a function, that calls ours."""
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    positional, by_name = names[: code.co_argcount], names[code.co_argcount :]
+    parameters = ", ".join([*positional, *(["*", *by_name] if by_name else [])])
+    handed_on = ", ".join([*positional, *(f"{name}={name}" for name in by_name)])
+    source = f"def {code.co_name}({parameters}): return {_OURS}({handed_on})"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), namespace)
+    return namespace[code.co_name].__code__
+
+
+def _anew(code: types.CodeType) -> types.CodeType:
+    """The same code, and that of the functions in it, as other objects."""
+    inside = tuple(_anew(x) if isinstance(x, types.CodeType) else x for x in code.co_consts)
+    return code.replace(co_consts=inside)
+
+
+def _put_in_place() -> Callable[[], None]:
+    """Gives PyTorch's function other code; returns what undoes it."""
+    function = FLEX.original
+    assert isinstance(function, types.FunctionType)
+    code, names = function.__code__, function.__globals__
+    for holder, own in ((_plain, code), (_of_site, _anew(code))):
+        copied = types.FunctionType(own, names, function.__name__, function.__defaults__)
+        copied.__kwdefaults__ = function.__kwdefaults__
+        holder[:] = [copied]
+    remove_sibling = flex.install()
+    names[_OURS] = flex_attention
+    function.__code__ = _other_code(code)
+
+    def undo() -> None:
+        function.__code__ = code
+        names.pop(_OURS, None)
+        remove_sibling()
+
+    return undo
+
+
+class _Flex(EntryPoint):
+    def find(self) -> bool:
+        """See `EntryPoint.find`; a version of PyTorch that computes it otherwise is passed over."""
+        if self.original is None and _HOME in sys.modules and flex.is_supported():
+            self.original = getattr(sys.modules[_HOME], _ATTRIBUTE)
+        return self.original is not None
+
+
+FLEX = _Flex(
+    "torch.nn.attention.flex_attention.flex_attention",
+    home=_HOME,
+    attribute=_ATTRIBUTE,
+    stand_in=flex_attention,
+    bind=bind,
+    put_in_place=_put_in_place,
+)

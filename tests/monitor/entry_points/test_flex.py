@@ -1,0 +1,561 @@
+"""FlexAttention: the bits of PyTorch's own until a head is switched, then an exact delta.
+
+PyTorch refuses to train with FlexAttention on the CPU, though its plain-torch road has a backward;
+here it is let through.
+"""
+
+import math
+import sys
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as home
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
+
+import guardbit
+from guardbit.kernels import dispatch
+from guardbit.monitor import metrics
+
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"
+LENGTH, HEADS = 160, 4
+SWITCHED = [1, 2]
+
+DOCUMENT = torch.arange(LENGTH, device=DEVICE) // 70
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=DEVICE)
+
+
+def causal(b, h, i, j):
+    return i >= j
+
+
+def documents_and_window(b, h, i, j):
+    return (i >= j) & (i - j < 50) & (DOCUMENT[i] == DOCUMENT[j])
+
+
+def first_rows_see_nothing(b, h, i, j):
+    return (j <= i) & (i > 20)
+
+
+def alibi(score, b, h, i, j):
+    return score - SLOPES[h] * (i - j)
+
+
+def soft_cap(score, b, h, i, j):
+    return 20 * torch.tanh(score / 20)
+
+
+#: Mask, score function, key heads, width of the values.
+CASES = {
+    "all keys": (None, None, 4, 32),
+    "causal": (causal, None, 4, 32),
+    "documents and a window": (documents_and_window, None, 4, 32),
+    "rows without keys": (first_rows_see_nothing, None, 4, 32),
+    "ALiBi": (causal, alibi, 4, 32),
+    "soft cap, documents": (documents_and_window, soft_cap, 4, 32),
+    "grouped keys, wider values": (causal, None, 2, 48),
+}
+
+
+@pytest.fixture(autouse=True)
+def trains_anywhere(monkeypatch):
+    monkeypatch.setattr(home, "_validate_device", lambda *_: None)
+    yield
+    torch._dynamo.reset()
+
+
+class Attention(nn.Module):
+    def __init__(self, function, options):
+        super().__init__()
+        self.function, self.options = [function], options
+
+    def forward(self, q, k, v):
+        return self.function[0](q, k, v, **self.options)
+
+
+class Model(nn.Module):
+    def __init__(self, function, options):
+        super().__init__()
+        self.attention = Attention(function, options)
+
+    def forward(self, q, k, v):
+        return self.attention(q, k, v)
+
+
+def options_of(case):
+    mask, score, kv_heads, _ = CASES[case]
+    options = {"score_mod": score, "enable_gqa": kv_heads != HEADS}
+    if mask is not None:
+        shape = (None, None, LENGTH, LENGTH)
+        options["block_mask"] = create_block_mask(mask, *shape, device=DEVICE)
+    return options
+
+
+def build(mode, options):
+    """The model, and what runs it."""
+    if mode == "compiled by itself":
+        model = Model(torch.compile(flex_attention, backend=BACKEND), options)
+        return model, model
+    model = Model(flex_attention, options)
+    if mode == "compiled whole":
+        return model, torch.compile(model, backend=BACKEND, fullgraph=True)
+    return model, model
+
+
+def tensors(case, seed=0):
+    """Tokens that attend to themselves: there delta is large, and so is what rounding takes."""
+    _, _, kv_heads, width = CASES[case]
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, HEADS, LENGTH, 32), torch.randn(2, kv_heads, LENGTH, 32)
+    q += 0.6 * k.repeat_interleave(HEADS // kv_heads, 1)
+    v, d_out = torch.randn(2, kv_heads, LENGTH, width), torch.randn(2, HEADS, LENGTH, width)
+    return tuple(x.bfloat16().to(DEVICE) for x in (3 * q, 3 * k, v, d_out))
+
+
+def step(run, inputs):
+    """The output, and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = run(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, inputs[3])
+
+
+def exact_scores(case, q, k):
+    """FP64 scores of every query and key, written out; -inf where a key is not seen."""
+    mask, score, kv_heads, _ = CASES[case]
+    scores = q @ k.repeat_interleave(HEADS // kv_heads, 1).mT / math.sqrt(q.size(3))
+    i = torch.arange(LENGTH, device=DEVICE)[:, None]
+    j = torch.arange(LENGTH, device=DEVICE)
+    head = torch.arange(HEADS, device=DEVICE)[:, None, None]
+    if score is not None:
+        scores = score(scores, None, head, i, j)
+    if mask is not None:
+        scores = scores.masked_fill(~mask(None, None, i, j), -math.inf)
+    return scores
+
+
+def exact(case, inputs):
+    """Output and gradients in FP64."""
+    group = HEADS // CASES[case][2]
+
+    def run(q, k, v):
+        weights = exact_scores(case, q, k).softmax(-1).nan_to_num(0.0)
+        return weights @ v.repeat_interleave(group, 1)
+
+    return step(run, [x.double() for x in inputs])
+
+
+def error(found, expected):
+    """Relative L2, one a head."""
+    squares = (found.double() - expected).square().sum((0, 2, 3))
+    return (squares / expected.square().sum((0, 2, 3))).sqrt()
+
+
+MODES = ["eager", "compiled by itself", "compiled whole"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "case"),
+    [("eager", case) for case in CASES]
+    + [(mode, case) for mode in MODES[1:] for case in ("documents and a window", "ALiBi")],
+)
+def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
+    inputs, expected = tensors(case), exact(case, tensors(case))
+    model, run = build(mode, options_of(case))
+    before = step(run, inputs)
+    inst = guardbit.instrument(model)
+    try:
+        assert all(map(torch.equal, step(run, inputs), before))
+        inst.observe(lambda call: None)
+        assert all(map(torch.equal, step(run, inputs), before))
+        inst.switch("attention", "exact_delta", heads=SWITCHED)
+        after = step(run, inputs)
+        site = inst.sites["attention"]
+        assert site.stabilizers == ["none", "exact_delta", "exact_delta", "none"]
+        assert site.launches["backward", "exact_delta"] == 1
+        inst.switch("*", "none")
+        assert all(map(torch.equal, step(run, inputs), before))
+    finally:
+        inst.remove()
+    assert torch.equal(after[0], before[0]), "the output"
+    rest = [head for head in range(HEADS) if head not in SWITCHED]
+    assert torch.equal(after[1][:, rest], before[1][:, rest]), "dQ of the other heads"
+    assert torch.equal(after[3], before[3]), "dV, which delta does not enter"
+    rounded, corrected = (error(x[1], expected[1]) for x in (before, after))
+    # What is left is the rounding of dS and dQ to BF16, 2^-9 at most each.
+    assert (corrected[SWITCHED] < 2 * 2**-9).all()
+    assert (corrected[SWITCHED] < rounded[SWITCHED] / 2).all(), (rounded, corrected)
+    assert all(map(torch.equal, step(run, inputs), before))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_switch_compiles_nothing(mode):
+    case = "documents and a window"
+    model, run = build(mode, options_of(case))
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        step(run, tensors(case))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        inst.switch("*", "exact_delta")
+        step(run, tensors(case))
+        assert inst.sites["attention"].launches["backward", "exact_delta"] == 1
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize(
+    "case", ["rows without keys", "ALiBi", "soft cap, documents", "grouped keys, wider values"]
+)
+def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
+    inputs = tensors(case)
+    expected = exact(case, inputs)
+    model, run = build("compiled whole", options_of(case))
+    calls = []
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        plain = step(run, inputs)
+        inst.switch("*", "exact_delta", heads=SWITCHED)
+        step(run, inputs)
+    finally:
+        inst.remove()
+    scores = exact_scores(case, inputs[0].double(), inputs[1].double())
+    seen = scores > -math.inf
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    first, second = calls
+    assert torch.equal(first.dq, plain[1])
+    shadow = dispatch.shadow(
+        first.q, first.k, first.v, spec=first.spec, eps=1e-3, rows=None, dropout=None
+    )
+    # FP32's accuracy, of numbers below 100.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(shadow.out.double(), expected[0], **close)
+    entropy = torch.special.entr(weights).sum(-1)
+    torch.testing.assert_close(shadow.entropy.double(), entropy, **close)
+    largest = scores.abs().where(seen, -math.inf).amax(-1)
+    torch.testing.assert_close(shadow.largest.double(), largest, **close)
+    every = list(range(HEADS))
+    dq = dispatch.exact_query_gradient(
+        first.d_out, first.q, first.k, first.v, spec=first.spec, heads=every, dropout=None
+    )
+    # Sums of 160 terms that cancel: 1e-5 of the largest.
+    bound = 1e-5 * float(expected[1].abs().max())
+    torch.testing.assert_close(dq.double(), expected[1], rtol=1e-4, atol=bound)
+    # The delta that the backward used, by what it is said to have been taken from.
+    exact_delta = (inputs[3].double() * expected[0]).sum(-1)
+    for call, bar in ((first, 2**-7), (second, 1e-4)):
+        used = (call.d_out.double() * call.out.double()).sum(-1)
+        off = (used - exact_delta).abs()[:, SWITCHED]
+        assert off.max() < bar * exact_delta.abs().max()
+        assert call is second or off.max() > 1e-4 * exact_delta.abs().max()
+
+
+def test_a_plain_causal_mask_is_recognised():
+    specs = {}
+    for case in ("all keys", "causal", "documents and a window", "ALiBi"):
+        model, run = build("eager", options_of(case))
+        inst = guardbit.instrument(model)
+        try:
+            inst.observe(lambda call, case=case: specs.update({case: call.spec}))
+            step(run, tensors(case))
+        finally:
+            inst.remove()
+    assert {case: (spec.causal, spec.extras) for case, spec in specs.items()} == {
+        "all keys": (False, ()),
+        "causal": ("top-left", ()),
+        "documents and a window": ("top-left", ("mask function",)),
+        "ALiBi": ("top-left", ("score function",)),
+    }
+
+
+def test_a_head_of_its_own_mask_is_looked_up_by_its_number():
+    """Where a mask depends on the head, tiles of some heads must be theirs."""
+
+    def by_head(b, h, i, j):
+        return (i >= j) & (i - j < 20 * (h + 1) + b)
+
+    block_mask = create_block_mask(by_head, 2, HEADS, LENGTH, LENGTH, device=DEVICE)
+    model, run = build("eager", {"block_mask": block_mask})
+    calls = []
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        step(run, tensors("causal"))
+    finally:
+        inst.remove()
+    (call,) = calls
+    heads, rows = torch.tensor([3, 1], device=DEVICE), torch.tensor([5, 99], device=DEVICE)
+    columns = torch.arange(LENGTH, device=DEVICE)
+    found = call.spec.mask_function(heads, rows, columns)
+    for b in range(2):
+        for c, h in enumerate((3, 1)):
+            for r, i in enumerate((5, 99)):
+                expected = (columns <= i) & (i - columns < 20 * (h + 1) + b)
+                assert torch.equal(found[b, c, r], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
+    case = "documents and a window"
+    inputs = tensors(case)
+    d_lse = torch.randn(2, HEADS, LENGTH, device=DEVICE)
+    aux = {**options_of(case), "return_aux": home.AuxRequest(lse=True)}
+    model, run = build(mode, aux)
+
+    def both(run):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out, aux = run(*leaves)
+        return torch.autograd.grad((out, aux.lse), leaves, (inputs[3], d_lse))
+
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    scores = exact_scores(case, *leaves[:2])
+    out = scores.softmax(-1) @ leaves[2]
+    expected = torch.autograd.grad(
+        (out, scores.logsumexp(-1)), leaves, (inputs[3].double(), d_lse.double())
+    )
+    before = both(run)
+    calls = []
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert all(map(torch.equal, both(run), before))
+        assert calls[0].dq.isnan().all(), "not of dO alone"
+        inst.switch("*", "exact_delta")
+        after = both(run)
+    finally:
+        inst.remove()
+    assert (error(after[0], expected[0]) < 2 * 2**-9).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_lse_that_nobody_uses_does_not_hide_dq(mode):
+    """transformers always asks for it on GPUs."""
+    inputs, calls = tensors("causal"), []
+    model, run = build(mode, {**options_of("causal"), "return_aux": home.AuxRequest(lse=True)})
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        dq = step(lambda *leaves: run(*leaves)[0], inputs)[1]
+    finally:
+        inst.remove()
+    assert torch.equal(calls[0].dq, dq)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
+def test_under_activation_checkpointing(mode):
+    case = "documents and a window"
+    inputs, expected = tensors(case), exact(case, tensors(case))
+    model, _ = build(mode, options_of(case))
+
+    def run(*leaves):
+        return checkpoint(model, *leaves, use_reentrant=False)
+
+    before = step(run, inputs)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        assert all(map(torch.equal, step(run, inputs), before))
+        inst.switch("*", "exact_delta")
+        after = step(run, inputs)
+    finally:
+        inst.remove()
+    assert torch.equal(after[0], before[0])
+    assert (error(after[1], expected[1]) < 2 * 2**-9).all()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
+def test_reentrant_checkpointing_and_evaluation(mode):
+    """Both run forwards without gradients; only the first is run again in the backward."""
+    case = "documents and a window"
+    inputs, expected = tensors(case), exact(case, tensors(case))
+    model, inner = build(mode, options_of(case))
+
+    def run(_, inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        out = checkpoint(inner, *leaves, use_reentrant=True)
+        out.backward(inputs[3])
+        return out.detach(), *(x.grad for x in leaves)
+
+    def evaluate():
+        outputs = []
+        for without_gradients in (torch.no_grad, torch.inference_mode):
+            with without_gradients():
+                outputs.append(inner(*inputs[:3]))
+        return outputs
+
+    before, evaluated = run(inner, inputs), evaluate()
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        for name in ("none", "exact_delta", "none"):
+            assert all(map(torch.equal, evaluate(), evaluated))
+            if inst.sites:
+                inst.switch("attention", name)
+            after = run(inner, inputs)
+            assert inst.sites["attention"].stabilizers == [name] * HEADS
+            assert torch.equal(after[0], before[0])
+            assert torch.equal(after[1], before[1]) == (name == "none")
+            assert name == "none" or (error(after[1], expected[1]) < 2 * 2**-9).all()
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled whole"])
+def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
+    """What the functions close over: numbers that the compiler keeps open, and a parameter."""
+    bias = torch.randn(HEADS, device=DEVICE, requires_grad=True)
+    found = {}
+    model, run = build(mode, {})
+
+    def both(length, inputs):
+        options = model.attention.options
+
+        def window(b, h, i, j):
+            return (i >= j) & (i - j < length // 2)
+
+        def biased(score, b, h, i, j):
+            return score + bias[h] * (i - j) / length
+
+        shape = (None, None, length, length)
+        options["block_mask"] = create_block_mask(window, *shape, device=DEVICE)
+        options["score_mod"] = biased
+        leaves = [x[:, :, :length].detach().requires_grad_() for x in inputs[:3]]
+        out = run(*leaves)
+        return torch.autograd.grad(out, (*leaves, bias), inputs[3][:, :, :length])
+
+    def exactly(length, inputs):
+        leaves = [x[:, :, :length].double().requires_grad_() for x in inputs[:3]]
+        slope = bias.detach().double().requires_grad_()
+        i, j = torch.arange(length, device=DEVICE)[:, None], torch.arange(length, device=DEVICE)
+        scores = leaves[0] @ leaves[1].mT / math.sqrt(leaves[0].size(3))
+        scores = scores + slope[:, None, None] * (i - j) / length
+        scores = scores.masked_fill((i < j) | (i - j >= length // 2), -math.inf)
+        out = scores.softmax(-1) @ leaves[2]
+        return torch.autograd.grad(out, (*leaves, slope), inputs[3][:, :, :length].double())
+
+    inputs, lengths = tensors("causal"), (128, 96)
+    for length in lengths:
+        found[length] = both(length, inputs)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(lambda call: None)
+        for length in lengths:
+            assert all(map(torch.equal, both(length, inputs), found[length]))
+        inst.switch("attention", "exact_delta")
+        for length in lengths:
+            after, expected = both(length, inputs), exactly(length, inputs)
+            assert (error(after[0], expected[0]) < 2 * 2**-9).all()
+            # The gradient of the bias is a sum of dS, and of its errors.
+            before = (found[length][3].double() - expected[3]).abs()
+            assert ((after[3].double() - expected[3]).abs() < before / 2).all()
+    finally:
+        inst.remove()
+
+
+def test_what_it_cannot_run_is_said():
+    inputs, said = tensors("causal"), {}
+    model, run = build("eager", options_of("causal"))
+    inst = guardbit.instrument(model)
+    try:
+        step(run, inputs)
+        site = inst.sites["attention"]
+        for name in guardbit.STABILIZERS:
+            inst.switch("attention", name)
+            step(run, inputs)
+            said[name] = (site.stabilizers[0], site.substituted)
+    finally:
+        inst.remove()
+    own = "flex_attention keeps its own kernels"
+    assert said == {
+        "none": ("none", ""),
+        "exact_delta": ("exact_delta", ""),
+        "compensated": ("exact_delta", f"exact_delta runs instead of compensated: {own}"),
+        **{
+            name: ("none", f"{name} is not possible, {own}: exact_delta would work")
+            for name in ("centered_keys", "stochastic", "row_max")
+        },
+    }
+
+
+def test_an_error_of_ours_leaves_the_gradients_of_pytorch(monkeypatch):
+    inputs = tensors("causal")
+    model, run = build("compiled by itself", options_of("causal"))
+    before = step(run, inputs)
+
+    def fail(*_, **__):
+        raise RuntimeError("no such kernel")
+
+    inst = guardbit.instrument(model)
+    try:
+        step(run, inputs)
+        inst.switch("attention", "exact_delta")
+        monkeypatch.setattr(dispatch, "exact_delta", fail)
+        assert all(map(torch.equal, step(run, inputs), before))
+        assert inst.sites["attention"].stabilizers == ["none"] * HEADS
+        assert "no such kernel" in inst.sites["attention"].substituted
+    finally:
+        inst.remove()
+
+
+def test_everything_is_given_back():
+    code, operator = flex_attention.__code__, vars_of_operator()
+    held = torch.compile(flex_attention, backend=BACKEND)
+    inst = guardbit.instrument(Model(held, {}))
+    assert flex_attention.__code__ is not code
+    inst.remove()
+    assert flex_attention.__code__ is code
+    assert vars_of_operator() == operator
+    assert "_guardbit_flex_attention" not in vars(home)
+
+
+def vars_of_operator():
+    return dict(vars(sys.modules["torch._higher_order_ops.flex_attention"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"dtype": torch.float64}, "it computes in torch.float64"),
+        ({"options": {"kernel_options": {"BACKEND": "FLASH"}}}, "unit"),
+    ],
+)
+def test_what_is_refused(change, why):
+    model, run = build("eager", change.get("options", {}))
+    inputs = [x.to(change.get("dtype", torch.bfloat16)) for x in tensors("all keys")]
+    inst = guardbit.instrument(model)
+    try:
+        step(run, inputs)
+        assert why in inst.sites["attention"].refusal
+    finally:
+        inst.remove()
+
+
+def test_the_indicators_of_a_call_are_numbers():
+    case = "soft cap, documents"
+    inputs = tensors(case)
+    model, run = build("compiled by itself", options_of(case))
+    gathered = metrics.AttentionMetrics(1, HEADS).to(DEVICE)
+    heads = list(range(HEADS))
+
+    def consume(call):
+        with torch.no_grad():
+            gathered.update(0, call)
+            gathered.audit(0, call, heads, torch.eye(HEADS, 32, device=DEVICE))
+
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(consume)
+        step(run, inputs)
+    finally:
+        inst.remove()
+    found = gathered.compute()
+    assert found.isfinite().all()
+    audited = found[metrics.MEASURED.index("dq_relative_error"), 0]
+    rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
+    # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
+    torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
