@@ -18,6 +18,7 @@ import guardbit
 from guardbit.kernels.engines import proof
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.entry_points import libraries
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
 from tests.kernels.spec_cases import dense, packed
 from tests.monitor.entry_points.library_models import (
@@ -270,6 +271,26 @@ def test_what_a_call_asks_for_is_understood_by_name_and_by_place():
     assert (named.spec.scale, named.spec.causal) == (32**-0.5, False)
     assert named.spec.window == (-1, 2)
     assert (bound.library.deterministic, named.library.deterministic) == (False, True)
+
+
+def test_between_samples_nobody_waits_for_a_length_on_the_device(borrower, tmp_path, monkeypatch):
+    model, x = build(by_name("flash_attn.flash_attn_varlen_func"))
+    *starts, longest, _ = model[0].documents
+    model[0].documents = (*starts, torch.tensor(longest), torch.tensor(longest))
+    read, steps = libraries._spec, []
+
+    def noted(*args):
+        steps.append(step)
+        return read(*args)
+
+    monkeypatch.setattr(libraries, "_spec", noted)
+    session = guardbit.MonitorSession(model, every_n_train_steps=4, dirpath=tmp_path, strict=True)
+    for step in range(6):
+        with session.step(step):
+            model(x).float().square().mean().backward()
+    assert session.instrumentation.sites["0"].refusal is None
+    session.close()
+    assert set(steps) == {0, 4}
 
 
 def test_what_is_returned_besides_is_returned(borrower, tiny):

@@ -146,6 +146,16 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     return entry.returns(as_given(out, layout), lse, *args, **kwargs)
 
 
+def is_unread() -> bool:
+    """Whether of the eager call that is being bound only its heads and its refusal count."""
+    return (
+        not torch.compiler.is_compiling()
+        and is_inside_site()
+        and probe.site is None
+        and site_state(int(site_stack[-1])).is_idle
+    )
+
+
 def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
     """Notes a call; returns what it means if it is to be seen, else None."""
     if not torch.compiler.is_compiling():
@@ -165,16 +175,17 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Notes an eager call; returns it if the op is to run it."""
     if not is_inside_site():
         return None
+    number = int(site_stack[-1])
+    state = site_state(number)
+    if probe.site is None:
+        state.begin_forward()
     found = entry.bind(*args, **kwargs)
     q, k = found.q, found.k
     if q is not None and k is not None:
         if is_empty(q, k):
             return None
-        if probe.note_call(int(site_stack[-1]), q, k):
+        if probe.note_call(number, q, k):
             return None  # a re-run must not look like a call of the model
-    number = int(site_stack[-1])
-    state = site_state(number)
-    state.begin_forward()
     refusal = found.why if isinstance(found, Refusal) else None
     if isinstance(found, Bound) and not state.is_idle:
         refusal = _why_broken(found)

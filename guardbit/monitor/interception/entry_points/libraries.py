@@ -24,6 +24,7 @@ from guardbit.monitor.interception.entry_points.base import (
     Refusal,
     call,
     heads_first,
+    is_unread,
 )
 from guardbit.monitor.interception.entry_points.refusals import (
     why_dropout,
@@ -64,6 +65,9 @@ _ENGINES = {
     for name in LIBRARIES
     for deterministic in (False, True)
 }
+
+
+_UNREAD = AttentionSpec(1.0)
 
 
 class _Inputs(NamedTuple):
@@ -110,9 +114,19 @@ class LibraryEntryPoint(EntryPoint):
 
     def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
         """Binds a call, see `EntryPoint`."""
+        if not is_unread():
+            return self._bound(args, kwargs, is_unread=False)
+        with torch._C._AutoDispatchBelowAutograd():  # views with a history cost more than the rest
+            return self._bound(args, kwargs, is_unread=True)
+
+    def _bound(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_unread: bool
+    ) -> Bound | Refusal:
         given = self.given(args, kwargs)
         unknown = self._why_unknown(given)
-        asked = {_MEANS.get(name, name): x for name, x in {**self.defaults, **given}.items()}
+        asked = {**self.defaults, **given}
+        if self.engine == "varlen_attn":
+            asked = {_MEANS.get(name, name): x for name, x in asked.items()}
         inputs = _inputs(asked, self.is_packed)
         if isinstance(inputs, str):
             return Refusal(inputs)
@@ -130,9 +144,9 @@ class LibraryEntryPoint(EntryPoint):
         if why is not None:
             return Refusal(why, q, k)
         engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
-        return Bound(
-            q, k, v, _spec(asked, q, k, self.is_packed), "NHD" if self.is_packed else "BNHD", engine
-        )
+        # A length on the device is waited for only where somebody asks.
+        spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
+        return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
 
     def _why_unknown(self, given: Mapping[str, Any]) -> str | None:
         for name, x in given.items():
