@@ -182,11 +182,11 @@ def separate(name: str, refusal: str | None = None, batch: Callable = language, 
     return Architecture(build, DECODER, query, keys, batch, refusal)
 
 
-def eager(name: str, unwatched: str = "", **options: object):
+def eager(name: str, **options: object):
     """As `separate`, attention written out in PyTorch; the keys are repeated inside."""
     query, keys = at(CONSECUTIVE, "q_proj", "weight"), at(GROUPED, "k_proj", "weight")
     build = hugging_face(name, **{**GROUPS, **options})
-    return Architecture(build, DECODER, query, keys, language, WRITTEN_OUT + unwatched)
+    return Architecture(build, DECODER, query, keys, language, WRITTEN_OUT)
 
 
 def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
@@ -319,12 +319,9 @@ ZOO: dict[str, Architecture] = {
     "Qwen2": separate("Qwen2"),
     "Qwen3": separate("Qwen3"),
     "Gemma": separate("Gemma"),
-    "Gemma 2": eager(
-        "Gemma2", "; nor is it watched: it has capped scores, which are not recomputed yet"
-    ),
+    "Gemma 2": eager("Gemma2"),
     "gpt-oss": eager(
         "GptOss",
-        "; nor is it watched: it has sinks in its softmax, which are not recomputed yet",
         num_local_experts=2,
         num_experts_per_tok=1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},

@@ -107,23 +107,3 @@ def why_spec(spec: AttentionSpec, q: Tensor, k: Tensor) -> str | None:
     if spec.causal is True and q.size(2) != k.size(2):
         return "its causal mask is aligned with the last key"
     return None
-
-
-#: What a call may ask for that the shadow recomputation does not know yet.
-_UNMEASURED = {
-    "window": "a sliding window",
-    "documents": "several sequences in one",
-    "softcap": "capped scores",
-    "sinks": "sinks in its softmax",
-}
-
-
-def why_unmeasured(spec: AttentionSpec) -> str | None:
-    """Why nothing can be measured of what a call asks for, or None."""
-    asked = [what for field, what in _UNMEASURED.items() if _is_asked(spec, field)]
-    return f"it has {' and '.join(asked)}, which are not recomputed yet" if asked else None
-
-
-def _is_asked(spec: AttentionSpec, field: str) -> bool:
-    value = getattr(spec, field)
-    return value is not None and (isinstance(value, Tensor) or value not in (0.0, (-1, -1)))
