@@ -263,6 +263,15 @@ class Site:
         except LayoutUnavailable:
             return False
 
+    @property
+    def query_of_latent(self) -> str | None:
+        """Name of the matrix that is W_Q where it is applied to a normalised latent vector."""
+        try:
+            layout = self._settled_layout()[0]
+        except LayoutUnavailable:
+            return None
+        return layout.query.parameter if layout.is_latent else None
+
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:
             raise LayoutUnavailable(self._why(self.sharded))

@@ -137,17 +137,51 @@ def test_a_projection_that_mixes_tokens_is_refused(site_of):
         site_of(Attention(Mixing())).query_weights()
 
 
-def test_two_matrices_without_a_module_of_their_own_are_refused(site_of):
-    class Latent(Attention):
-        def __init__(self):
-            super().__init__(nn.Linear(64, 64))
-            self.down, self.norm = nn.Linear(64, 12), nn.LayerNorm(12)
-            self.q_proj = nn.Linear(12, 64)
+class Latent(nn.Module):
+    """Queries and keys of latent vectors, as DeepSeek's; what is between them is given."""
 
-        def forward(self, x):
-            q = self.q_proj(self.norm(self.down(x))).unflatten(-1, (4, 16)).transpose(1, 2)
-            k = self.k_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+    def __init__(self, between, beside=False):
+        super().__init__()
+        self.down, self.between = nn.Linear(64, 12), between
+        self.q_proj, self.k_proj = nn.Linear(12, 64), nn.Linear(64, 64)
+        self.beside = nn.Linear(64, 64) if beside else None
 
-    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight', 'down.weight' to"):
-        site_of(Latent()).query_weights()
+    def forward(self, x):
+        q = self.q_proj(self.between(self.down(x)))
+        if self.beside is not None:
+            q = q + self.beside(x)
+        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, self.k_proj(x)))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(12), nn.RMSNorm(12)], ids=["layer", "rms"])
+def test_what_heads_apply_to_a_normalised_latent_is_their_w_q(norm, site_of):
+    site = site_of(Latent(norm))
+    assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 12))
+    assert torch.equal(site.key_weights(), site.module.k_proj.weight.view(4, 16, 64))
+    assert site.query_of_latent == "q_proj.weight"
+    assert not site.normalises_queries
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        lambda: Latent(nn.Identity()),  # W_Q is the product
+        lambda: Latent(nn.ReLU()),
+        lambda: Latent(nn.LayerNorm(12), beside=True),  # only a part goes through the norm
+    ],
+    ids=["no norm", "no matrix", "beside another"],
+)
+def test_a_latent_that_grows_with_its_weights_is_refused(attention, site_of):
+    site = site_of(attention())
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight'.* together"):
+        site.query_weights()
+    assert site.query_of_latent is None
+
+
+def test_a_latent_of_as_many_features_as_a_head_is_no_w_q(site_of):
+    # All of its rows reach each head, as many as the head has features.
+    attention = Latent(nn.RMSNorm(16))
+    attention.down, attention.q_proj = nn.Linear(64, 16), nn.Linear(16, 64)
+    site = site_of(attention)
+    assert torch.equal(site.query_weights(), attention.q_proj.weight.view(4, 16, 16))

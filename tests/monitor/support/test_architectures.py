@@ -30,6 +30,7 @@ MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
 WIDTHS = "its keys and values differ in shape"
+LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
 #: Of attention that is watched, and has nothing to switch.
 WRITTEN_OUT = (
     "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
@@ -373,8 +374,8 @@ ZOO: dict[str, Architecture] = {
     "DeepSeek-V3": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=12, **LATENT),
         DECODER,
-        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
-        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
+        at(CONSECUTIVE, "q_b_proj", "weight"),
+        LATENT_KEYS,
         language,
         WIDTHS,
     ),
@@ -382,7 +383,7 @@ ZOO: dict[str, Architecture] = {
         hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
         DECODER,
         at(CONSECUTIVE, "q_proj", "weight"),
-        "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together",
+        LATENT_KEYS,
         language,
         WIDTHS,
     ),
@@ -532,7 +533,11 @@ def rows_found(architecture, sites, side) -> str:
         if side == "query":
             for head in range(4):
                 assert torch.equal(site.query_weight(head), read()[head])
-    return f"no: {reason}" if isinstance(by_hand, str) else "right"
+    if isinstance(by_hand, str):
+        return f"no: {reason}"
+    latent = {site.query_of_latent for site in sites.values()}
+    is_latent = side == "query" and latent != {None}
+    return f"right: {latent.pop()}, of the normalised latent" if is_latent else "right"
 
 
 def distance(first, second) -> float:
