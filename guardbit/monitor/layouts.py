@@ -246,7 +246,8 @@ def find_latent_layout(
         The layout, whose queries are latent.
 
     Raises:
-        NotOneMatrix: `unavailable`, if none of the matrices is such, or more than one.
+        NotOneMatrix: `unavailable`, if none of the matrices is such, or more than one, or the
+            queries are normalised once more.
     """
     generator = torch.Generator().manual_seed(0)
     leaves = _leaves(parameters)
@@ -262,9 +263,10 @@ def find_latent_layout(
                 rows = _find_rows("query", query, own, lambda x: project(leaves | x), generator)
             except LayoutUnavailable:
                 continue
-            normalises = _is_normalised(query.detach(), rows, leaves, project)
+            if _is_normalised(query.detach(), rows, leaves, project):
+                continue  # by a norm behind the matrix, and perhaps by none before it
             key_rows = _find_keys(key, leaves, project, generator)
-            found.append(Layout(rows, key_rows, normalises, is_latent=True))
+            found.append(Layout(rows, key_rows, is_latent=True))
     if len(found) != 1:
         raise unavailable
     return found[0]
@@ -277,7 +279,7 @@ def _is_behind_norm(
     project: Project,
     generator: torch.Generator,
 ) -> bool:
-    """Whether other matrices reach the queries through one and a norm before it, and only so."""
+    """Whether other matrices reach the queries through one alone, and their size does not."""
     query, _ = project({**leaves, name: torch.zeros_like(leaves[name])})
     if query.requires_grad:
         gradients = torch.autograd.grad(

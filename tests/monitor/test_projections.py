@@ -137,6 +137,68 @@ def test_a_projection_that_mixes_tokens_is_refused(site_of):
         site_of(Attention(Mixing())).query_weights()
 
 
+class AdaptedBuffer(nn.Module):
+    """What is trained beside a base that is no parameter, with a norm behind both."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("base", torch.randn(64, 64))
+        self.down, self.up = nn.Linear(64, 3, bias=False), nn.Linear(3, 64, bias=False)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x):
+        y = x @ self.base + self.up(self.down(x).relu())
+        return self.norm(y.unflatten(-1, (4, 16))).flatten(-2)
+
+
+def test_a_norm_behind_two_matrices_is_none_between_them(site_of):
+    site = site_of(Attention(AdaptedBuffer()))
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.down.weight'.* together"):
+        site.query_weights()
+
+
+class ScaledFloat8(torch.autograd.Function):
+    """A product in FP8 with one scale a tensor, forward and backward, as FP8 training has it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, weight = (rounded(y, torch.float8_e4m3fn) for y in (x, weight))
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, weight = ctx.saved_tensors
+        d_out = rounded(d_out, torch.float8_e5m2)
+        return d_out @ weight, d_out.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def rounded(x, dtype):
+    scale = torch.finfo(dtype).max / x.abs().max()
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x):
+        return ScaledFloat8.apply(x, self.weight) + self.bias
+
+
+def test_of_a_product_in_fp8_the_weight_that_is_trained_counts(site_of):
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = Float8Linear(64, 192)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (4, 3, 16)).permute(3, 0, 2, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+    site = site_of(Fused())
+    by_head = site.module.qkv.weight.view(4, 3, 16, 64)
+    assert torch.equal(site.query_weights(), by_head[:, 0])
+    assert torch.equal(site.key_weights(), by_head[:, 1])
+
+
 class Latent(nn.Module):
     """Queries and keys of latent vectors, as DeepSeek's; what is between them is given."""
 

@@ -150,6 +150,17 @@ LATENT = {
     "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
 
+# Only one of the two layers has attention; the experts are left out.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
+    "mamba_d_state": 4, "mamba_dt_rank": 4,
+}  # fmt: skip
+
 
 def hugging_face(name: str, task: str = "ForCausalLM", **options: object) -> Callable:
     def build(_: object) -> nn.Module:
@@ -379,6 +390,13 @@ ZOO: dict[str, Architecture] = {
         language,
         WIDTHS,
     ),
+    "DeepSeek-V2, values as wide as keys": Architecture(
+        hugging_face("DeepseekV2", q_lora_rank=12, **{**LATENT, "v_head_dim": 16}),
+        DECODER,
+        at(CONSECUTIVE, "q_b_proj", "weight"),
+        LATENT_KEYS,
+        language,
+    ),
     "DeepSeek-V3, queries not compressed": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
         DECODER,
@@ -386,6 +404,20 @@ ZOO: dict[str, Architecture] = {
         LATENT_KEYS,
         language,
         WIDTHS,
+    ),
+    "Qwen3-Next, gated, one layer of linear attention": Architecture(
+        hugging_face("Qwen3Next", **GROUPS, **LINEAR),
+        ("model.layers.1.self_attn",),
+        at((0, 32, 64, 96), "q_proj", "weight"),
+        at(GROUPED, "k_proj", "weight"),
+        language,
+    ),
+    "Jamba, one layer of Mamba": Architecture(
+        hugging_face("Jamba", **GROUPS, **MAMBA),
+        ("model.layers.1.self_attn",),
+        at(CONSECUTIVE, "q_proj", "weight"),
+        at(GROUPED, "k_proj", "weight"),
+        language,
     ),
     "nn.TransformerEncoderLayer": Architecture(
         encoder_layer,
