@@ -96,7 +96,7 @@ def observe(
     Args:
         q: Queries `(B, H, N, D)`.
         k: Keys `(B, H_kv, M, D)`, H a multiple of H_kv.
-        v: Values, shape of k.
+        v: Values `(B, H_kv, M, E)`.
         causal: False; True: query n sees keys up to n + M - N; "top-left": up to n.
         scale: Factor of the scores; None for 1 / sqrt(D).
         mask: Boolean, True where a query sees a key, or floating, added to the scaled scores;
@@ -293,7 +293,12 @@ def _hear(
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
     causal, scale, mask = asked
-    why = why_mask(mask) or why_tensors(q, k, v) or why_groups(q, k) or why_now(q, k, v)
+    why = (
+        why_mask(mask)
+        or why_tensors(q, k, v, any_width=True)
+        or why_groups(q, k)
+        or why_now(q, k, v)
+    )
     why = note_call(number, heads_of(q, k), why, entry)
     if why is not None:
         return None

@@ -29,7 +29,7 @@ Slices = Callable[[nn.Module], list[Tensor]]
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
-WIDTHS = "its keys and values differ in shape"
+WIDTHS = "its values have another head size than its keys, and a switch needs one for both"
 LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
 #: Of attention that is watched, and has nothing to switch.
 WRITTEN_OUT = (
@@ -88,14 +88,15 @@ def vectors(name: str) -> dict[str, Tensor]:
 # -- where the rows lie ----------------------------------------------------------------------------
 
 CONSECUTIVE, GROUPED, REPEATED = (0, 16, 32, 48), (0, 16), (0, 0, 16, 16)
+LATENT_QUERIES = (0, 32, 64, 96)
 
 
-def at(starts: tuple[int, ...], *path: str) -> Slices:
-    """Rows 16 by 16 of the weight at a path below the attention module."""
+def at(starts: tuple[int, ...], *path: str, size: int = 16) -> Slices:
+    """Rows 16 by 16, or by another size, of the weight at a path below the attention module."""
 
     def slices(attention: nn.Module) -> list[Tensor]:
         weight = attention.get_parameter(".".join(path))
-        return [weight[start : start + 16] for start in starts]
+        return [weight[start : start + size] for start in starts]
 
     return slices
 
@@ -146,8 +147,8 @@ T5 = {
 }  # fmt: skip
 # Values are narrower than queries and keys, as in the real one: 128 against 192.
 LATENT = {
-    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 8,
+    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 16,
 }  # fmt: skip
 
 # Only one of the two layers has attention; the experts are left out.
@@ -385,22 +386,22 @@ ZOO: dict[str, Architecture] = {
     "DeepSeek-V3": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=12, **LATENT),
         DECODER,
-        at(CONSECUTIVE, "q_b_proj", "weight"),
+        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
         LATENT_KEYS,
         language,
         WIDTHS,
     ),
     "DeepSeek-V2, values as wide as keys": Architecture(
-        hugging_face("DeepseekV2", q_lora_rank=12, **{**LATENT, "v_head_dim": 16}),
+        hugging_face("DeepseekV2", q_lora_rank=12, **{**LATENT, "v_head_dim": 32}),
         DECODER,
-        at(CONSECUTIVE, "q_b_proj", "weight"),
+        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
         LATENT_KEYS,
         language,
     ),
     "DeepSeek-V3, queries not compressed": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
         DECODER,
-        at(CONSECUTIVE, "q_proj", "weight"),
+        at(LATENT_QUERIES, "q_proj", "weight", size=32),
         LATENT_KEYS,
         language,
         WIDTHS,

@@ -18,7 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
+from guardbit.kernels import engines
+from guardbit.kernels.attention import (
+    attention_at_site,
+    autocast_tensors,
+    is_inside_site,
+    site_stack,
+)
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
@@ -26,6 +32,7 @@ from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
+from guardbit.monitor.interception.watching import Watch
 
 #: How the caller's tensors lie: (batch, heads, tokens, head size), (batch, tokens, heads, head
 #: size), or (tokens, heads, head size) of packed sequences.
@@ -57,11 +64,27 @@ class Refusal(NamedTuple):
         why: A clause whose subject is the site: "it computes in torch.float64".
         q: Queries `(B, H, N, D)`, where they are known.
         k: Keys `(B, H_kv, M, D)`, where they are known.
+        bound: The call, where it is watched all the same. Queries are then its first argument.
     """
 
     why: str
     q: Tensor | None = None
     k: Tensor | None = None
+    bound: Bound | None = None
+
+
+class _Watched(NamedTuple):
+    """A call that the original runs, and somebody hears of.
+
+    Attributes:
+        watch: Hears of it.
+        bound: The call.
+        keeps_output: Whether the backward takes delta from the output.
+    """
+
+    watch: Watch
+    bound: Bound
+    keeps_output: bool
 
 
 def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -132,12 +155,17 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of an entry point: through the op where it is to be seen, else the original."""
     bound: Bound | None = None
     if not torch.compiler.is_compiling():
-        bound = _eager(entry, args, kwargs)
+        eager = _eager(entry, args, kwargs)
+        if isinstance(eager, _Watched):
+            return _watched(entry, eager, args, kwargs)
+        bound = eager
     else:
         drop_stale_traced()
         if is_inside_site():
             found = entry.bind(*args, **kwargs)
             refusal = found.why if isinstance(found, Refusal) else None
+            if isinstance(found, Refusal) and found.bound is not None:
+                refusal = f"{found.why}; compiled it is not watched either"
             heads = heads_of(found.q, found.k)
             note_traced_call(site_stack[-1], heads, refusal, entry.name)
             bound = found if isinstance(found, Bound) else None
@@ -149,8 +177,10 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
 
 
 @guarded
-def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
-    """Notes an eager call; returns it if the op is to run it."""
+def _eager(
+    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Bound | _Watched | None:
+    """Notes an eager call; returns it if the op is to run it, or it is to be heard of."""
     if not is_inside_site():
         return None
     found = entry.bind(*args, **kwargs)
@@ -162,11 +192,33 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
     refusal = found.why if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
+    watched = found.bound if isinstance(found, Refusal) else None
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name, watched=watched is not None)
     state = site_state(number)
     state.begin_forward()
+    if watched is not None:
+        state.stock_dropout_p = watched.spec.dropout_p
+        if state.is_unheard or not torch.is_grad_enabled():
+            return None
+        return _Watched(Watch(number), watched, _keeps_output(watched))
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
+
+
+def _keeps_output(bound: Bound) -> bool:
+    q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
+    return engines.choose(q, k, v, bound.spec, training=True).reads_out
+
+
+def _watched(
+    entry: EntryPoint, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs the original, which the observer hears of."""
+    assert entry.original is not None
+    (watch, (q, k, v, spec, layout), keeps_output) = watched
+    q = watch.query(q)
+    out = heads_first(entry.original(as_given(q, layout), *args[1:], **kwargs), layout)
+    return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:

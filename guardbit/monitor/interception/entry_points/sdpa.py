@@ -12,6 +12,7 @@ from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
 from guardbit.monitor.interception.entry_points.refusals import (
+    OTHER_WIDTH,
     why_dropout,
     why_groups,
     why_mask,
@@ -35,7 +36,7 @@ def bind(
         _why_two_masks(attn_mask, is_causal)
         or why_mask(attn_mask)
         or why_dropout(dropout_p)
-        or why_tensors(query, key, value)
+        or why_tensors(query, key, value, any_width=True)
         or why_groups(query, key, are_allowed=enable_gqa)
         or why_now(query, key, value)
     )
@@ -44,6 +45,9 @@ def bind(
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
+    if key.size(3) != value.size(3):
+        spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
+        return Refusal(OTHER_WIDTH, query, key, Bound(query, key, value, spec))
     if attn_mask is None and not torch.compiler.is_compiling():
         return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))

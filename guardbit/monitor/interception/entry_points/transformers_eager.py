@@ -71,7 +71,7 @@ def bind(
         why_mask(attention_mask)
         or why_mask(position_bias)
         or why_dropout(dropout)
-        or why_tensors(query, key, value)
+        or why_tensors(query, key, value, any_width=True)
         or why_groups(query, key)
         or why_now(query, key, value)
     )
