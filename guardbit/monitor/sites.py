@@ -125,6 +125,11 @@ class Site:
     @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
+        if self.entry == interception.OBSERVE:
+            return (
+                f"{interception.OBSERVE} shows what goes into attention, and neither its output nor"
+                " gradients; guardbit.watch_attention shows these, too"
+            )
         dropout_p = switchboard.site_state(self.number).stock_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None

@@ -40,7 +40,8 @@ from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
-_OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
+#: How users know the two functions.
+OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
 
 _COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
 _ONLY_KEYS = (
@@ -116,9 +117,9 @@ def observe(
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
     check_causal(causal)
     if torch.compiler.is_compiling():
-        _note_traced(module, heads_of(q, k), _OBSERVE)
+        _note_traced(module, heads_of(q, k), OBSERVE)
         return q, k, v
-    heard = _hear(module, q, k, v, (causal, scale, mask), _OBSERVE)
+    heard = _hear(module, q, k, v, (causal, scale, mask), OBSERVE)
     if heard is None:
         return q, k, v
     if heard.listens:

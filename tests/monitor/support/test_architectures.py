@@ -308,7 +308,10 @@ T5_SITES = (
     "decoder.block.0.layer.0.SelfAttention",
     "decoder.block.0.layer.1.EncDecAttention",
 )
-UNSEEN = "computes attention by attn_implementation='eager', which GuardBit does not see"
+UNSEEN = (
+    "computes attention by attn_implementation='eager', which GuardBit does not see: it is written"
+    " out in the model's own forward"
+)
 
 ZOO: dict[str, Architecture] = {
     "GPT-2": Architecture(
