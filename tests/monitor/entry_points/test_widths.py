@@ -1,4 +1,7 @@
-"""Values narrower, or wider, than keys, as in latent attention: watched, against FP64."""
+"""Calls that no switch serves, watched against FP64.
+
+Values narrower, or wider, than keys, as in latent attention; one key head that is broadcast.
+"""
 
 import pytest
 import torch
@@ -41,7 +44,7 @@ def tokens():
 def by_hand(call):
     """Scores, P and dQ in FP64."""
     q = call.q.double().requires_grad_()
-    k, v = (x.double().repeat_interleave(2, 1) for x in (call.k, call.v))
+    k, v = (x.double().repeat_interleave(4 // x.size(1), 1) for x in (call.k, call.v))
     hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
     scores = (q @ k.mT * 0.5).masked_fill(hidden, -torch.inf)
     (dq,) = torch.autograd.grad(scores.softmax(-1) @ v, q, call.d_out.double())
@@ -109,3 +112,37 @@ def test_compiled_it_is_not_watched_and_says_so(tiny):
     finally:
         inst.remove()
         torch._dynamo.reset()
+
+
+class Broadcasting(Attention):
+    """One key head for all, without `enable_gqa`, as Falcon 7B has it."""
+
+    def __init__(self):
+        super().__init__(32)
+        self.k_proj, self.v_proj = nn.Linear(64, 32), nn.Linear(64, 32)
+
+    def forward(self, x):
+        q = self.q_proj(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        k, v = self.k_proj(x)[:, None], self.v_proj(x)[:, None]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def test_one_key_head_that_is_broadcast(tiny):
+    torch.manual_seed(0)
+    model, calls = nn.Sequential(Broadcasting()), []
+    before = tiny.step(model, tokens())
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, tokens()), before)
+        (site,) = inst.sites.values()
+        assert site.unwatched is None
+        assert site.refusal.startswith("it broadcasts keys over heads, which PyTorch's math kernel")
+    finally:
+        inst.remove()
+    (call,) = calls
+    assert call.out is None, "its backward takes delta from P"
+    _, _, dq = by_hand(call)
+    # FP32 against FP64.
+    torch.testing.assert_close(call.dq.double(), dq, rtol=1e-4, atol=1e-5 * dq.abs().max())

@@ -30,6 +30,10 @@ MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
 WIDTHS = "its values have another head size than its keys, and a switch needs one for both"
+BROADCASTS = (
+    "it broadcasts keys over heads, which PyTorch's math kernel serves, whose backward takes delta"
+    " from P itself"
+)
 LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
 #: Of attention that is watched, and has nothing to switch.
 WRITTEN_OUT = (
@@ -211,7 +215,7 @@ def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
         at(query, *fused),
         at(key, *fused),
         language,
-        "it broadcasts keys over heads" if options.get("multi_query", False) else MASK,
+        BROADCASTS if options.get("multi_query", False) else MASK,
     )
 
 

@@ -65,12 +65,14 @@ class Refusal(NamedTuple):
         q: Queries `(B, H, N, D)`, where they are known.
         k: Keys `(B, H_kv, M, D)`, where they are known.
         bound: The call, where it is watched all the same. Queries are then its first argument.
+        is_fused: Whether one of PyTorch's fused kernels may run it.
     """
 
     why: str
     q: Tensor | None = None
     k: Tensor | None = None
     bound: Bound | None = None
+    is_fused: bool = True
 
 
 class _Watched(NamedTuple):
@@ -192,15 +194,15 @@ def _eager(
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
     refusal = found.why if isinstance(found, Refusal) else None
-    watched = found.bound if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name, watched=watched is not None)
+    is_watched = isinstance(found, Refusal) and found.bound is not None
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name, watched=is_watched)
     state = site_state(number)
     state.begin_forward()
-    if watched is not None:
-        state.stock_dropout_p = watched.spec.dropout_p
+    if isinstance(found, Refusal) and found.bound is not None:
+        state.stock_dropout_p = found.bound.spec.dropout_p
         if state.is_unheard or not torch.is_grad_enabled():
             return None
-        return _Watched(Watch(number), watched, _keeps_output(watched))
+        return _Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
 

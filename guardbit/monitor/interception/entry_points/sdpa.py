@@ -20,6 +20,8 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_tensors,
 )
 
+_BY_MATH = "which PyTorch's math kernel serves, whose backward takes delta from P itself"
+
 
 def bind(
     query: Tensor,
@@ -37,17 +39,21 @@ def bind(
         or why_mask(attn_mask)
         or why_dropout(dropout_p)
         or why_tensors(query, key, value, any_width=True)
-        or why_groups(query, key, are_allowed=enable_gqa)
         or why_now(query, key, value)
     )
+    # One key head for all; PyTorch's math kernel serves such calls.
+    broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
+    if broadcasts is not None and key.size(1) != 1:
+        why = broadcasts
     if why is not None:
         return Refusal(why, query, key)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
-    if key.size(3) != value.size(3):
-        spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
-        return Refusal(OTHER_WIDTH, query, key, Bound(query, key, value, spec))
+    if broadcasts is not None or key.size(3) != value.size(3):
+        bound = Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
+        why = OTHER_WIDTH if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
+        return Refusal(why, query, key, bound, is_fused=broadcasts is None)
     if attn_mask is None and not torch.compiler.is_compiling():
         return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
