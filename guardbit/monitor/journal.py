@@ -213,6 +213,7 @@ class Journal:
                 "weights_unavailable": site.settle_layout(),
                 "errors_unavailable": site.errors_unavailable,
                 "normalises_queries": site.normalises_queries,
+                "query_of_latent": site.query_of_latent,
             }
             for name, site in sites.items()
         }

@@ -18,7 +18,8 @@ number. So the module is run again, and what it does decides:
 
 Whatever fails one of these is reported as `LayoutUnavailable`, with the reason. `NotOneMatrix`
 names the parameters that make q together: where they are one projection, as under LoRA, the caller
-may ask again with the product in their place (`guardbit.monitor.projections`).
+may ask again with the product in their place (`guardbit.monitor.projections`). Where one of them is
+applied to what a norm makes of the others (latent attention), it is W_Q: `find_latent_layout`.
 """
 
 from __future__ import annotations
@@ -153,11 +154,14 @@ class Layout:
             share rows when the module expands the keys before attention.
         normalises_queries: Whether each head's queries are normalised on their way to attention,
             so that the size of its rows of W_Q does not reach the scores.
+        is_latent: Whether the rows of W_Q are applied to a normalised latent vector, and not to
+            what the module is given.
     """
 
     query: HeadRows
     key: HeadRows | LayoutUnavailable
     normalises_queries: bool = False
+    is_latent: bool = False
 
     def query_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """W_Q of all heads, `(H, d_head, d_model)`; see `HeadRows.weights`."""
@@ -217,18 +221,97 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
         LayoutUnavailable: The rows of W_Q could not be settled.
     """
     generator = torch.Generator().manual_seed(0)
-    leaves = {
-        name: parameter.detach().requires_grad_(parameter.is_floating_point())
-        for name, parameter in parameters.items()
-    }
+    leaves = _leaves(parameters)
     with torch.enable_grad():
         query, key = project(leaves)
         query_rows = _find_rows("query", query, leaves, project, generator)
-        try:
-            key_rows = _find_rows("key", key, leaves, project, generator)
-        except LayoutUnavailable as unavailable:
-            key_rows = unavailable
+        key_rows = _find_keys(key, leaves, project, generator)
     return Layout(query_rows, key_rows, _is_normalised(query.detach(), query_rows, leaves, project))
+
+
+def find_latent_layout(
+    project: Project, parameters: Mapping[str, Tensor], unavailable: NotOneMatrix
+) -> Layout:
+    """Finds W_Q where one of several matrices is applied to what a norm makes of the others.
+
+    That one is what a head's scores grow with: the size of the others does not get through the
+    norm. All that the others do has to go through it, as it does not where two are added.
+
+    Args:
+        project: See `find_layout`.
+        parameters: See `find_layout`.
+        unavailable: What `find_layout` has raised.
+
+    Returns:
+        The layout, whose queries are latent.
+
+    Raises:
+        NotOneMatrix: `unavailable`, if none of the matrices is such, or more than one, or the
+            queries are normalised once more.
+    """
+    generator = torch.Generator().manual_seed(0)
+    leaves = _leaves(parameters)
+    found: list[Layout] = []
+    with torch.enable_grad():
+        query, key = project(leaves)
+        for name in unavailable.parameters:
+            others = [other for other in unavailable.parameters if other != name]
+            if not others or not _is_behind_norm(name, others, leaves, project, generator):
+                continue
+            own = {other: leaf for other, leaf in leaves.items() if other not in others}
+            try:
+                rows = _find_rows("query", query, own, lambda x: project(leaves | x), generator)
+            except LayoutUnavailable:
+                continue
+            if _is_normalised(query.detach(), rows, leaves, project):
+                continue  # by a norm behind the matrix, and perhaps by none before it
+            key_rows = _find_keys(key, leaves, project, generator)
+            found.append(Layout(rows, key_rows, is_latent=True))
+    if len(found) != 1:
+        raise unavailable
+    return found[0]
+
+
+def _is_behind_norm(
+    name: str,
+    others: list[str],
+    leaves: dict[str, Tensor],
+    project: Project,
+    generator: torch.Generator,
+) -> bool:
+    """Whether other matrices reach the queries through one alone, and their size does not."""
+    query, _ = project({**leaves, name: torch.zeros_like(leaves[name])})
+    if query.requires_grad:
+        gradients = torch.autograd.grad(
+            query,
+            [leaves[other] for other in others],
+            _noise_like(query, generator),
+            materialize_grads=True,
+        )
+        if any(gradient.count_nonzero() for gradient in gradients):
+            return False
+    with torch.no_grad():
+        large, larger = (
+            project({**leaves, **{other: leaves[other] * factor for other in others}})[0]
+            for factor in (2.0**10, 2.0**11)
+        )
+    return bool((_change_of_heads(large, larger) < NORMALISED_LIMIT).all())
+
+
+def _leaves(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: parameter.detach().requires_grad_(parameter.is_floating_point())
+        for name, parameter in parameters.items()
+    }
+
+
+def _find_keys(
+    key: Tensor, leaves: dict[str, Tensor], project: Project, generator: torch.Generator
+) -> HeadRows | LayoutUnavailable:
+    try:
+        return _find_rows("key", key, leaves, project, generator)
+    except LayoutUnavailable as unavailable:
+        return unavailable
 
 
 def _is_normalised(

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from guardbit.monitor.layouts import Layout, LayoutUnavailable, NotOneMatrix, find_layout
+from guardbit.monitor.layouts import (
+    Layout,
+    LayoutUnavailable,
+    NotOneMatrix,
+    find_latent_layout,
+    find_layout,
+)
 from guardbit.monitor.rehearsal import rehearsal
 
 #: Largest relative distance of an affine submodule from its matrix and bias. It is run in FP64, but
@@ -134,9 +140,9 @@ def _settle(module: nn.Module, rerun: Rerun, widths: dict[str, int]) -> tuple[La
         layout = find_layout(project, weights.leaves())
     except NotOneMatrix as unavailable:
         settled = with_one_matrix_more(unavailable.parameters)
-        if settled is None:
-            raise
-        return settled
+        if settled is not None:
+            return settled
+        layout = find_latent_layout(project, weights.leaves(), unavailable)
     if isinstance(layout.key, NotOneMatrix):
         return with_one_matrix_more(layout.key.parameters) or (layout, weights)
     return layout, weights

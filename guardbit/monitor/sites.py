@@ -125,6 +125,11 @@ class Site:
     @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
+        if self.entry == interception.OBSERVE:
+            return (
+                f"{interception.OBSERVE} shows what goes into attention, and neither its output nor"
+                " gradients; guardbit.watch_attention shows these, too"
+            )
         dropout_p = switchboard.site_state(self.number).stock_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None
@@ -262,6 +267,15 @@ class Site:
             return self._settled_layout()[0].normalises_queries
         except LayoutUnavailable:
             return False
+
+    @property
+    def query_of_latent(self) -> str | None:
+        """Name of the matrix that is W_Q where it is applied to a normalised latent vector."""
+        try:
+            layout = self._settled_layout()[0]
+        except LayoutUnavailable:
+            return None
+        return layout.query.parameter if layout.is_latent else None
 
     def _settled_layout(self) -> tuple[Layout, Weights]:
         if self.sharded is not None:

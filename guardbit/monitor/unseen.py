@@ -72,10 +72,14 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
                 f"{type(module).__name__} has no module that looks like attention, so there are no"
                 " heads to watch"
             )
+        written_out = (
+            ": it is written out in the model's own forward, where delta comes from the same P and"
+            " is not rounded, so there is nothing to correct"
+        )
         raise UnseenAttentionError(
             f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            " which GuardBit does not see; it sees 'sdpa', where the model has it, and what"
-            " guardbit.observe shows it"
+            f" which GuardBit does not see{written_out if implementation == 'eager' else ''}; it"
+            " sees 'sdpa', where the model has it, and what guardbit.observe shows it"
         )
 
 

@@ -137,17 +137,113 @@ def test_a_projection_that_mixes_tokens_is_refused(site_of):
         site_of(Attention(Mixing())).query_weights()
 
 
-def test_two_matrices_without_a_module_of_their_own_are_refused(site_of):
-    class Latent(Attention):
+class AdaptedBuffer(nn.Module):
+    """What is trained beside a base that is no parameter, with a norm behind both."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("base", torch.randn(64, 64))
+        self.down, self.up = nn.Linear(64, 3, bias=False), nn.Linear(3, 64, bias=False)
+        self.norm = nn.RMSNorm(16)
+
+    def forward(self, x):
+        y = x @ self.base + self.up(self.down(x).relu())
+        return self.norm(y.unflatten(-1, (4, 16))).flatten(-2)
+
+
+def test_a_norm_behind_two_matrices_is_none_between_them(site_of):
+    site = site_of(Attention(AdaptedBuffer()))
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.down.weight'.* together"):
+        site.query_weights()
+
+
+class ScaledFloat8(torch.autograd.Function):
+    """A product in FP8 with one scale a tensor, forward and backward, as FP8 training has it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x, weight = (rounded(y, torch.float8_e4m3fn) for y in (x, weight))
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, d_out):
+        x, weight = ctx.saved_tensors
+        d_out = rounded(d_out, torch.float8_e5m2)
+        return d_out @ weight, d_out.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def rounded(x, dtype):
+    scale = torch.finfo(dtype).max / x.abs().max()
+    return (x * scale).to(dtype).to(x.dtype) / scale
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x):
+        return ScaledFloat8.apply(x, self.weight) + self.bias
+
+
+def test_of_a_product_in_fp8_the_weight_that_is_trained_counts(site_of):
+    class Fused(nn.Module):
         def __init__(self):
-            super().__init__(nn.Linear(64, 64))
-            self.down, self.norm = nn.Linear(64, 12), nn.LayerNorm(12)
-            self.q_proj = nn.Linear(12, 64)
+            super().__init__()
+            self.qkv = Float8Linear(64, 192)
 
         def forward(self, x):
-            q = self.q_proj(self.norm(self.down(x))).unflatten(-1, (4, 16)).transpose(1, 2)
-            k = self.k_proj(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+            q, k, v = self.qkv(x).unflatten(-1, (4, 3, 16)).permute(3, 0, 2, 1, 4)
+            return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight', 'down.weight' to"):
-        site_of(Latent()).query_weights()
+    site = site_of(Fused())
+    by_head = site.module.qkv.weight.view(4, 3, 16, 64)
+    assert torch.equal(site.query_weights(), by_head[:, 0])
+    assert torch.equal(site.key_weights(), by_head[:, 1])
+
+
+class Latent(nn.Module):
+    """Queries and keys of latent vectors, as DeepSeek's; what is between them is given."""
+
+    def __init__(self, between, beside=False):
+        super().__init__()
+        self.down, self.between = nn.Linear(64, 12), between
+        self.q_proj, self.k_proj = nn.Linear(12, 64), nn.Linear(64, 64)
+        self.beside = nn.Linear(64, 64) if beside else None
+
+    def forward(self, x):
+        q = self.q_proj(self.between(self.down(x)))
+        if self.beside is not None:
+            q = q + self.beside(x)
+        q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, self.k_proj(x)))
+        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(12), nn.RMSNorm(12)], ids=["layer", "rms"])
+def test_what_heads_apply_to_a_normalised_latent_is_their_w_q(norm, site_of):
+    site = site_of(Latent(norm))
+    assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 12))
+    assert torch.equal(site.key_weights(), site.module.k_proj.weight.view(4, 16, 64))
+    assert site.query_of_latent == "q_proj.weight"
+    assert not site.normalises_queries
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        lambda: Latent(nn.Identity()),  # W_Q is the product
+        lambda: Latent(nn.ReLU()),
+        lambda: Latent(nn.LayerNorm(12), beside=True),  # only a part goes through the norm
+    ],
+    ids=["no norm", "no matrix", "beside another"],
+)
+def test_a_latent_that_grows_with_its_weights_is_refused(attention, site_of):
+    site = site_of(attention())
+    with pytest.raises(guardbit.LayoutUnavailable, match=r"'q_proj.weight'.* together"):
+        site.query_weights()
+    assert site.query_of_latent is None
+
+
+def test_a_latent_of_as_many_features_as_a_head_is_no_w_q(site_of):
+    # All of its rows reach each head, as many as the head has features.
+    attention = Latent(nn.RMSNorm(16))
+    attention.down, attention.q_proj = nn.Linear(64, 16), nn.Linear(16, 64)
+    site = site_of(attention)
+    assert torch.equal(site.query_weights(), attention.q_proj.weight.view(4, 16, 16))

@@ -33,10 +33,12 @@ from guardbit.monitor.interception.doors import listeners
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, release, restore
+from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.records import SiteRecord, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
+    "OBSERVE",
     "SiteRecord",
     "StepCalls",
     "attach",

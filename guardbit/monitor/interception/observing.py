@@ -40,7 +40,8 @@ from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
-_OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
+#: How users know the two functions.
+OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
 
 _COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
 _ONLY_KEYS = (
@@ -96,7 +97,7 @@ def observe(
     Args:
         q: Queries `(B, H, N, D)`.
         k: Keys `(B, H_kv, M, D)`, H a multiple of H_kv.
-        v: Values, shape of k.
+        v: Values `(B, H_kv, M, E)`.
         causal: False; True: query n sees keys up to n + M - N; "top-left": up to n.
         scale: Factor of the scores; None for 1 / sqrt(D).
         mask: Boolean, True where a query sees a key, or floating, added to the scaled scores;
@@ -116,9 +117,9 @@ def observe(
             raise TypeError(f"{name} is a {type(x).__name__}; expected a tensor")
     check_causal(causal)
     if torch.compiler.is_compiling():
-        _note_traced(module, heads_of(q, k), _OBSERVE)
+        _note_traced(module, heads_of(q, k), OBSERVE)
         return q, k, v
-    heard = _hear(module, q, k, v, (causal, scale, mask), _OBSERVE)
+    heard = _hear(module, q, k, v, (causal, scale, mask), OBSERVE)
     if heard is None:
         return q, k, v
     if heard.listens:
@@ -293,7 +294,12 @@ def _hear(
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
     causal, scale, mask = asked
-    why = why_mask(mask) or why_tensors(q, k, v) or why_groups(q, k) or why_now(q, k, v)
+    why = (
+        why_mask(mask)
+        or why_tensors(q, k, v, any_width=True)
+        or why_groups(q, k)
+        or why_now(q, k, v)
+    )
     why = note_call(number, heads_of(q, k), why, entry)
     if why is not None:
         return None

@@ -88,10 +88,10 @@ class Watch:
         """Returns the output; its gradient is heard of.
 
         Args:
-            out: Output `(B, H, N, D)`.
+            out: Output `(B, H, N, E)`.
             q: Queries `(B, H, N, D)`.
             k: Keys `(B, H_kv, M, D)`.
-            v: Values, shape of k.
+            v: Values `(B, H_kv, M, E)`.
             spec: What the call asks for besides.
             p: P `(B, H, N, M)`, which was handed to `probabilities`; None if it was not.
             keeps_output: Whether the backward takes delta from the output.

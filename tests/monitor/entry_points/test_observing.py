@@ -270,3 +270,20 @@ def test_bad_input_is_refused_in_a_sentence():
         guardbit.watch_attention([])
     with pytest.raises(ValueError, match="layout is 'HNBD'"):
         guardbit.watch_attention(Core(), q="queries", k="keys", v="values", layout="HNBD")
+
+
+@pytest.mark.parametrize("shown", ["tensors", "module"])
+def test_it_is_said_that_errors_cannot_be_seen_from_the_tensors_alone(shown, tmp_path, caplog):
+    model = build(observes if shown == "tensors" else unseen)
+    if shown == "module":
+        guardbit.watch_attention(
+            model[1].core, q="queries", k="keys", v="values", out=0, causal=True, scale=0.25
+        )
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    for step in range(2):
+        with session.step(step):
+            model(torch.randn(2, 9, 32)).square().sum().backward()
+    session.close()
+    (facts,) = read_metadata(tmp_path)["sites"].values()
+    told = "guardbit.observe shows what goes into attention" in caplog.text
+    assert told == (facts["errors_unavailable"] is not None) == (shown == "tensors")

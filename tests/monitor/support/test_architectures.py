@@ -31,7 +31,12 @@ Slices = Callable[[nn.Module], list[Tensor]]
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
-WIDTHS = "its keys and values differ in shape"
+WIDTHS = "its values have another head size than its keys, and a switch needs one for both"
+BROADCASTS = (
+    "it broadcasts keys over heads, which PyTorch's math kernel serves, whose backward takes delta"
+    " from P itself"
+)
+LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
 #: Of attention that is watched, and has nothing to switch.
 WRITTEN_OUT = (
     "it is written out in PyTorch: its delta comes from the same P and is not rounded, so there is"
@@ -95,14 +100,15 @@ def vectors(name: str) -> dict[str, Tensor]:
 # -- where the rows lie ----------------------------------------------------------------------------
 
 CONSECUTIVE, GROUPED, REPEATED = (0, 16, 32, 48), (0, 16), (0, 0, 16, 16)
+LATENT_QUERIES = (0, 32, 64, 96)
 
 
-def at(starts: tuple[int, ...], *path: str) -> Slices:
-    """Rows 16 by 16 of the weight at a path below the attention module."""
+def at(starts: tuple[int, ...], *path: str, size: int = 16) -> Slices:
+    """Rows 16 by 16, or by another size, of the weight at a path below the attention module."""
 
     def slices(attention: nn.Module) -> list[Tensor]:
         weight = attention.get_parameter(".".join(path))
-        return [weight[start : start + 16] for start in starts]
+        return [weight[start : start + size] for start in starts]
 
     return slices
 
@@ -153,8 +159,19 @@ T5 = {
 }  # fmt: skip
 # Values are narrower than queries and keys, as in the real one: 128 against 192.
 LATENT = {
-    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12,
-    "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 8,
+    **SMALL, "kv_lora_rank": 12, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
+    "first_k_dense_replace": 2, "num_key_value_heads": 4, "head_dim": 16,
+}  # fmt: skip
+
+# Only one of the two layers has attention; the experts are left out.
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1],
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "num_experts_per_tok": 1,
+    "mamba_d_state": 4, "mamba_dt_rank": 4,
 }  # fmt: skip
 
 
@@ -197,11 +214,11 @@ def flexible(name: str, batch: Callable = language, **options: object):
     return Architecture(hugging_face(name, **options), DECODER, query, keys, batch, MASK)
 
 
-def eager(name: str, unwatched: str = "", **options: object):
+def eager(name: str, **options: object):
     """As `separate`, attention written out in PyTorch; the keys are repeated inside."""
     query, keys = at(CONSECUTIVE, "q_proj", "weight"), at(GROUPED, "k_proj", "weight")
     build = hugging_face(name, **{**GROUPS, **options})
-    return Architecture(build, DECODER, query, keys, language, WRITTEN_OUT + unwatched)
+    return Architecture(build, DECODER, query, keys, language, WRITTEN_OUT)
 
 
 def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
@@ -213,7 +230,7 @@ def falcon(query: tuple[int, ...], key: tuple[int, ...], **options: object):
         at(query, *fused),
         at(key, *fused),
         language,
-        "it broadcasts keys over heads" if options.get("multi_query", False) else MASK,
+        BROADCASTS if options.get("multi_query", False) else MASK,
     )
 
 
@@ -310,7 +327,10 @@ T5_SITES = (
     "decoder.block.0.layer.0.SelfAttention",
     "decoder.block.0.layer.1.EncDecAttention",
 )
-UNSEEN = "computes attention by attn_implementation='eager', which GuardBit does not see"
+UNSEEN = (
+    "computes attention by attn_implementation='eager', which GuardBit does not see: it is written"
+    " out in the model's own forward"
+)
 
 ZOO: dict[str, Architecture] = {
     "GPT-2": Architecture(
@@ -335,12 +355,9 @@ ZOO: dict[str, Architecture] = {
     "Qwen2": separate("Qwen2"),
     "Qwen3": separate("Qwen3"),
     "Gemma": separate("Gemma"),
-    "Gemma 2": eager(
-        "Gemma2", "; nor is it watched: it has capped scores, which are not recomputed yet"
-    ),
+    "Gemma 2": eager("Gemma2"),
     "gpt-oss": eager(
         "GptOss",
-        "; nor is it watched: it has sinks in its softmax, which are not recomputed yet",
         num_local_experts=2,
         num_experts_per_tok=1,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
@@ -392,16 +409,23 @@ ZOO: dict[str, Architecture] = {
     "DeepSeek-V3": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=12, **LATENT),
         DECODER,
-        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
-        "the query depends on 'q_a_proj.weight', 'q_b_proj.weight' together",
+        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
+        LATENT_KEYS,
         language,
         WIDTHS,
+    ),
+    "DeepSeek-V2, values as wide as keys": Architecture(
+        hugging_face("DeepseekV2", q_lora_rank=12, **{**LATENT, "v_head_dim": 32}),
+        DECODER,
+        at(LATENT_QUERIES, "q_b_proj", "weight", size=32),
+        LATENT_KEYS,
+        language,
     ),
     "DeepSeek-V3, queries not compressed": Architecture(
         hugging_face("DeepseekV3", q_lora_rank=None, **LATENT),
         DECODER,
-        at(CONSECUTIVE, "q_proj", "weight"),
-        "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together",
+        at(LATENT_QUERIES, "q_proj", "weight", size=32),
+        LATENT_KEYS,
         language,
         WIDTHS,
     ),
@@ -410,6 +434,20 @@ ZOO: dict[str, Architecture] = {
     "Llama, FlexAttention, packed sequences": flexible("Llama", packed),
     "Mistral, FlexAttention, window": flexible("Mistral", sliding_window=4),
     "Gemma 2, FlexAttention": flexible("Gemma2", sliding_window=4),
+    "Qwen3-Next, gated, one layer of linear attention": Architecture(
+        hugging_face("Qwen3Next", **GROUPS, **LINEAR),
+        ("model.layers.1.self_attn",),
+        at((0, 32, 64, 96), "q_proj", "weight"),
+        at(GROUPED, "k_proj", "weight"),
+        language,
+    ),
+    "Jamba, one layer of Mamba": Architecture(
+        hugging_face("Jamba", **GROUPS, **MAMBA),
+        ("model.layers.1.self_attn",),
+        at(CONSECUTIVE, "q_proj", "weight"),
+        at(GROUPED, "k_proj", "weight"),
+        language,
+    ),
     "nn.TransformerEncoderLayer": Architecture(
         encoder_layer,
         ("self_attn",),
@@ -571,7 +609,11 @@ def rows_found(architecture, sites, side) -> str:
         if side == "query":
             for head in range(4):
                 assert torch.equal(site.query_weight(head), read()[head])
-    return f"no: {reason}" if isinstance(by_hand, str) else "right"
+    if isinstance(by_hand, str):
+        return f"no: {reason}"
+    latent = {site.query_of_latent for site in sites.values()}
+    is_latent = side == "query" and latent != {None}
+    return f"right: {latent.pop()}, of the normalised latent" if is_latent else "right"
 
 
 def distance(first, second) -> float:

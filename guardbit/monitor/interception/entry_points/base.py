@@ -18,7 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
+from guardbit.kernels import engines
+from guardbit.kernels.attention import (
+    attention_at_site,
+    autocast_tensors,
+    is_inside_site,
+    site_stack,
+)
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
@@ -28,6 +34,7 @@ from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
+from guardbit.monitor.interception.watching import Watch
 
 #: How the caller's tensors lie: (batch, heads, tokens, head size), (batch, tokens, heads, head
 #: size), or (tokens, heads, head size) of packed sequences.
@@ -61,11 +68,29 @@ class Refusal(NamedTuple):
         why: A clause whose subject is the site: "it computes in torch.float64".
         q: Queries `(B, H, N, D)`, where they are known.
         k: Keys `(B, H_kv, M, D)`, where they are known.
+        bound: The call, where it is watched all the same. Queries are then its first argument.
+        is_fused: Whether one of PyTorch's fused kernels may run it.
     """
 
     why: str
     q: Tensor | None = None
     k: Tensor | None = None
+    bound: Bound | None = None
+    is_fused: bool = True
+
+
+class _Watched(NamedTuple):
+    """A call that the original runs, and somebody hears of.
+
+    Attributes:
+        watch: Hears of it.
+        bound: The call.
+        keeps_output: Whether the backward takes delta from the output.
+    """
+
+    watch: Watch
+    bound: Bound
+    keeps_output: bool
 
 
 def _only_out(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -137,11 +162,13 @@ def as_given(x: Tensor, layout: Layout) -> Tensor:
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     """Runs a call of an entry point: through the op where it is to be seen, else the original."""
-    bound = heard(entry, args, kwargs)
-    if bound is None:
+    found = heard(entry, args, kwargs)
+    if isinstance(found, _Watched):
+        return _watched(entry, found, args, kwargs)
+    if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    q, k, v, spec, layout, library = bound
+    q, k, v, spec, layout, library = found
     out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
     return entry.returns(as_given(out, layout), lse, *args, **kwargs)
 
@@ -156,8 +183,10 @@ def is_unread() -> bool:
     )
 
 
-def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
-    """Notes a call; returns what it means if it is to be seen, else None."""
+def heard(
+    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Bound | _Watched | None:
+    """Notes a call; returns what it means if it is to be seen or heard of, else None."""
     if not torch.compiler.is_compiling():
         return _eager(entry, args, kwargs)
     drop_stale_traced()
@@ -165,14 +194,18 @@ def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> B
         return None
     found = entry.bind(*args, **kwargs)
     refusal = found.why if isinstance(found, Refusal) else None
+    if isinstance(found, Refusal) and found.bound is not None:
+        refusal = f"{found.why}; compiled it is not watched either"
     heads = heads_of(found.q, found.k)
     note_traced_call(site_stack[-1], heads, refusal, entry.name)
     return found if isinstance(found, Bound) else None
 
 
 @guarded
-def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
-    """Notes an eager call; returns it if the op is to run it."""
+def _eager(
+    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Bound | _Watched | None:
+    """Notes an eager call; returns it if the op is to run it, or it is to be heard of."""
     if not is_inside_site():
         return None
     number = int(site_stack[-1])
@@ -189,7 +222,13 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     refusal = found.why if isinstance(found, Refusal) else None
     if isinstance(found, Bound) and not state.is_idle:
         refusal = _why_broken(found)
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
+    is_watched = isinstance(found, Refusal) and found.bound is not None
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name, watched=is_watched)
+    if isinstance(found, Refusal) and found.bound is not None:
+        state.stock_dropout_p = found.bound.spec.dropout_p
+        if state.is_unheard or not torch.is_grad_enabled():
+            return None
+        return _Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
     # Where nobody asks the op would cost the host 0.2 ms.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
 
@@ -202,6 +241,22 @@ def _why_broken(bound: Bound) -> str | None:
     if not proof.is_broken:
         return None
     return f"GuardBit could not call {bound.library.title} ({proof.configuration}): {proof.failure}"
+
+
+def _keeps_output(bound: Bound) -> bool:
+    q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
+    return engines.choose(q, k, v, bound.spec, training=True).reads_out
+
+
+def _watched(
+    entry: EntryPoint, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Runs the original, which the observer hears of."""
+    assert entry.original is not None
+    watch, (q, k, v, spec, layout, _), keeps_output = watched
+    q = watch.query(q)
+    out = heads_first(entry.original(as_given(q, layout), *args[1:], **kwargs), layout)
+    return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:

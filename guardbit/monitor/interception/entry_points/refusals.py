@@ -14,13 +14,18 @@ from guardbit.monitor.interception.calls import CAPTURED
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+#: Why heads of a call cannot be switched that can be watched, as of latent attention.
+OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
+
+
+def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:
     """Why a call with such tensors must stay with the original, or None.
 
     Args:
         q: Queries, `(B, H, N, D)` if the call is an ordinary one.
         k: Keys `(B, H_kv, M, D)`.
         v: Values.
+        any_width: Whether the values may have another head size than the keys.
     """
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return "its heads are sharded by tensor parallelism"
@@ -30,10 +35,12 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return why
     if not q.dtype == k.dtype == v.dtype and not is_autocast(q):
         return f"it mixes {q.dtype}, {k.dtype} and {v.dtype}"
-    if k.shape != v.shape:
+    if k.shape[:3] != v.shape[:3]:
         return "its keys and values differ in shape"
     if q.size(0) != k.size(0) or q.size(3) != k.size(3):
         return "its queries and keys differ in batch or head size"
+    if k.size(3) != v.size(3):
+        return why_head(v, v.size(3)) if any_width else OTHER_WIDTH
     return None
 
 
@@ -107,23 +114,3 @@ def why_spec(spec: AttentionSpec, q: Tensor, k: Tensor) -> str | None:
     if spec.causal is True and q.size(2) != k.size(2):
         return "its causal mask is aligned with the last key"
     return None
-
-
-#: What a call may ask for that the shadow recomputation does not know yet.
-_UNMEASURED = {
-    "window": "a sliding window",
-    "documents": "several sequences in one",
-    "softcap": "capped scores",
-    "sinks": "sinks in its softmax",
-}
-
-
-def why_unmeasured(spec: AttentionSpec) -> str | None:
-    """Why nothing can be measured of what a call asks for, or None."""
-    asked = [what for field, what in _UNMEASURED.items() if _is_asked(spec, field)]
-    return f"it has {' and '.join(asked)}, which are not recomputed yet" if asked else None
-
-
-def _is_asked(spec: AttentionSpec, field: str) -> bool:
-    value = getattr(spec, field)
-    return value is not None and (isinstance(value, Tensor) or value not in (0.0, (-1, -1)))

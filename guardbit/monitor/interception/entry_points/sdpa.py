@@ -12,12 +12,15 @@ from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
 from guardbit.monitor.interception.entry_points.refusals import (
+    OTHER_WIDTH,
     why_dropout,
     why_groups,
     why_mask,
     why_now,
     why_tensors,
 )
+
+_BY_MATH = "which PyTorch's math kernel serves, whose backward takes delta from P itself"
 
 
 def bind(
@@ -35,15 +38,22 @@ def bind(
         _why_two_masks(attn_mask, is_causal)
         or why_mask(attn_mask)
         or why_dropout(dropout_p)
-        or why_tensors(query, key, value)
-        or why_groups(query, key, are_allowed=enable_gqa)
+        or why_tensors(query, key, value, any_width=True)
         or why_now(query, key, value)
     )
+    # One key head for all; PyTorch's math kernel serves such calls.
+    broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
+    if broadcasts is not None and key.size(1) != 1:
+        why = broadcasts
     if why is not None:
         return Refusal(why, query, key)
     if scale is None:
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
+    if broadcasts is not None or key.size(3) != value.size(3):
+        bound = Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
+        why = OTHER_WIDTH if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
+        return Refusal(why, query, key, bound, is_fused=broadcasts is None)
     if attn_mask is None and not torch.compiler.is_compiling():
         return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))

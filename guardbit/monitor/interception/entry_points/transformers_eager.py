@@ -36,7 +36,6 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_mask,
     why_now,
     why_tensors,
-    why_unmeasured,
 )
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
@@ -72,7 +71,7 @@ def bind(
         why_mask(attention_mask)
         or why_mask(position_bias)
         or why_dropout(dropout)
-        or why_tensors(query, key, value)
+        or why_tensors(query, key, value, any_width=True)
         or why_groups(query, key)
         or why_now(query, key, value)
     )
@@ -139,8 +138,9 @@ def _watched(
     q, k = found.q, found.k
     if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
         return None
-    why = found.why if isinstance(found, Refusal) else why_unmeasured(found.spec)
-    if why is None and isinstance(found, Bound):
+    if isinstance(found, Refusal):
+        why: str | None = found.why
+    else:
         why = _why_other(original, module, found, args, kwargs)
     refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
     note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
@@ -184,7 +184,8 @@ def _is_what_is_said(
     def first(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        x = x[:1] if x.dim() and x.size(0) == batch else x
+        # Of one dimension are numbers a head, as sinks, of which there may be as many.
+        x = x[:1] if x.dim() > 1 and x.size(0) == batch else x
         return x.detach().float() if x.is_floating_point() else x
 
     args = tuple(first(x) for x in args)
