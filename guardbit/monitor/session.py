@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -29,7 +29,7 @@ from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal
-from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent
+from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
@@ -60,12 +60,31 @@ _WATCHING = "watching"
 _STATE_FORMAT = 2
 
 
+class _Seen(NamedTuple):
+    """What a rank tells the others of its part of the model, after a sampled step.
+
+    Attributes:
+        samples: What it measured.
+        refusals: Why no call so far could be switched, or None, by site.
+        asked: The stabilizers asked for, by site.
+        normalised: The sites with a norm between W_Q and the scores.
+        ran: What it told of switched heads since the last sampled step.
+    """
+
+    samples: list[Sample]
+    refusals: dict[str, str | None]
+    asked: dict[str, list[str]]
+    normalised: frozenset[str]
+    ran: list[Event]
+
+
 class MonitorSession:
     """Watches a model's attention heads over a run and, with a policy, switches them.
 
     On several ranks (`torch.distributed`) every rank has a session and calls it alike. Attention is
     summed over all ranks; the loss is rank 0's. All ranks judge the same samples, so they switch
-    alike.
+    alike. Where ranks share the heads of a site, or have other sites each, each measures its own,
+    and all judge them together; heads are numbered over all ranks.
 
     Args:
         model: The model; it is instrumented here, before its first forward.
@@ -173,6 +192,9 @@ class MonitorSession:
         self._loaded_stabilizers: dict[str, list[str]] = {}
         self._left_running: dict[str, list[str]] = {}
         self._refusals: dict[str, str | None] = {}
+        # Of all ranks; and what this one told of switched heads since the last sampled step.
+        self._asked_of_all: dict[str, list[str]] = {}
+        self._ran: list[Event] = []
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
@@ -386,8 +408,8 @@ class MonitorSession:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
-        refusals = self.attempt("refusals", self._lasting_refusals) or {}
-        self.samples, self._refusals = samples, _ = ranks.of_rank_zero((samples, refusals))
+        seen = self._exchange(samples)
+        samples = self.samples = joined([part.samples for part in seen])
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
@@ -403,6 +425,33 @@ class MonitorSession:
             decide()
         self.attempt("verdict", lambda: self._judge(alarms))
         return alarms
+
+    def _exchange(self, samples: list[Sample]) -> list[_Seen]:
+        """What the ranks know, each of its part of the model; rank 0's comes first."""
+        ran, self._ran = self._ran, []
+        mine = _Seen(
+            samples,
+            self.attempt("refusals", self._lasting_refusals) or {},
+            self.attempt("stabilizers", self.instrumentation.asked) or {},
+            self.detectors.normalised,
+            ran,
+        )
+        seen = ranks.of_each_part(mine, self.attempt("ranks", self._part))
+        self._refusals, self._asked_of_all = {}, {}
+        for part in reversed(seen):
+            self._refusals |= part.refusals
+            self._asked_of_all |= part.asked
+        self.detectors.normalised = frozenset().union(*(part.normalised for part in seen))
+        told = list(seen[0].ran)
+        for event in (event for part in seen[1:] for event in part.ran):
+            if event not in told:
+                told.append(event)
+                self.record(event)
+        return seen
+
+    def _part(self) -> list[tuple[str, range]]:
+        """The heads that are on this rank."""
+        return [(name, site.own_heads) for name, site in self.instrumentation.sites.items()]
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
@@ -684,6 +733,7 @@ class MonitorSession:
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):
             self.record(event)
+            self._ran.append(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
@@ -702,7 +752,8 @@ class MonitorSession:
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         if self.policy is not None:
             called = self.instrumentation.sites
-            stabilizers = {name: site.asked for name, site in called.items()}
+            own = {name: site.asked for name, site in called.items()}
+            stabilizers = {**self._asked_of_all, **own}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
@@ -718,18 +769,19 @@ class MonitorSession:
             self.record(Event(self._last_ended or 0, "verdict", "", (), why, rule=verdict))
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
-        site = self.instrumentation.sites[decision.site]
+        site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
+        asked = self._asked_of_all[decision.site] if site is None else site.asked
         refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self.dry_run:
             # Not what was refused when it was to be switched, or what somebody switched since.
-            ours = {head for head, name in enumerate(site.asked) if name == stabilizer}
+            ours = {head for head, name in enumerate(asked) if name == stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
                 return
         refusal = "dry run" if self.dry_run else refusal
-        if refusal is None:
+        if refusal is None and site is not None:
             self.instrumentation.ask(decision.site, decision.stabilizer, heads)
-        else:
+        elif refusal is not None:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer
         # Of the last step that ran without it, which may be later than the sampled one.

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.attention import attention_at_site, is_inside_site, site_stack
 from guardbit.kernels.spec import AttentionSpec
@@ -25,6 +26,7 @@ from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
 
 #: How the caller's tensors lie: (batch, heads, tokens, head size), (batch, tokens, heads, head
@@ -41,6 +43,8 @@ class Bound(NamedTuple):
         v: Values, likewise.
         spec: What the call asks for besides.
         layout: How the caller's tensors lie; the output is to lie like them.
+        shared: Where the caller's tensors are DTensors, the queries, and which heads are here. q, k
+            and v are the local parts.
     """
 
     q: Tensor
@@ -48,6 +52,7 @@ class Bound(NamedTuple):
     v: Tensor
     spec: AttentionSpec
     layout: Layout = "BHND"
+    shared: tuple[DTensor, Share] | None = None
 
 
 class Refusal(NamedTuple):
@@ -145,7 +150,11 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
     out, lse = attention_at_site(bound.q, bound.k, bound.v, site_stack[-1], bound.spec)
-    return entry.returns(as_given(out, bound.layout), lse, *args, **kwargs)
+    out = as_given(out, bound.layout)
+    if bound.shared is not None:
+        given = bound.shared[0]
+        out = DTensor.from_local(out, given.device_mesh, given.placements)
+    return entry.returns(out, lse, *args, **kwargs)
 
 
 @guarded
@@ -162,7 +171,9 @@ def _eager(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return None  # a re-run must not look like a call of the model
     number = int(site_stack[-1])
     refusal = found.why if isinstance(found, Refusal) else None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name)
+    shared = found.shared if isinstance(found, Bound) else None
+    share = None if shared is None else shared[1]
+    refusal = note_call(number, heads_of(q, k), refusal, entry.name, share=share)
     state = site_state(number)
     state.begin_forward()
     # Where nobody asks the op would cost the host 0.2 ms.
