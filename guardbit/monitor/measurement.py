@@ -96,6 +96,7 @@ class Measurement:
         self._layers: dict[str, int] = {}
         self._directions: dict[str, Tensor] = {}
         self._next_audited = 0
+        self._num_joined = 0  # sites of all ranks, where these have other ones each
         self._cumulative: dict[str, list[float]] = {}
         # Of every micro-batch since the last sampled step: step, loss, factor.
         self._losses: list[tuple[int, Tensor | float, float]] = []
@@ -108,8 +109,8 @@ class Measurement:
 
     @property
     def num_sites(self) -> int:
-        """Number of sites known."""
-        return len(self._known)
+        """Number of sites known, of all ranks."""
+        return max(len(self._known), self._num_joined)
 
     def begin(self) -> None:
         """Starts a sampled step."""
@@ -225,6 +226,7 @@ class Measurement:
             return None, []
         table = _joined(ranks.of_each_part(own, own))
         self._layers |= {site.name: site.layer for site in table}
+        self._num_joined = len(table)
         # A rank without any attention has nothing to add.
         is_ready = usable and (measured_here or not self._instrumentation.sites)
         if not table or not ranks.all_agree(is_ready, table):

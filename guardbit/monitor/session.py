@@ -28,7 +28,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.journal import Journal
+from guardbit.monitor.journal import Journal, facts_of
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
@@ -56,6 +56,11 @@ _POLICY_SETTINGS = (
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
 
+_PARTS = (
+    "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
+    " its own, and rank 0 records all"
+)
+
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
 
@@ -67,15 +72,16 @@ class _Seen(NamedTuple):
         samples: What it measured.
         refusals: Why no call so far could be switched, or None, by site.
         asked: The stabilizers asked for, by site.
-        normalised: The sites with a norm between W_Q and the scores.
-        ran: What it told of switched heads since the last sampled step.
+        facts: What the run's metadata says of its sites.
+        told: What it told by itself since the last sampled step: what it did not see, and what its
+            switched heads ran.
     """
 
     samples: list[Sample]
     refusals: dict[str, str | None]
     asked: dict[str, list[str]]
-    normalised: frozenset[str]
-    ran: list[Event]
+    facts: dict[str, dict[str, Any]]
+    told: list[Event]
 
 
 class MonitorSession:
@@ -192,9 +198,10 @@ class MonitorSession:
         self._loaded_stabilizers: dict[str, list[str]] = {}
         self._left_running: dict[str, list[str]] = {}
         self._refusals: dict[str, str | None] = {}
-        # Of all ranks; and what this one told of switched heads since the last sampled step.
-        self._asked_of_all: dict[str, list[str]] = {}
-        self._ran: list[Event] = []
+        # Sites that other ranks have, and what is asked for there; see `_Seen` for the others.
+        self._asked_elsewhere: dict[str, list[str]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._told: list[Event] = []
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
@@ -380,19 +387,16 @@ class MonitorSession:
         return _WATCHING not in self._stages.off
 
     def _compare_parts(self) -> None:
-        """Says so where ranks hold different parts of a model, of which rank 0's is recorded.
+        """Says so where ranks hold different parts of a model.
 
         Not where one only calls fewer of its modules than another, as with dropped layers.
         """
         modules, sites = self.instrumentation.modules, list(self.instrumentation.sites)
         same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
         if not any(same):
-            why = (
-                "ranks hold different attention modules (pipeline parallelism?): only those of rank"
-                " 0 are watched, and of these only the weights' norms"
-                f" ({', '.join(sites) or 'none'}); heads of other ranks are NOT guarded"
-            )
-            self.record(Event(self._step or 0, "monitor_error", "", (), why))
+            self._journal.note({"parallel": _PARTS})
+            if ranks.rank() == 0:
+                log.info("%s; those of rank 0: %s", _PARTS, ", ".join(sites) or "none")
 
     def _lasting_refusals(self) -> dict[str, str | None]:
         return {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
@@ -428,26 +432,35 @@ class MonitorSession:
 
     def _exchange(self, samples: list[Sample]) -> list[_Seen]:
         """What the ranks know, each of its part of the model; rank 0's comes first."""
-        ran, self._ran = self._ran, []
+        told, self._told = self._told, []
         mine = _Seen(
             samples,
             self.attempt("refusals", self._lasting_refusals) or {},
             self.attempt("stabilizers", self.instrumentation.asked) or {},
-            self.detectors.normalised,
-            ran,
+            self._facts,
+            told,
         )
         seen = ranks.of_each_part(mine, self.attempt("ranks", self._part))
-        self._refusals, self._asked_of_all = {}, {}
+        self._refusals, facts, asked = {}, {}, {}
         for part in reversed(seen):
             self._refusals |= part.refusals
-            self._asked_of_all |= part.asked
-        self.detectors.normalised = frozenset().union(*(part.normalised for part in seen))
-        told = list(seen[0].ran)
-        for event in (event for part in seen[1:] for event in part.ran):
+            facts |= part.facts
+            asked |= part.asked
+        self._asked_elsewhere = {n: names for n, names in asked.items() if n not in mine.asked}
+        if ranks.world_size() > 1:
+            self.attempt("metrics", lambda: self._describe(facts))
+        told = list(seen[0].told)
+        for event in (event for part in seen[1:] for event in part.told):
             if event not in told:
                 told.append(event)
                 self.record(event)
         return seen
+
+    def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._journal.describe(facts, self.policy is not None)
+        self.detectors.normalised = frozenset(
+            name for name, known in facts.items() if known["normalises_queries"]
+        )
 
     def _part(self) -> list[tuple[str, range]]:
         """The heads that are on this rank."""
@@ -611,6 +624,7 @@ class MonitorSession:
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
             "stabilizers": switched,
+            "is_of_parts": bool(self._asked_elsewhere),
             "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
@@ -648,7 +662,11 @@ class MonitorSession:
         same_mode = state["dry_run"] == self.dry_run
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])
-        self.instrumentation.load_stabilizers(state["stabilizers"])
+        # Where ranks have other sites each, those of all.
+        is_of_parts, modules = state.get("is_of_parts", False), set(self.instrumentation.modules)
+        self.instrumentation.load_stabilizers(
+            {n: s for n, s in state["stabilizers"].items() if n in modules or not is_of_parts}
+        )
         self._loaded_stabilizers = state["stabilizers"]
         self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
@@ -673,7 +691,8 @@ class MonitorSession:
 
     def _asked(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.
-        return {**self._loaded_stabilizers, **self.instrumentation.asked()}
+        own = self.instrumentation.asked()
+        return {**self._loaded_stabilizers, **self._asked_elsewhere, **own}
 
     def _stabilizers(self) -> dict[str, list[str]]:
         """What the heads really run."""
@@ -715,16 +734,14 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
-        sites = self.instrumentation.sites
-        self._journal.describe(sites, self.policy is not None)
-        self.detectors.normalised = frozenset(
-            name for name, site in sites.items() if site.normalises_queries
-        )
+        self._facts = facts_of(self.instrumentation.sites)
+        if ranks.world_size() == 1:  # else once they know of one another's
+            self._describe(self._facts)
         return columns
 
     def _tell_what_is_unseen(self, step: int) -> None:
         for why in self._coverage.check():
-            self.record(Event(step, "monitor_error", "", (), why))
+            self._tell_of_part(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
         if self._coverage.table and "coverage" not in self._said:
             self._said.add("coverage")
@@ -732,10 +749,15 @@ class MonitorSession:
 
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):
-            self.record(event)
-            self._ran.append(event)
+            self._tell_of_part(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
+
+    def _tell_of_part(self, event: Event) -> None:
+        """Tells what this rank knows, rank 0 at once and others with the next sampled step."""
+        self.record(event)
+        if ranks.world_size() > 1:
+            self._told.append(event)
 
     def _tell_proofs(self) -> None:
         """Tells what is known of engines that get another delta, once heads are switched."""
@@ -753,7 +775,7 @@ class MonitorSession:
         if self.policy is not None:
             called = self.instrumentation.sites
             own = {name: site.asked for name, site in called.items()}
-            stabilizers = {**self._asked_of_all, **own}
+            stabilizers = {**self._asked_elsewhere, **own}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
@@ -770,7 +792,7 @@ class MonitorSession:
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
-        asked = self._asked_of_all[decision.site] if site is None else site.asked
+        asked = self._asked_elsewhere[decision.site] if site is None else site.asked
         refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self.dry_run:
             # Not what was refused when it was to be switched, or what somebody switched since.
@@ -781,7 +803,10 @@ class MonitorSession:
         refusal = "dry run" if self.dry_run else refusal
         if refusal is None and site is not None:
             self.instrumentation.ask(decision.site, decision.stabilizer, heads)
-        elif refusal is not None:
+        elif refusal is None:
+            for head in heads:
+                asked[head] = decision.stabilizer
+        else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer
         # Of the last step that ran without it, which may be later than the sampled one.

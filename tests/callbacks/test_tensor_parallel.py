@@ -89,7 +89,7 @@ def test_the_store_has_all_heads_by_their_numbers_over_both_ranks(shared):
     np.testing.assert_allclose(found("attention_entropy"), entropies, rtol=1e-5)
     assert found("delta_bias").shape == (script.STEPS, script.HEADS)
     # Audited in turn, from the second step on, when directions are known.
-    assert set(frame[frame.indicator == "dq_relative_error"].head) == {1, 2, 3}
+    assert set(frame[frame.indicator == "dq_relative_error"]["head"]) == {1, 2, 3}
     assert ranks[0]["samples"] and str(ranks[0]["samples"]) == str(ranks[1]["samples"])
 
 
