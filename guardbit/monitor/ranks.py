@@ -64,5 +64,5 @@ def of_each_part(value: T, part: object) -> list[T]:
 def device() -> torch.device:
     """Where tensors lie that ranks exchange."""
     if torch.distributed.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.currentdevice())
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

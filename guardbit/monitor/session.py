@@ -412,8 +412,8 @@ class MonitorSession:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
-        seen = self._exchange(samples)
-        samples = self.samples = joined([part.samples for part in seen])
+        parts = self._exchange(samples)
+        samples = self.samples = joined([part.samples for part in parts])
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
@@ -432,25 +432,24 @@ class MonitorSession:
 
     def _exchange(self, samples: list[Sample]) -> list[_Seen]:
         """What the ranks know, each of its part of the model; rank 0's comes first."""
-        told, self._told = self._told, []
-        mine = _Seen(
-            samples,
-            self.attempt("refusals", self._lasting_refusals) or {},
-            self.attempt("stabilizers", self.instrumentation.asked) or {},
-            self._facts,
-            told,
-        )
-        seen = ranks.of_each_part(mine, self.attempt("ranks", self._part))
-        self._refusals, facts, asked = {}, {}, {}
-        for part in reversed(seen):
-            self._refusals |= part.refusals
-            facts |= part.facts
-            asked |= part.asked
-        self._asked_elsewhere = {n: names for n, names in asked.items() if n not in mine.asked}
-        if ranks.world_size() > 1:
+        several = ranks.world_size() > 1
+        refusals = self.attempt("refusals", self._lasting_refusals) or {}
+        asked = self.attempt("stabilizers", self.instrumentation.asked) if several else None
+        mine = _Seen(samples, refusals, asked or {}, self._facts, self._told)
+        self._told = []
+        part = self.attempt("ranks", self._part) if several else None
+        seen = ranks.of_each_part(mine, part)
+        self._refusals, self._asked_elsewhere = {}, {}
+        facts: dict[str, dict[str, Any]] = {}
+        for one in reversed(seen):
+            self._refusals |= one.refusals
+            facts |= one.facts
+            elsewhere = {n: names for n, names in one.asked.items() if n not in mine.asked}
+            self._asked_elsewhere |= elsewhere
+        if several:
             self.attempt("metrics", lambda: self._describe(facts))
         told = list(seen[0].told)
-        for event in (event for part in seen[1:] for event in part.told):
+        for event in (event for one in seen[1:] for event in one.told):
             if event not in told:
                 told.append(event)
                 self.record(event)

@@ -105,6 +105,8 @@ def note_call(
 def weighted_module(number: int) -> nn.Module:
     """The module of a site, or where that has no parameters the innermost one around it."""
     module = site_modules[number]
+    if next(module.parameters(), None) is not None:
+        return module
     around = [m for m in site_modules.values() if any(part is module for part in m.modules())]
     weighted = [m for m in around if next(m.parameters(), None) is not None]
     return min(weighted, key=lambda m: sum(1 for _ in m.modules()), default=module)
@@ -137,8 +139,9 @@ def know_traced_share(number: int) -> None:
     Of those of its type one that is spread over ranks like itself; FSDP may have gathered that.
     """
     found = _traced_shares.get(number)
-    if found is None:
-        kind, spread = type(site_modules[number]), is_spread(weighted_module(number))
+    kind = type(site_modules[number])
+    if found is None and ((kind, True) in _traced_shares or (kind, False) in _traced_shares):
+        spread = is_spread(weighted_module(number))
         found = _traced_shares.get((kind, spread)) or _traced_shares.get((kind, False))
     if found is not None:
         _keep_share(number, found)

@@ -12,8 +12,10 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from guardbit.monitor.interception.calls import Heads
-
+_RING = (
+    "context parallelism spreads its tokens over several ranks, so that no rank has whole rows of"
+    " its scores; of its sites only the norms of the weights are watched"
+)
 _SPREAD = "tensor parallelism spreads its weights over several ranks"
 _UNCLEAR = (
     f"{_SPREAD}, and their shapes do not tell which of the heads are here; GuardBit numbers heads"
@@ -25,19 +27,19 @@ class Share(NamedTuple):
     """The part of the heads that is on this rank.
 
     Attributes:
-        index: Place of the part among all parts, from 0.
-        count: Number of parts.
+        place: Place of the part among all parts, from 0.
+        parts: Number of parts.
     """
 
-    index: int
-    count: int
+    place: int
+    parts: int
 
 
 #: All heads.
 WHOLE = Share(0, 1)
 
 
-def share_of(module: nn.Module, heads: Heads) -> Share | str:
+def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
     """Which of its heads a module that is running has here, or why that cannot be told.
 
     FSDP gathers the parameters of a module while it runs: what is sharded then, ranks share out.
@@ -47,13 +49,13 @@ def share_of(module: nn.Module, heads: Heads) -> Share | str:
 
     Args:
         module: The module.
-        heads: Heads of its call.
+        heads: Query heads, key heads and head size of its call.
     """
     spread = _spread(module)
     if not spread:
         return WHOLE
     shards = [(p, at.dim) for p, _, at in spread if isinstance(at, Shard)]
-    places = {(id(p.device_mesh), dim) for p, dim, _ in spread}
+    places = {(p.device_mesh, dim) for p, dim, _ in spread}
     num_heads, num_key_heads, head_dim = heads
     if len(places) != 1 or len(shards) != len(spread) or not num_heads:
         return _UNCLEAR
@@ -85,7 +87,9 @@ def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
     alike = all(isinstance(x, DTensor) for x in tensors)
     if not alike or not isinstance(first, DTensor):
         return f"{_SPREAD}, and only some of its tensors are DTensors"
-    layouts = {(id(x.device_mesh), x.placements) for x in tensors if isinstance(x, DTensor)}
+    if any(isinstance(at, Shard) and at.dim == 3 - heads_axis for at in first.placements):
+        return _RING
+    layouts = {(x.device_mesh, x.placements) for x in tensors if isinstance(x, DTensor)}
     dims = [dim for dim, p in enumerate(first.placements) if p == Shard(heads_axis)]
     known = {Shard(heads_axis), Shard(0), Replicate()}
     if len(layouts) != 1 or len(dims) != 1 or not known.issuperset(first.placements):

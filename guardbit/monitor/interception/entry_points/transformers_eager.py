@@ -204,7 +204,7 @@ def _is_what_is_said(
 
 def _plain(bound: Bound) -> Tensor:
     """What the arguments say, `(B, H, N, D)`."""
-    q, k, v, spec, _ = bound
+    q, k, v, spec = bound[:4]
     group = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(-1, -2) * spec.scale
