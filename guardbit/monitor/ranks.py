@@ -38,6 +38,16 @@ def all_agree(holds: bool, about: object) -> bool:
     return bool(everywhere) and smallest == -minus_largest
 
 
+def extremes(value: float) -> tuple[float, float]:
+    """The smallest and the largest value of any rank."""
+    if world_size() == 1:
+        return value, value
+    both = torch.tensor([value, -value], dtype=torch.float64, device=device())
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
+    smallest, minus_largest = both.tolist()
+    return smallest, -minus_largest
+
+
 def of_each_part(value: T, part: object) -> list[T]:
     """The values of ranks that have different parts of a model, on all ranks.
 

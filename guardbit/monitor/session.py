@@ -13,6 +13,7 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -60,6 +61,16 @@ _PARTS = (
     "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
     " its own, and rank 0 records all"
 )
+
+_OTHER_WEIGHTS = (
+    "ranks have other weights in modules of the same names, as stages of a pipeline that number"
+    " their layers from 0 each: their rows are added up as if of one module, and of the weights"
+    " rank 0's are recorded, so the heads of the other ranks are NOT guarded one by one; give the"
+    " modules of each stage names of their own"
+)
+# Largest relative distance of the sums of W_Q's norms of ranks with the same weights: replicas
+# differ by the rounding of FP32, stages by the draw of their weights, 1e-3 and more.
+_SAME_WEIGHTS = 1e-4
 
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
@@ -448,12 +459,23 @@ class MonitorSession:
             self._asked_elsewhere |= elsewhere
         if several:
             self.attempt("metrics", lambda: self._describe(facts))
+        if several and len(seen) == 1:
+            self._compare_weights(samples)
         told = list(seen[0].told)
         for event in (event for one in seen[1:] for event in one.told):
             if event not in told:
                 told.append(event)
                 self.record(event)
         return seen
+
+    def _compare_weights(self, samples: list[Sample]) -> None:
+        """Says so where ranks whose modules have the same names have other weights in them."""
+        norms = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        total = sum(value for values in norms for value in values if math.isfinite(value))
+        smallest, largest = ranks.extremes(total)
+        if largest - smallest > _SAME_WEIGHTS * largest and "weights" not in self._said:
+            self._said.add("weights")
+            self.record(Event(self._last_ended or 0, "monitor_error", "", (), _OTHER_WEIGHTS))
 
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
         self._journal.describe(facts, self.policy is not None)

@@ -96,6 +96,18 @@ def watch(folder, rank, steps, state=None):
     return ran, state
 
 
+def watch_same_names(folder, rank, seed):
+    """A module that all ranks call by the same name; its weights depend on the seed."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"layer": Attention(2)})
+    path = folder if rank == 0 else None
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True)
+    for step in range(2):
+        with session.step(step):
+            model["layer"](batch(step).requires_grad_()).square().mean().backward()
+    session.close()
+
+
 def main(folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
@@ -109,6 +121,8 @@ def main(folder):
     box = [state]
     torch.distributed.broadcast_object_list(box)  # all read what rank 0 has written
     again, _ = watch(folder / "resumed", rank, range(STEPS, STEPS + 1), box[0])
+    watch_same_names(folder / "replicas", rank, 0)
+    watch_same_names(folder / "stages", rank, rank)
     found = {"ran": ran, "again": again, "lines": lines}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -83,3 +83,11 @@ def test_the_metadata_tell_of_all_sites_and_say_what_ranks_hold(run):
     assert heads == {"layers.0": 2, "layers.1": 4}
     assert "as in pipeline parallelism" in metadata["parallel"]
     assert any("as in pipeline parallelism" in line for line in ranks[0]["lines"])
+
+
+def test_stages_whose_modules_have_the_same_names_are_told_from_replicas(run):
+    events = read_events(run[0] / "stages")
+    (event,) = events[events["kind"] == "monitor_error"].itertuples()
+    assert event.step == 0
+    assert "heads of the other ranks are NOT guarded one by one" in event.why
+    assert not (read_events(run[0] / "replicas")["kind"] == "monitor_error").any()
