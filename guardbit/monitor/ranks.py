@@ -38,14 +38,15 @@ def all_agree(holds: bool, about: object) -> bool:
     return bool(everywhere) and smallest == -minus_largest
 
 
-def extremes(value: float) -> tuple[float, float]:
-    """The smallest and the largest value of any rank."""
+def extremes(*values: float) -> list[tuple[float, float]]:
+    """The smallest and the largest of any rank, of each of some values."""
     if world_size() == 1:
-        return value, value
-    both = torch.tensor([value, -value], dtype=torch.float64, device=device())
+        return [(value, value) for value in values]
+    both = torch.tensor(
+        [values, [-value for value in values]], dtype=torch.float64, device=device()
+    )
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
-    smallest, minus_largest = both.tolist()
-    return smallest, -minus_largest
+    return [(low, -minus_high) for low, minus_high in zip(*both.tolist(), strict=True)]
 
 
 def of_each_part(value: T, part: object) -> list[T]:

@@ -470,10 +470,12 @@ class MonitorSession:
 
     def _compare_weights(self, samples: list[Sample]) -> None:
         """Says so where ranks whose modules have the same names have other weights in them."""
-        norms = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
-        total = sum(value for values in norms for value in values if math.isfinite(value))
-        smallest, largest = ranks.extremes(total)
-        if largest - smallest > _SAME_WEIGHTS * largest and "weights" not in self._said:
+        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
+        # Of a rank that could not take all of them the sum says nothing.
+        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
+        if are_other and "weights" not in self._said:
             self._said.add("weights")
             self.record(Event(self._last_ended or 0, "monitor_error", "", (), _OTHER_WEIGHTS))
 
