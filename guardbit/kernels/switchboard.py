@@ -121,7 +121,9 @@ class SiteState:
     Attributes:
         name: What messages call the site.
         stabilizers: One name a head, or None for what the call itself asked for. Takes effect at
-            the next ordinary forward, see `begin_forward`.
+            the next ordinary forward, see `begin_forward`. Where ranks share the heads, those of
+            all of them; all other names here are of the heads of this rank.
+        share: Which of so many equal parts of the heads are here, the first being 0.
         observer: Called once in every backward of the site, or None. It must not raise.
         launches: How often each kernel ran, by (direction, kernel): the proof of a switch.
             Kernels are the names of `STABILIZERS` for ours, PyTorch's `SDPBackend` names else.
@@ -144,6 +146,7 @@ class SiteState:
 
     name: str = ""
     stabilizers: tuple[str, ...] | None = None
+    share: tuple[int, int] = (0, 1)
     observer: Callable[[AttentionCall], None] | None = None
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
@@ -189,7 +192,7 @@ class SiteState:
         return (
             setting is not None
             and setting.at_rest
-            and not {*self.requested, *(setting.stabilizers or ())} - {"none"}
+            and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
         )
 
     @property
@@ -213,9 +216,15 @@ class SiteState:
         return self.asked if self.failure is None else self.requested
 
     def _fitting(self, switched: tuple[str, ...] | None) -> tuple[str, ...]:
-        if switched is not None and len(switched) == len(self.requested):
-            return switched
+        if switched is not None and len(switched) == len(self.requested) * self.share[1]:
+            return self.own(switched)
         return self.requested
+
+    def own(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of the heads of this rank, from one name a head of all ranks."""
+        index, count = self.share
+        size = len(names) // count
+        return names[index * size : (index + 1) * size]
 
     def note(self, names: tuple[str, ...], why: str) -> None:
         """Notes what the heads of a call ran, and tells once why it is not what was asked for.

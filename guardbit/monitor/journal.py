@@ -200,23 +200,8 @@ class Journal:
             log.warning("telemetry could not be written, and is kept to try again: %s", error)
         self._is_failing = True
 
-    def describe(self, sites: Mapping[str, Site], is_policy_set: bool) -> None:
-        """Tells of the sites, where something is new: kernels, what cannot be had, and why."""
-        facts = {
-            name: {
-                "heads": site.num_heads,
-                "kernels": sorted({kernel for _, kernel in site.launches}),
-                "entry": site.entry,
-                "not_switchable": site.lasting_refusal,
-                "unwatched": site.unwatched,
-                "unstabilizable": site.unstabilizable,
-                "weights_unavailable": site.settle_layout(),
-                "errors_unavailable": site.errors_unavailable,
-                "normalises_queries": site.normalises_queries,
-                "query_of_latent": site.query_of_latent,
-            }
-            for name, site in sites.items()
-        }
+    def describe(self, facts: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
+        """Tells what `facts_of` sites there are, where something is new."""
         if facts == self._described:
             return
         is_first = facts.keys() - self._described.keys()
@@ -263,6 +248,25 @@ class Journal:
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         return {"settings": dict(self._settings), "versions": versions}
+
+
+def facts_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
+    """What is to be told of sites: kernels, what cannot be had, and why."""
+    return {
+        name: {
+            "heads": site.num_heads,
+            "kernels": sorted({kernel for _, kernel in site.launches}),
+            "entry": site.entry,
+            "not_switchable": site.lasting_refusal,
+            "unwatched": site.unwatched,
+            "unstabilizable": site.unstabilizable,
+            "weights_unavailable": site.settle_layout(),
+            "errors_unavailable": site.errors_unavailable,
+            "normalises_queries": site.normalises_queries,
+            "query_of_latent": site.query_of_latent,
+        }
+        for name, site in sites.items()
+    }
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +91,12 @@ class Measurement:
         self.suspects: dict[str, set[int]] = {}
         self._metrics: AttentionMetrics | None = None
         self._known: dict[int, _KnownSite] = {}
+        # By number of the site: those that are on this rank.
+        self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
         self._directions: dict[str, Tensor] = {}
         self._next_audited = 0
+        self._num_joined = 0  # sites of all ranks, where these have other ones each
         self._cumulative: dict[str, list[float]] = {}
         # Of every micro-batch since the last sampled step: step, loss, factor.
         self._losses: list[tuple[int, Tensor | float, float]] = []
@@ -105,8 +109,8 @@ class Measurement:
 
     @property
     def num_sites(self) -> int:
-        """Number of sites known."""
-        return len(self._known)
+        """Number of sites known, of all ranks."""
+        return max(len(self._known), self._num_joined)
 
     def begin(self) -> None:
         """Starts a sampled step."""
@@ -123,19 +127,22 @@ class Measurement:
             )
             self._metrics = metrics.to(call.q.device)
         site = self._known.get(call.site)
-        if site is None or site.num_heads != call.q.size(1):
+        own = self._own_heads.get(call.site, range(0))
+        if site is None or len(own) != call.q.size(1):
             return  # called otherwise than when the sites were counted; counted anew after the step
         if site.is_sharded:
             return  # nobody knows which heads these are
-        self._metrics.update(site.place, call)
+        self._metrics.update(site.place, call, own.start)
         if call.d_out is None or call.dq is None:
             return
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if directions is not None and directions.shape == expected and self._wanted & _AUDITED:
-            heads = [head for head in self._audited_heads(site) if head in call.known_heads]
+            here = [head - own.start for head in self._audited_heads(site) if head in own]
+            heads = [head for head in here if head in call.known_heads]
             if heads:
-                self._metrics.audit(site.place, call, heads, directions.to(call.q.device))
+                directions = directions.to(call.q.device)
+                self._metrics.audit(site.place, call, heads, directions, own.start)
 
     def discard(self) -> None:
         """Drops what the attention calls gave, because it is incomplete."""
@@ -176,25 +183,28 @@ class Measurement:
             NoAttentionSeenError: If no attention was called so far.
         """
         columns: dict[tuple[str, str], Tensor] = {}
-        metrics = self._metrics
-        measured_here = usable and metrics is not None and metrics.update_called
-        if ranks.all_agree(measured_here, list(self._known.values())) and metrics is not None:
+        sites = self._instrumentation.sites
+        metrics, table = self._on_one_table(usable)
+        if metrics is not None:
             measured = dict(zip(MEASURED, metrics.compute().unbind(), strict=True))
             for name in ("delta_bias", "delta_bias_abs"):
                 measured[name] = measured[name] / loss_scale
-            for site in self._known.values():
+            # Not of modules that were replaced or removed since the sites were counted, and not
+            # under numbers of heads that are none.
+            own = {known.name for known in self._known.values()}
+            told = {name for name, site in sites.items() if site.sharded is None}
+            for site in table:
+                if site.is_sharded or site.name in own - told:
+                    continue
                 for name in self._measured:
                     values = measured[name]
                     columns[site.name, name] = values[site.place, : site.num_heads]
         else:
             self.discard()
-        sites = self._instrumentation.sites
         if not sites:
+            if columns:
+                return columns  # of other ranks
             raise NoAttentionSeenError("no attention was seen so far")
-        # Not of modules that were replaced or removed since the sites were counted, and not under
-        # numbers of heads that are none.
-        told = {name for name, site in sites.items() if site.sharded is None}
-        columns = {key: values for key, values in columns.items() if key[0] in told}
         known = self._count(sites)
         if known != self._known:
             self._known, self._metrics = known, None  # counted anew at the next sampled step
@@ -202,6 +212,34 @@ class Measurement:
             columns.update(self._norms(sites))
         self._next_audited += self._num_audited_heads
         return columns
+
+    def _on_one_table(self, usable: bool) -> tuple[AttentionMetrics | None, list[_KnownSite]]:
+        """The metrics of a step that all ranks have measured, and the sites in their places.
+
+        Ranks that have other sites each, as those of a pipeline, measure into one table of all.
+        """
+        metrics, own = self._metrics, list(self._known.values())
+        measured_here = usable and metrics is not None and metrics.update_called
+        if ranks.all_agree(measured_here, own):
+            return metrics, own
+        if ranks.all_agree(True, own):
+            return None, []
+        table = _joined(ranks.of_each_part(own, own))
+        self._layers |= {site.name: site.layer for site in table}
+        self._num_joined = len(table)
+        # A rank without any attention has nothing to add.
+        is_ready = usable and (measured_here or not self._instrumentation.sites)
+        if not table or not ranks.all_agree(is_ready, table):
+            return None, []
+        if metrics is None:
+            metrics = AttentionMetrics(0, 0, wanted=self._measured).to(ranks.device())
+        places = {(site.name, site.num_heads): site.place for site in table}
+        metrics = metrics.on_table(
+            [places.get((site.name, site.num_heads)) for site in own],
+            len(table),
+            max(site.num_heads for site in table),
+        )
+        return metrics, table
 
     def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
         """Begins to move what was measured until optimizer step `step` to the host, in one copy."""
@@ -239,12 +277,21 @@ class Measurement:
         """Returns what the next samples depend on; plain Python only."""
         losses = Transfer(loss for _, loss, _ in self._losses).read()
         norms = Transfer(norm for _, norm in self._grad_norms).read()
+        shared = {
+            known.name
+            for number, known in self._known.items()
+            if len(self._own_heads[number]) < known.num_heads
+        }
         return {
             "layers": dict(self._layers),
             "cumulative": {site: list(values) for site, values in self._cumulative.items()},
             "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
             "next_audited": self._next_audited,
-            "directions": {name: vectors.tolist() for name, vectors in self._directions.items()},
+            "directions": {
+                name: vectors.tolist()
+                for name, vectors in self._directions.items()
+                if name not in shared  # each rank has others, and reads what rank 0 has written
+            },
             "losses": [
                 (step, value, factor)
                 for (step, _, factor), (value,) in zip(self._losses, losses, strict=True)
@@ -274,6 +321,7 @@ class Measurement:
         """
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
+        self._own_heads = {site.number: site.own_heads for site in sites.values()}
         return {
             site.number: _KnownSite(
                 place, self._layers[name], name, site.num_heads, site.sharded is not None
@@ -301,7 +349,7 @@ class Measurement:
             ):
                 # Of the key head that each query head uses.
                 of_heads = of_heads.repeat_interleave(entry.num_heads // len(of_heads))
-                columns[entry.site, entry.indicator] = of_heads
+                columns[entry.site, entry.indicator] = _placed(of_heads, sites[entry.site])
                 if entry.indicator == "w_q_spectral_norm":
                     self._directions[entry.site] = directions
         return columns
@@ -316,6 +364,50 @@ class Measurement:
             if math.isfinite(value):
                 total[head] = value if math.isnan(total[head]) else total[head] + value
         return tuple(total)
+
+
+def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """The samples of ranks that have different parts of a model: of each head what one has.
+
+    Where several have it the first counts.
+    """
+    samples: dict[tuple[int, str, str], Sample] = {}
+    for sample in (sample for part in parts for sample in part):
+        key = sample.step, sample.site, sample.indicator
+        first = samples.setdefault(key, sample)
+        if first is not sample and len(first.values) == len(sample.values):
+            values = tuple(
+                other if math.isnan(value) else value
+                for value, other in zip(first.values, sample.values, strict=True)
+            )
+            samples[key] = replace(first, values=values)
+    return list(samples.values())
+
+
+def _joined(tables: Sequence[Sequence[_KnownSite]]) -> list[_KnownSite]:
+    """One table of all sites, those of the first rank first.
+
+    Ranks of a pipeline number their layers from 0 each: those of a later one are counted on.
+    """
+    sites: dict[str, _KnownSite] = {}
+    for table in tables:
+        taken = {site.layer: name for name, site in sites.items()}
+        clash = any(taken.get(site.layer, site.name) != site.name for site in table)
+        shift = max(taken, default=-1) + 1 if clash else 0
+        for site in table:
+            site = site._replace(place=len(sites), layer=site.layer + shift)
+            sites.setdefault(site.name, site)
+    return list(sites.values())
+
+
+def _placed(values: Tensor, site: Site) -> Tensor:
+    """Values `(H,)` of the heads on this rank among those of all ranks; NaN: not here."""
+    own = site.own_heads
+    if len(own) == site.num_heads:
+        return values
+    placed = values.new_full((site.num_heads,), torch.nan)
+    placed[own.start : own.stop] = values
+    return placed
 
 
 class _Norms(NamedTuple):

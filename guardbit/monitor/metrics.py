@@ -53,7 +53,7 @@ class _Held(NamedTuple):
 
     Attributes:
         site: Index of the site.
-        heads: Heads of the call that are meant, C of them.
+        heads: Numbers of the heads that are meant, C of them.
         rows: `(B, C, R)` each; of an audit `indicators.gradient_error`.
         sums: `(C,)` each, over the rows of an update: the delta bias and its size, if wanted.
         is_audit: Whether this is of an audit.
@@ -112,7 +112,7 @@ class AttentionMetrics(Metric):
             "maxima", torch.full((num_sites, num_heads), -torch.inf), dist_reduce_fx="max"
         )
 
-    def update(self, site: int, call: AttentionCall) -> None:
+    def update(self, site: int, call: AttentionCall, first: int = 0) -> None:
         """Adds one call's rows, if wanted: FP32 recomputation, row statistics, delta bias.
 
         Where PyTorch's kernel drops entries of P, nobody else knows which: there the delta bias is
@@ -122,6 +122,7 @@ class AttentionMetrics(Metric):
         Args:
             site: Index of the site, from 0.
             call: The call.
+            first: Number of its first head, where other ranks have those before.
         """
         if self.wanted <= _OF_GRADIENTS:
             return
@@ -142,9 +143,17 @@ class AttentionMetrics(Metric):
         rows_seen = (
             shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, shadow.largest
         )  # fmt: skip
-        self._hold_back(_Held(site, tuple(range(heads)), rows_seen, sums))
+        numbers = tuple(range(first, first + heads))
+        self._hold_back(_Held(site, numbers, rows_seen, sums))
 
-    def audit(self, site: int, call: AttentionCall, heads: list[int], directions: Tensor) -> None:
+    def audit(
+        self,
+        site: int,
+        call: AttentionCall,
+        heads: list[int],
+        directions: Tensor,
+        first: int = 0,
+    ) -> None:
         """Adds one call's gradient audit: the kernel's dQ against an FP32-accurate backward.
 
         Args:
@@ -152,6 +161,7 @@ class AttentionMetrics(Metric):
             call: The call; it has `d_out` and `dq`.
             heads: Heads to audit, of the call's known ones; the others stay unmeasured.
             directions: FP32 `(H, D)`, along which the coherent error is taken.
+            first: As for `update`.
         """
         assert call.d_out is not None and call.dq is not None
         exact = dispatch.exact_query_gradient(
@@ -167,7 +177,8 @@ class AttentionMetrics(Metric):
         rows = indicators.gradient_error(
             call.dq.index_select(1, index), exact, directions.index_select(0, index)
         )
-        self._hold_back(_Held(site, tuple(heads), rows, is_audit=True))
+        numbers = tuple(first + head for head in heads)
+        self._hold_back(_Held(site, numbers, rows, is_audit=True))
 
     def finish(self) -> None:
         """Adds up what is held back, which `compute` needs done.
@@ -218,6 +229,27 @@ class AttentionMetrics(Metric):
         return torch.cat(
             [torch.stack(of_rows).where(rows > 0, torch.nan), torch.stack(of_gradients)]
         )
+
+    def on_table(
+        self, places: Sequence[int | None], num_sites: int, num_heads: int
+    ) -> AttentionMetrics:
+        """What was measured so far, with the sites in other places, as ranks have agreed on them.
+
+        Args:
+            places: The new place of each site; None: nowhere.
+            num_sites: Number of sites of the new table.
+            num_heads: Largest number of heads of a site of it.
+        """
+        self.finish()
+        table = AttentionMetrics(num_sites, num_heads, self.num_rows, self.eps, self.wanted)
+        table = table.to(self.sums.device)
+        for old, new in enumerate(places):
+            if new is not None:
+                heads = min(num_heads, self.maxima.size(1))
+                table.sums[:, new, :heads] = self.sums[:, old, :heads]
+                table.maxima[new, :heads] = self.maxima[old, :heads]
+        table._update_count = 1
+        return table
 
     def _rows(self, q: Tensor) -> Tensor | None:
         if self.num_rows is None or self.num_rows >= q.size(2):

@@ -10,12 +10,14 @@ need its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.monitor.layouts import (
     Layout,
@@ -46,11 +48,16 @@ class Weights:
         module: The module.
         widths: Names of the submodules that count as one matrix each, and how many features each
             takes. Such a matrix goes by the submodule's name.
+        is_shared: Whether ranks share the heads, so that of each parameter the part counts that is
+            on this rank. Else it is whole.
     """
 
-    def __init__(self, module: nn.Module, widths: Mapping[str, int]) -> None:
+    def __init__(
+        self, module: nn.Module, widths: Mapping[str, int], is_shared: bool = False
+    ) -> None:
         self._module = module
         self._widths = dict(widths)
+        self._is_shared = is_shared
         self._biases = {name: self._measured(name).bias for name in widths}
 
     def of(self, name: str) -> dict[str, Tensor]:
@@ -62,13 +69,13 @@ class Weights:
         if name in self._widths:
             return {name: self._measured(name).weight}
         found = dict(self._module.named_parameters()).get(name)
-        return {} if found is None else {name: _whole(found)}
+        return {} if found is None else {name: self._here(found)}
 
     def leaves(self) -> dict[str, Tensor]:
         """Returns copies of all current matrices in FP32 by name, detached."""
         below = tuple(f"{name}." for name in self._widths)
         parameters = {
-            name: _whole(p).to(torch.float32, copy=True)
+            name: self._here(p).to(torch.float32, copy=True)
             for name, p in self._module.named_parameters()
             if not name.startswith(below)
         }
@@ -80,18 +87,37 @@ class Weights:
             forward = _multiply_by(matrices[name], bias)
             vars(module.get_submodule(name))["forward"] = forward
 
+    def as_used(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Makes of what stands for parameters what the module multiplies with.
+
+        Where ranks share the heads that is a DTensor of which only the part here is ever looked at.
+        """
+        if not self._is_shared:
+            return dict(parameters)
+        own = dict(self._module.named_parameters())
+        return {name: _as_part_of(own[name], tensor) for name, tensor in parameters.items()}
+
+    def _here(self, parameter: Tensor) -> Tensor:
+        return _part(parameter) if self._is_shared else _whole(parameter)
+
     def _measured(self, name: str) -> _Affine:
         """Runs a submodule on zero, the unit vectors and, to see whether it is affine, noise."""
         width = self._widths[name]
         submodule = self._module.get_submodule(name)
         tensors = {
-            key: _whole(p).to(torch.float64, copy=True) for key, p in submodule.named_parameters()
+            key: self._here(p).to(torch.float64, copy=True)
+            for key, p in submodule.named_parameters()
+        }
+        tensors = {
+            key.removeprefix(f"{name}."): tensor
+            for key, tensor in self.as_used({f"{name}.{k}": t for k, t in tensors.items()}).items()
         }
         device = next(submodule.parameters()).device
         options = {"dtype": torch.float64, "device": device}
         noise = torch.randn(4, width, generator=torch.Generator(device).manual_seed(0), **options)
         unit = torch.eye(width, **options)
-        with rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
+        alone = _WithoutExchange() if self._is_shared else nullcontext()
+        with alone, rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
             for part in stand_in.modules():
                 part.training = False  # without dropout
             # As tokens of one sequence: what mixes them shows, too.
@@ -107,31 +133,47 @@ class Weights:
         return _Affine(columns.T.float(), bias[0].float())
 
 
-def settle(module: nn.Module, rerun: Rerun) -> tuple[Layout, Weights]:
+def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[Layout, Weights]:
     """Finds the rows of W_Q and W_K in a module's parameters, or in what its submodules make.
 
     Args:
         module: The attention module.
         rerun: Runs a copy of it eagerly with the given parameters, once the copy was given to the
             second argument; returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their history.
+        is_shared: Whether ranks share the heads; then the rows are those of the heads here.
 
     Raises:
         LayoutUnavailable: If the rows of W_Q could not be settled.
     """
-    return _settle(module, rerun, {})
+    if is_shared:
+        return _settle(module, _by_itself(rerun), {}, is_shared)
+    return _settle(module, rerun, {}, is_shared)
 
 
-def _settle(module: nn.Module, rerun: Rerun, widths: dict[str, int]) -> tuple[Layout, Weights]:
-    weights = Weights(module, widths)
+def _by_itself(rerun: Rerun) -> Rerun:
+    def alone(
+        parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
+    ) -> tuple[Tensor, Tensor]:
+        with _WithoutExchange():
+            return rerun(parameters, prepare)
+
+    return alone
+
+
+def _settle(
+    module: nn.Module, rerun: Rerun, widths: dict[str, int], is_shared: bool
+) -> tuple[Layout, Weights]:
+    weights = Weights(module, widths, is_shared)
 
     def project(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         parameters = {name: leaf for name, leaf in leaves.items() if name not in widths}
-        return rerun(parameters, lambda copy: weights.put_into(copy, leaves))
+        return rerun(weights.as_used(parameters), lambda copy: weights.put_into(copy, leaves))
 
     def with_one_matrix_more(parameters: tuple[str, ...]) -> tuple[Layout, Weights] | None:
         for name in _owners(parameters):
             try:
-                return _settle(module, rerun, widths | {name: _width(module, name, rerun)})
+                width = _width(Weights(module, {}, is_shared), name, rerun)
+                return _settle(module, rerun, widths | {name: width}, is_shared)
             except Exception:
                 continue  # not a matrix, or not to be run like one: the first reason stands
         return None
@@ -156,7 +198,7 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
         yield ".".join(shared[:depth])
 
 
-def _width(module: nn.Module, name: str, rerun: Rerun) -> int:
+def _width(plain: Weights, name: str, rerun: Rerun) -> int:
     """How many features the submodule takes when the module runs."""
     widths = []
 
@@ -165,7 +207,7 @@ def _width(module: nn.Module, name: str, rerun: Rerun) -> int:
             lambda _, args: widths.append(args[0].shape[-1])
         )
 
-    rerun(Weights(module, {}).leaves(), listen)
+    rerun(plain.as_used(plain.leaves()), listen)
     return widths[-1]
 
 
@@ -212,6 +254,51 @@ def _whole(parameter: Tensor) -> Tensor:
     """The parameter, detached; of one that is sharded all shards, for which all ranks must ask."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _part(parameter: Tensor) -> Tensor:
+    """The part of a parameter that is on this rank, detached, as tensor parallelism shares it out.
+
+    Without asking other ranks, unless FSDP has sharded the part once more.
+    """
+    parameter = parameter.detach()
+    if not isinstance(parameter, DTensor):
+        return parameter
+    mesh, shared = parameter.device_mesh, parameter.placements[-1]  # FSDP's meshes come before
+    if mesh.ndim == 1:
+        return parameter.to_local()
+    whole = parameter.full_tensor()
+    if not isinstance(shared, Shard):
+        return whole
+    return whole.chunk(mesh.size(-1), shared.dim)[mesh.get_local_rank(mesh.ndim - 1)]
+
+
+def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
+    """The DTensor of which a rank has the part that `_part` returns of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh = parameter.device_mesh
+    if mesh.ndim > 1:
+        if not mesh.mesh_dim_names:
+            raise LayoutUnavailable("its weights lie on a mesh whose dimensions have no names")
+        mesh = mesh[mesh.mesh_dim_names[-1]]
+    return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
+
+
+class _WithoutExchange(TorchDispatchMode):
+    """Refuses what ranks would have to do together.
+
+    A module that is run aside is run by each rank for itself: one might wait for another for ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own parts come here in turn
+        if "c10d" in func.namespace:
+            raise LayoutUnavailable("its queries or keys are exchanged between ranks")
+        return func(*args, **(kwargs or {}))
 
 
 def _multiply_by(weight: Tensor, bias: Tensor) -> Callable[..., Tensor]:

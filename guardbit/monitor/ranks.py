@@ -32,22 +32,48 @@ def all_agree(holds: bool, about: object) -> bool:
     if world_size() == 1:
         return holds
     fingerprint = zlib.crc32(repr(about).encode())
-    mine = torch.tensor([holds, fingerprint, -fingerprint], device=_device())
+    mine = torch.tensor([holds, fingerprint, -fingerprint], device=device())
     torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MIN)
     everywhere, smallest, minus_largest = mine.tolist()
     return bool(everywhere) and smallest == -minus_largest
 
 
-def of_rank_zero(value: T) -> T:
-    """Rank 0's value, on all ranks."""
+def extremes(*values: float) -> list[tuple[float, float]]:
+    """The smallest and the largest of any rank, of each of some values."""
     if world_size() == 1:
-        return value
-    box = [value]
-    torch.distributed.broadcast_object_list(box, device=_device())
-    return box[0]
+        return [(value, value) for value in values]
+    both = torch.tensor(
+        [values, [-value for value in values]], dtype=torch.float64, device=device()
+    )
+    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
+    return [(low, -minus_high) for low, minus_high in zip(*both.tolist(), strict=True)]
 
 
-def _device() -> torch.device:
+def of_each_part(value: T, part: object) -> list[T]:
+    """The values of ranks that have different parts of a model, on all ranks.
+
+    Of ranks with the same part it is that of the lowest; rank 0's comes first.
+
+    Args:
+        value: This rank's value.
+        part: What this rank has; compared by its `repr`.
+    """
+    if world_size() == 1:
+        return [value]
+    mine = torch.tensor([zlib.crc32(repr(part).encode())], device=device())
+    of_ranks = torch.empty(world_size(), dtype=mine.dtype, device=mine.device)
+    torch.distributed.all_gather_into_tensor(of_ranks, mine)
+    parts = of_ranks.tolist()
+    values = []
+    for speaker in [parts.index(one) for one in dict.fromkeys(parts)]:
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=speaker, device=device())
+        values.append(box[0])
+    return values
+
+
+def device() -> torch.device:
+    """Where tensors lie that ranks exchange."""
     if torch.distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -13,12 +13,13 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
+import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import astuple
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -28,8 +29,8 @@ from guardbit.monitor import ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.journal import Journal
-from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent
+from guardbit.monitor.journal import Journal, facts_of
+from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
@@ -56,8 +57,42 @@ _POLICY_SETTINGS = (
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
 
+_PARTS = (
+    "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
+    " its own, and rank 0 records all"
+)
+
+_OTHER_WEIGHTS = (
+    "ranks have other weights in modules of the same names, as stages of a pipeline that number"
+    " their layers from 0 each: their rows are added up as if of one module, and of the weights"
+    " rank 0's are recorded, so the heads of the other ranks are NOT guarded one by one; give the"
+    " modules of each stage names of their own"
+)
+# Largest relative distance of the sums of W_Q's norms of ranks with the same weights: replicas
+# differ by the rounding of FP32, stages by the draw of their weights, 1e-3 and more.
+_SAME_WEIGHTS = 1e-4
+
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
+
+
+class _Seen(NamedTuple):
+    """What a rank tells the others of its part of the model, after a sampled step.
+
+    Attributes:
+        samples: What it measured.
+        refusals: Why no call so far could be switched, or None, by site.
+        asked: The stabilizers asked for, by site.
+        facts: What the run's metadata says of its sites.
+        told: What it told by itself since the last sampled step: what it did not see, and what its
+            switched heads ran.
+    """
+
+    samples: list[Sample]
+    refusals: dict[str, str | None]
+    asked: dict[str, list[str]]
+    facts: dict[str, dict[str, Any]]
+    told: list[Event]
 
 
 class MonitorSession:
@@ -65,7 +100,8 @@ class MonitorSession:
 
     On several ranks (`torch.distributed`) every rank has a session and calls it alike. Attention is
     summed over all ranks; the loss is rank 0's. All ranks judge the same samples, so they switch
-    alike.
+    alike. Where ranks share the heads of a site, or have other sites each, each measures its own,
+    and all judge them together; heads are numbered over all ranks.
 
     Args:
         model: The model; it is instrumented here, before its first forward.
@@ -173,6 +209,10 @@ class MonitorSession:
         self._loaded_stabilizers: dict[str, list[str]] = {}
         self._left_running: dict[str, list[str]] = {}
         self._refusals: dict[str, str | None] = {}
+        # Sites that other ranks have, and what is asked for there; see `_Seen` for the others.
+        self._asked_elsewhere: dict[str, list[str]] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._told: list[Event] = []
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._said: set[str] = set()
@@ -358,19 +398,16 @@ class MonitorSession:
         return _WATCHING not in self._stages.off
 
     def _compare_parts(self) -> None:
-        """Says so where ranks hold different parts of a model, of which rank 0's is recorded.
+        """Says so where ranks hold different parts of a model.
 
         Not where one only calls fewer of its modules than another, as with dropped layers.
         """
         modules, sites = self.instrumentation.modules, list(self.instrumentation.sites)
         same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
         if not any(same):
-            why = (
-                "ranks hold different attention modules (pipeline parallelism?): only those of rank"
-                " 0 are watched, and of these only the weights' norms"
-                f" ({', '.join(sites) or 'none'}); heads of other ranks are NOT guarded"
-            )
-            self.record(Event(self._step or 0, "monitor_error", "", (), why))
+            self._journal.note({"parallel": _PARTS})
+            if ranks.rank() == 0:
+                log.info("%s; those of rank 0: %s", _PARTS, ", ".join(sites) or "none")
 
     def _lasting_refusals(self) -> dict[str, str | None]:
         return {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
@@ -386,8 +423,8 @@ class MonitorSession:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
-        refusals = self.attempt("refusals", self._lasting_refusals) or {}
-        self.samples, self._refusals = samples, _ = ranks.of_rank_zero((samples, refusals))
+        parts = self._exchange(samples)
+        samples = self.samples = joined([part.samples for part in parts])
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
@@ -403,6 +440,54 @@ class MonitorSession:
             decide()
         self.attempt("verdict", lambda: self._judge(alarms))
         return alarms
+
+    def _exchange(self, samples: list[Sample]) -> list[_Seen]:
+        """What the ranks know, each of its part of the model; rank 0's comes first."""
+        several = ranks.world_size() > 1
+        refusals = self.attempt("refusals", self._lasting_refusals) or {}
+        asked = self.attempt("stabilizers", self.instrumentation.asked) if several else None
+        mine = _Seen(samples, refusals, asked or {}, self._facts, self._told)
+        self._told = []
+        part = self.attempt("ranks", self._part) if several else None
+        seen = ranks.of_each_part(mine, part)
+        self._refusals, self._asked_elsewhere = {}, {}
+        facts: dict[str, dict[str, Any]] = {}
+        for one in reversed(seen):
+            self._refusals |= one.refusals
+            facts |= one.facts
+            elsewhere = {n: names for n, names in one.asked.items() if n not in mine.asked}
+            self._asked_elsewhere |= elsewhere
+        if several:
+            self.attempt("metrics", lambda: self._describe(facts))
+        if several and len(seen) == 1:
+            self._compare_weights(samples)
+        told = list(seen[0].told)
+        for event in (event for one in seen[1:] for event in one.told):
+            if event not in told:
+                told.append(event)
+                self.record(event)
+        return seen
+
+    def _compare_weights(self, samples: list[Sample]) -> None:
+        """Says so where ranks whose modules have the same names have other weights in them."""
+        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
+        # Of a rank that could not take all of them the sum says nothing.
+        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
+        if are_other and "weights" not in self._said:
+            self._said.add("weights")
+            self.record(Event(self._last_ended or 0, "monitor_error", "", (), _OTHER_WEIGHTS))
+
+    def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._journal.describe(facts, self.policy is not None)
+        self.detectors.normalised = frozenset(
+            name for name, known in facts.items() if known["normalises_queries"]
+        )
+
+    def _part(self) -> list[tuple[str, range]]:
+        """The heads that are on this rank."""
+        return [(name, site.own_heads) for name, site in self.instrumentation.sites.items()]
 
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
@@ -562,6 +647,7 @@ class MonitorSession:
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
             "stabilizers": switched,
+            "is_of_parts": bool(self._asked_elsewhere),
             "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
             "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
@@ -599,7 +685,11 @@ class MonitorSession:
         same_mode = state["dry_run"] == self.dry_run
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])
-        self.instrumentation.load_stabilizers(state["stabilizers"])
+        # Where ranks have other sites each, those of all.
+        is_of_parts, modules = state.get("is_of_parts", False), set(self.instrumentation.modules)
+        self.instrumentation.load_stabilizers(
+            {n: s for n, s in state["stabilizers"].items() if n in modules or not is_of_parts}
+        )
         self._loaded_stabilizers = state["stabilizers"]
         self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
@@ -624,7 +714,8 @@ class MonitorSession:
 
     def _asked(self) -> dict[str, list[str]]:
         # A site shows its stabilizers only once it has been called.
-        return {**self._loaded_stabilizers, **self.instrumentation.asked()}
+        own = self.instrumentation.asked()
+        return {**self._loaded_stabilizers, **self._asked_elsewhere, **own}
 
     def _stabilizers(self) -> dict[str, list[str]]:
         """What the heads really run."""
@@ -666,16 +757,14 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
-        sites = self.instrumentation.sites
-        self._journal.describe(sites, self.policy is not None)
-        self.detectors.normalised = frozenset(
-            name for name, site in sites.items() if site.normalises_queries
-        )
+        self._facts = facts_of(self.instrumentation.sites)
+        if ranks.world_size() == 1:  # else once they know of one another's
+            self._describe(self._facts)
         return columns
 
     def _tell_what_is_unseen(self, step: int) -> None:
         for why in self._coverage.check():
-            self.record(Event(step, "monitor_error", "", (), why))
+            self._tell_of_part(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
         if self._coverage.table and "coverage" not in self._said:
             self._said.add("coverage")
@@ -683,9 +772,15 @@ class MonitorSession:
 
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):
-            self.record(event)
+            self._tell_of_part(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
+
+    def _tell_of_part(self, event: Event) -> None:
+        """Tells what this rank knows, rank 0 at once and others with the next sampled step."""
+        self.record(event)
+        if ranks.world_size() > 1:
+            self._told.append(event)
 
     def _tell_proofs(self) -> None:
         """Tells what is known of engines that get another delta, once heads are switched."""
@@ -702,7 +797,8 @@ class MonitorSession:
     def _decide(self, alarms: list[Alarm], step: int) -> None:
         if self.policy is not None:
             called = self.instrumentation.sites
-            stabilizers = {name: site.asked for name, site in called.items()}
+            own = {name: site.asked for name, site in called.items()}
+            stabilizers = {**self._asked_elsewhere, **own}
             for decision in self.policy.decide(alarms, step, stabilizers):
                 self._act(decision, self.policy.stabilizer)
 
@@ -718,17 +814,21 @@ class MonitorSession:
             self.record(Event(self._last_ended or 0, "verdict", "", (), why, rule=verdict))
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
-        site = self.instrumentation.sites[decision.site]
+        site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
+        asked = self._asked_elsewhere[decision.site] if site is None else site.asked
         refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self.dry_run:
             # Not what was refused when it was to be switched, or what somebody switched since.
-            ours = {head for head, name in enumerate(site.asked) if name == stabilizer}
+            ours = {head for head, name in enumerate(asked) if name == stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
                 return
         refusal = "dry run" if self.dry_run else refusal
-        if refusal is None:
+        if refusal is None and site is not None:
             self.instrumentation.ask(decision.site, decision.stabilizer, heads)
+        elif refusal is None:
+            for head in heads:
+                asked[head] = decision.stabilizer
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
         done = "" if refusal else decision.stabilizer

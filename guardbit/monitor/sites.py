@@ -76,9 +76,23 @@ class Site:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads; 0 before the first call, or where the call does not tell."""
+        """Number of query heads; 0 before the first call, or where the call does not tell.
+
+        Where ranks share the heads, of all ranks; heads are numbered over all of them.
+        """
+        return len(self.own_heads) * self._state.share[1]
+
+    @property
+    def own_heads(self) -> range:
+        """The query heads that are on this rank: all, unless ranks share them."""
         record = self._record()
-        return record.calls.heads[0] if record else 0
+        size = record.calls.heads[0] if record else 0
+        start = self._state.share[0] * size
+        return range(start, start + size)
+
+    @property
+    def _state(self) -> switchboard.SiteState:
+        return switchboard.site_state(self.number)
 
     @property
     def refusal(self) -> str | None:
@@ -115,7 +129,7 @@ class Site:
 
     @property
     def sharded(self) -> str | None:
-        """Why the site's heads are not all on this rank, so that nobody can number them, or None.
+        """Why nobody knows which of the site's heads are on this rank, or None.
 
         Known once the site was called.
         """
@@ -164,16 +178,17 @@ class Site:
         """The stabilizer in use, one name a head: what the latest call in training ran.
 
         "none" while no call can be switched, and where the kernels of a switch failed. After a
-        switch it is what is asked for, until the first call.
+        switch it is what is asked for, until the first call; of heads that are on other ranks
+        always.
         """
         record = self._record()
         if record is not None and record.calls.refusal is not None:
-            return ["none"] * record.calls.heads[0]
-        state = switchboard.site_state(self.number)
-        if state.failure is not None and len(state.requested) == self.num_heads:
-            return list(state.requested)
-        has_run = bool(state.ran) and len(state.ran) == self.num_heads
-        return list(state.ran) if has_run else self.asked
+            return ["none"] * self.num_heads
+        state, own, names = self._state, self.own_heads, self.asked
+        ran = state.ran if state.failure is None else state.requested
+        if ran and len(ran) == len(own):
+            names[own.start : own.stop] = ran
+        return names
 
     @property
     def substituted(self) -> str:
@@ -195,9 +210,10 @@ class Site:
         switched, num_heads = state.stabilizers, self.num_heads
         if switched is not None and num_heads in (0, len(switched)):
             return list(switched)
-        if len(state.requested) == num_heads:
-            return list(state.requested)
-        return ["none"] * num_heads
+        names, own = ["none"] * num_heads, self.own_heads
+        if len(state.requested) == len(own):
+            names[own.start : own.stop] = state.requested
+        return names
 
     @property
     def outgrown(self) -> tuple[str, ...] | None:
@@ -217,18 +233,26 @@ class Site:
         Raises:
             IndexError: If there is no such head.
             TypeError: If the head is no whole number.
-            LayoutUnavailable: If it cannot be known which rows they are, saying why.
+            LayoutUnavailable: If it cannot be known which rows they are, saying why, or if the head
+                is on another rank.
         """
         rows, parameters = self._rows("query")
-        return rows.weight(parameters, head)
+        own = self.own_heads
+        if len(own) == self.num_heads:
+            return rows.weight(parameters, head)
+        if head in own or head not in range(self.num_heads):
+            return rows.weight(parameters, head - own.start)
+        raise LayoutUnavailable(
+            self._why(f"head {head} is on another rank, this one has {own.start} to {own.stop - 1}")
+        )
 
     def query_weights(self) -> Tensor:
-        """Returns W_Q of all heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
+        """Returns W_Q of this rank's heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
         rows, parameters = self._rows("query")
         return rows.weights(parameters)
 
     def key_weights(self) -> Tensor:
-        """Returns W_K of all key heads, FP32 `(H_kv, d_head, d_model)`; see `query_weight`."""
+        """Returns W_K of this rank's key heads, FP32 `(H_kv, d_head, d_model)`."""
         rows, parameters = self._rows("key")
         return rows.weights(parameters)
 
@@ -318,7 +342,7 @@ class Site:
                 continue
             rerun = functools.partial(interception.rerun, self.number, module, inputs)
             try:
-                return settle(module, rerun)
+                return settle(module, rerun, is_shared=len(self.own_heads) < self.num_heads)
             except LayoutUnavailable as unavailable:
                 reason = reason or str(unavailable)
             except Exception as error:

@@ -2,76 +2,127 @@
 
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER
 
-Trains with q, k and v of `ColwiseParallel` over gloo, so that local tensors reach attention, eager
-and compiled, and writes what each rank saw to FOLDER/HOW/RANK.json.
+Trains over gloo, with q, k and v of `ColwiseParallel`, in each of the ways of `WAYS`, and writes
+what each rank saw to FOLDER/WAY/RANK.json.
 """
 
 import json
 import logging
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit import LayoutUnavailable, MonitorSession
+from guardbit import LayoutUnavailable, MonitorSession, Policy
+from guardbit.monitor.detectors import DEFAULT_RULES, Finding
 
-HEADS, SIZE = 4, 16
+HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
+
+#: local: plain tensors with this rank's heads reach attention. dtensor: DTensors do. one_key: every
+#: rank has the one key head. gathered: all heads are put together before attention.
+WAYS = ("local", "compiled", "dtensor", "one_key", "gathered")
+
+
+class Core(nn.Module):
+    """Attention without weights of its own."""
+
+    def forward(self, q, k, v):
+        if not isinstance(q, DTensor):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        with sdpa_kernel(SDPBackend.MATH):  # on the CPU no other takes DTensors, nor this a mask
+            return F.scaled_dot_product_attention(q, k, v)
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, key_heads=HEADS):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(32, HEADS * SIZE, bias=False) for _ in range(3))
-        self.out = nn.Linear(HEADS * SIZE, 32, bias=False)
+        self.q = nn.Linear(WIDTH, HEADS * SIZE, bias=False)
+        self.k, self.v = (nn.Linear(WIDTH, key_heads * SIZE, bias=False) for _ in "kv")
+        self.core = Core()
+        self.out = nn.Linear(HEADS * SIZE, WIDTH, bias=False)
 
     def forward(self, x):
         q, k, v = (
             project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.out(self.core(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
     """A layer whose heads are shared between the ranks, and one that each has whole."""
 
-    def __init__(self, mesh):
+    def __init__(self, way="whole", mesh=None):
         super().__init__()
         torch.manual_seed(0)
-        self.shared, self.whole = Attention(), Attention()
-        plan = {**{name: ColwiseParallel() for name in "qkv"}, "out": RowwiseParallel()}
-        parallelize_module(self.shared, mesh, plan)
+        self.shared = Attention(1 if way == "one_key" else HEADS)
+        self.whole = Attention()
+        if mesh is not None:
+            column = {
+                "dtensor": {"use_local_output": False},
+                "gathered": {"output_layouts": Replicate()},
+            }.get(way, {})
+            names = "q" if way == "one_key" else "qkv"
+            plan = {name: ColwiseParallel(**column) for name in names}
+            row = {"input_layouts": Replicate()} if way == "gathered" else {}
+            parallelize_module(self.shared, mesh, {**plan, "out": RowwiseParallel(**row)})
 
     def forward(self, x):
         return self.whole(self.shared(x))
 
 
-def steps(model, session=None):
-    """Losses of three steps."""
+@dataclass(frozen=True)
+class FiresAtSecondSample:
+    """Names head 3, which is on the second rank."""
+
+    name: str = "fires"
+
+    def examine(self, frame, state):
+        site = "shared.core"
+        if site not in frame.of("max_logit"):
+            return []
+        state["seen"] = state.get("seen", 0) + 1
+        return [Finding(site, (3,), "the second has come")] if state["seen"] == 2 else []
+
+
+RULES = (FiresAtSecondSample(), *DEFAULT_RULES)
+
+
+def batch(step):
+    return torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def steps(model, after=lambda step: None, session=None):
+    """Loss of each step, and the sum of the gradients of all steps."""
     losses = []
-    for step in range(3):
+    for step in range(STEPS):
         if session is not None:
             session.begin_batch(step)
-        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
+        loss = model(batch(step)).square().mean()
         loss.backward()
         losses.append(loss.item())
         if session is not None:
             session.end_step()
-    return losses
+        after(step)
+    grads = (p.grad for p in model.parameters())
+    return losses, [
+        (g.to_local() if isinstance(g, DTensor) else g).double().sum().item() for g in grads
+    ]
 
 
-def train(folder, how, mesh):
+def train(folder, way, mesh):
     rank = torch.distributed.get_rank()
     lines = []
     handler = logging.Handler()
@@ -79,37 +130,72 @@ def train(folder, how, mesh):
     logging.getLogger("guardbit").addHandler(handler)
 
     def compiled(model):
-        return torch.compile(model, backend="aot_eager") if how == "compiled" else model
+        return torch.compile(model, backend="aot_eager") if way == "compiled" else model
 
-    plain = steps(compiled(Model(mesh)))
-    model = Model(mesh)
-    path = folder / "run" if rank == 0 else None
-    session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True)
-    # As a run that is resumed asks for it before the first step.
-    session.instrumentation.load_stabilizers({"shared": ["none", "compensated"]})
-    watched = steps(compiled(model), session)
-    inst = session.instrumentation
+    plain = steps(compiled(Model(way, mesh)))
+    model = Model(way, mesh)
+    session = MonitorSession(
+        model, every_n_train_steps=1, strict=True, dirpath=folder / "watched" if rank == 0 else None
+    )
+    samples = []
+    watched = steps(compiled(model), lambda step: samples.extend(session.samples), session)
+    norms = []
+    for head in range(HEADS):
+        try:
+            weight = session.instrumentation.sites["shared.core"].query_weight(head)
+            norms.append(torch.linalg.matrix_norm(weight, 2).item())
+        except LayoutUnavailable as error:
+            norms.append(str(error))
     try:
-        inst.switch("shared", "compensated", heads=[1])
+        session.instrumentation.check_switch("shared.core", "compensated", heads=[3])
         refusal = None
     except ValueError as error:
         refusal = str(error)
-    try:
-        inst.sites["shared"].query_weights()
-        norms = None
-    except LayoutUnavailable as error:
-        norms = str(error)
+    session.close()
+
+    model = Model(way, mesh)
+    session = MonitorSession(
+        model,
+        every_n_train_steps=1,
+        strict=True,
+        dirpath=folder / "acted" if rank == 0 else None,
+        rules=RULES,
+        policy=Policy("compensated", scope="head"),
+    )
+    sites, seen = session.instrumentation, []
+
+    def look(step):
+        site = sites.sites["shared.core"]
+        ours = site.launches.get(("forward", "compensated"), 0)
+        seen.append((site.num_heads, list(site.own_heads), site.stabilizers, ours))
+
+    acted = steps(compiled(model), look, session)
+    kept = session.state_dict()
+    session.close()
+
+    model = Model(way, mesh)
+    session = MonitorSession(
+        model, every_n_train_steps=1, strict=True, rules=RULES, policy=Policy("compensated")
+    )
+    session.load_state_dict(kept)
+    session.begin_batch(STEPS)
+    compiled(model)(batch(STEPS)).square().mean().backward()
+    session.end_step()
+    site = session.instrumentation.sites["shared.core"]
+    resumed = site.launches.get(("forward", "compensated"), 0), site.stabilizers
+    session.close()
+    logging.getLogger("guardbit").removeHandler(handler)
     found = {
         "plain": plain,
         "watched": watched,
-        "refusal": refusal,
+        "acted": acted,
         "norms": norms,
-        "stabilizers": inst.stabilizers()["shared"],
-        "measured": sorted({(s.site, s.indicator) for s in session.samples if s.site}),
+        "refusal": refusal,
+        "samples": [(s.step, s.site, s.layer, s.indicator, s.values) for s in samples],
+        "seen": seen,
+        "resumed": resumed,
         "lines": lines,
     }
-    session.close()
-    logging.getLogger("guardbit").removeHandler(handler)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
@@ -117,10 +203,10 @@ def main(folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,))
-    for how in ("eager", "compiled"):
-        path = Path(folder) / how
+    for way in WAYS:
+        path = Path(folder) / way
         path.mkdir(exist_ok=True)
-        train(path, how, mesh)
+        train(path, way, mesh)
     torch.distributed.destroy_process_group()
 
 

@@ -1,22 +1,32 @@
-"""Two gloo processes that share the heads of a layer: nothing is told under wrong head numbers."""
+"""Two gloo processes that share the heads of a layer: heads are numbered over both."""
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from guardbit import read_events
+from guardbit import read_events, read_run
 
-REASON = "tensor parallelism spreads its heads over several ranks"
+path = Path(__file__).with_name("tensor_parallel_run.py")
+specification = importlib.util.spec_from_file_location("tensor_parallel_run", path)
+script = importlib.util.module_from_spec(specification)
+sys.modules[specification.name] = script  # where a dataclass looks for its module
+specification.loader.exec_module(script)
+
+REASON = "their shapes do not tell which of the heads are here"
+SITE = "shared.core"
+OWN = [[0, 1], [2, 3]]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    script = Path(__file__).with_name("tensor_parallel_run.py")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
     finished = subprocess.run(
         [sys.executable, *command, folder],
         capture_output=True, text=True, check=False, timeout=240,
@@ -25,41 +35,105 @@ def runs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["eager", "compiled"])
-def ranks(request, runs):
+def seen(folder):
     """The folder, and what both ranks saw."""
-    folder = runs / request.param
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_the_run_is_as_without_us_even_where_a_resumed_one_asks_for_a_switch(ranks):
-    for rank in ranks[1]:
-        assert rank["watched"][1:] == rank["plain"][1:], "at most the first step is switched"
-        assert rank["stabilizers"] == ["none"] * 2
+@pytest.fixture(params=[way for way in script.WAYS if way != "gathered"])
+def shared(request, runs):
+    """A way in which each rank has two of the four heads."""
+    return request.param, *seen(runs / request.param)
 
 
-def test_switch_and_norms_are_refused_with_the_reason(ranks):
-    for rank in ranks[1]:
+@pytest.mark.parametrize("way", script.WAYS)
+def test_a_watched_run_computes_the_bits_of_an_unwatched_one(runs, way):
+    for rank in seen(runs / way)[1]:
+        assert rank["watched"] == rank["plain"]
+
+
+def expected(way):
+    """W_Q's norms, and at each step the largest |score| and mean entropy, of the whole layer."""
+    layer = script.Model(way).shared.double()
+    norms = torch.linalg.matrix_norm(layer.q.weight.unflatten(0, (script.HEADS, -1)), 2)
+    logits, entropies = [], []
+    for step in range(script.STEPS):
+        x = script.batch(step).double()
+        q, k = (
+            project(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2)
+            for project in (layer.q, layer.k)
+        )
+        scores = q @ k.transpose(-1, -2) / script.SIZE**0.5
+        is_seen = torch.ones_like(scores, dtype=torch.bool)
+        if way != "dtensor":
+            is_seen = is_seen.tril()
+        logits.append(scores.where(is_seen, 0.0).abs().amax((0, 2, 3)).tolist())
+        p = scores.where(is_seen, -torch.inf).softmax(-1)
+        entropies.append(-torch.special.xlogy(p, p).sum(-1).mean((0, 2)).detach())
+    return norms.tolist(), logits, torch.stack(entropies).tolist()
+
+
+def test_the_store_has_all_heads_by_their_numbers_over_both_ranks(shared):
+    way, folder, ranks = shared
+    frame = read_run(folder / "watched")
+    frame = frame[frame.site == SITE]
+
+    def found(indicator):
+        rows = frame[frame.indicator == indicator]
+        return rows.pivot(index="step", columns="head", values="value").to_numpy()
+
+    norms, logits, entropies = expected(way)
+    # FP32 against FP64: sums of 32 products, and of 16 in the scores.
+    np.testing.assert_allclose(found("w_q_spectral_norm"), [norms] * script.STEPS, rtol=1e-5)
+    np.testing.assert_allclose(found("max_logit"), logits, rtol=1e-5)
+    np.testing.assert_allclose(found("attention_entropy"), entropies, rtol=1e-5)
+    assert found("delta_bias").shape == (script.STEPS, script.HEADS)
+    # Audited in turn, from the second step on, when directions are known.
+    assert set(frame[frame.indicator == "dq_relative_error"]["head"]) == {1, 2, 3}
+    assert ranks[0]["samples"] and str(ranks[0]["samples"]) == str(ranks[1]["samples"])
+
+
+def test_norms_are_those_of_the_rank_that_has_the_head(shared):
+    way, _, ranks = shared
+    norms = expected(way)[0]
+    for own, rank in zip(OWN, ranks, strict=True):
+        for head, norm in enumerate(rank["norms"]):
+            if head in own:
+                assert norm == pytest.approx(norms[head], rel=1e-5)
+            else:
+                assert "is on another rank" in norm
+
+
+def test_a_switch_reaches_the_rank_that_has_the_head_at_the_next_step(shared):
+    _, folder, ranks = shared
+    switched = ["none", "none", "none", "compensated"]
+    for own, rank in zip(OWN, ranks, strict=True):
+        has_it = 3 in own
+        launches = []
+        for step, (num_heads, heads, stabilizers, count) in enumerate(rank["seen"]):
+            assert (num_heads, heads) == (script.HEADS, own)
+            assert stabilizers == (["none"] * 4 if step == 0 else switched)
+            launches.append(count)
+        # The alarm comes after step 1.
+        assert launches == ([0, 0, 1, 2] if has_it else [0] * 4)
+        assert rank["resumed"] == [int(has_it), switched], "the first step of a resumed run"
+        assert rank["refusal"] is None
+        assert (rank["acted"] == rank["plain"]) is False
+    events = read_events(folder / "acted")
+    told = events[events.kind == "switch"]
+    assert list(zip(told.step, told.site, told.heads, strict=True)) == [(1, SITE, (3,))]
+    assert list(events[events.kind == "alarm"].heads) == [(3,)]
+
+
+def test_heads_that_are_put_together_before_attention_are_refused_with_the_reason(runs):
+    folder, ranks = seen(runs / "gathered")
+    for rank in ranks:
         assert REASON in rank["refusal"]
-        assert REASON in rank["norms"]
-
-
-def test_only_the_layer_that_each_rank_has_whole_is_measured(ranks):
-    for rank in ranks[1]:
-        measured = {indicator for site, indicator in rank["measured"] if site == "whole"}
-        assert {"max_logit", "w_q_spectral_norm", "delta_bias"} <= measured
-        assert {site for site, _ in rank["measured"]} == {"whole"}
-
-
-def test_it_is_said_in_the_first_lines(ranks):
-    folder, seen = ranks
-    warnings = [text for level, text in seen[0]["lines"] if level == "WARNING"]
-    assert "before the first step" in warnings[0]
-    (told,) = [w for w in warnings[:3] if "nothing is measured of the heads of 1 attention" in w]
-    assert REASON in told
-    events = read_events(folder / "run")
+        assert all(REASON in norm for norm in rank["norms"])
+        assert {site for _, site, *_ in rank["samples"] if site} == {"whole.core"}
+    warnings = [text for level, text in ranks[0]["lines"] if level == "WARNING"]
+    assert "nothing is measured of the heads of 1 attention site" in warnings[0]
+    events = read_events(folder / "watched")
     first = events[events.kind == "monitor_error"].iloc[0]
     assert (first.step, first.site) == (0, "")
     assert REASON in first.why
-    back = events[(events.kind == "switch") & (events.stabilizer == "none")].iloc[0]
-    assert (back.site, back.heads) == ("shared", (1,))

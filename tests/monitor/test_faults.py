@@ -115,7 +115,7 @@ BELOW = {
     "end_step: metrics": (measurement.Measurement, "columns"),
     "end_step: samples": (measurement.Measurement, "receive"),
     "end_step: sending": (measurement.Measurement, "send"),
-    "end_step: rank 0": (ranks, "of_rank_zero"),
+    "end_step: rank 0": (ranks, "of_each_part"),
     "end_step: largest": (session_module, "_largest"),
     "end_step: writing": (journal.Journal, "add"),
     "end_step: detectors": (session_module.Detectors, "update"),

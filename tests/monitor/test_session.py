@@ -1372,66 +1372,6 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
     assert events_of(tmp_path / "run", "switch").step.tolist() == [0]
 
 
-STAGES = textwrap.dedent(
-    """
-    import importlib.util, logging, sys
-    import torch
-    from torch import nn
-
-    rank, folder, path = int(sys.argv[1]), *sys.argv[2:]
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
-    )
-    specification = importlib.util.spec_from_file_location("test_session", path)
-    test_session = importlib.util.module_from_spec(specification)
-    sys.modules["test_session"] = test_session
-    specification.loader.exec_module(test_session)
-
-    class Stage(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({str(rank): test_session.Attention()})
-
-        def forward(self, x):
-            return self.layers[str(rank)](x)
-
-    model = Stage()
-    session = test_session.MonitorSession(
-        model, every_n_train_steps=1, dirpath=f"{folder}/run" if rank == 0 else None
-    )
-    for step in range(3):
-        with session.step(step):
-            model(torch.randn(1, 4, 32)).square().mean().backward()
-    session.close()
-    torch.distributed.destroy_process_group()
-    """
-)
-
-
-def test_ranks_that_hold_different_stages_say_that_only_one_is_watched(tmp_path):
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", STAGES, str(rank), tmp_path, __file__],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [worker.communicate(timeout=120)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0]
-    assert [text.count("ranks hold different attention modules") for text in said] == [1, 0]
-    (event,) = events_of(tmp_path / "run", "monitor_error").itertuples()
-    assert event.step == 0 and "heads of other ranks are NOT guarded" in event.why
-    assert "only the weights' norms (layers.0)" in event.why
-    # As it says: of the calls nothing, of the norms rank 0's.
-    frame = read_run(tmp_path / "run")
-    assert set(frame["site"]) == {"layers.0"} and set(frame["indicator"]) == NORMS
-
-
 def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     """The loop in the module's docstring, with a model and batches."""
     example = session_module.__doc__.split("plain loop.\n\n")[1]

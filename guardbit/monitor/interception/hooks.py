@@ -137,6 +137,7 @@ def attach(module: nn.Module, number: int) -> None:
     setattr(module, _COPIES_ATTRIBUTE, _Copies(site))
     setattr(module, SITE_ATTRIBUTE, site)
     site_modules[number] = module
+    records.know_traced_share(number)
     redirect_references(module)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)

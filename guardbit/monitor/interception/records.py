@@ -12,7 +12,7 @@ from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads, StepCalls
 from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
-from guardbit.monitor.interception.sharding import why_sharded
+from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, share_of
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class SiteRecord:
         calls: What the calls of the latest step were like.
         with_gradients: Whether this was learned in training; what evaluation does, with padded
             batches say, counts only as long as nothing else is known.
-        sharded: Why the site's heads are not all on this rank, or None.
+        sharded: Why nobody knows which of the heads are on this rank, or None.
         entry: Name of the function that was called last.
     """
 
@@ -58,10 +58,17 @@ _records: dict[int, SiteRecord] = {}
 _traced_inputs: dict[int | type, ModuleInputs] = {}
 _traced_refusals: dict[int | type, TracedRefusal] = {}
 _traced_entries: dict[int | type, str] = {}
+# By number, and by type and whether ranks share the weights out.
+_traced_shares: dict[int | tuple[type, bool], Share | str] = {}
 
 
 def note_call(
-    number: int, heads: Heads, refusal: str | None, entry: str, watched: bool = False
+    number: int,
+    heads: Heads,
+    refusal: str | None,
+    entry: str,
+    watched: bool = False,
+    share: Share | None = None,
 ) -> str | None:
     """Remembers what kind of calls the running module makes.
 
@@ -71,6 +78,7 @@ def note_call(
         refusal: Why the call keeps PyTorch's function, or None.
         entry: Name of the function that is called.
         watched: Whether the call is watched, though it keeps PyTorch's function.
+        share: Which of the site's heads these are, where the call tells.
 
     Returns:
         The refusal, which the site may have where the call has none.
@@ -82,7 +90,8 @@ def note_call(
     if record is None or (with_gradients and not record.with_gradients):
         innermost_first = reversed(frame_stack)
         modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        sharded = why_sharded(site_modules[number])
+        found = share_of(weighted_module(number), heads) if share is None else share
+        sharded = _keep_share(number, found)
         record = SiteRecord(number, modules, StepCalls(), with_gradients, sharded)
         _records[number] = record
     refusal = refusal or record.sharded
@@ -91,6 +100,51 @@ def note_call(
         watched = watched and record.sharded is None
         record.calls.note(site_state(number).clock.now, heads, refusal, watched)
     return refusal
+
+
+def weighted_module(number: int) -> nn.Module:
+    """The module of a site, or where that has no parameters the innermost one around it."""
+    module = site_modules[number]
+    if next(module.parameters(), None) is not None:
+        return module
+    around = [m for m in site_modules.values() if any(part is module for part in m.modules())]
+    weighted = [m for m in around if next(m.parameters(), None) is not None]
+    return min(weighted, key=lambda m: sum(1 for _ in m.modules()), default=module)
+
+
+def _keep_share(number: int, share: Share | str) -> str | None:
+    """Tells the op which heads of a site are here; returns why that is not known, or None."""
+    is_known = isinstance(share, Share)
+    site_state(number).share = share if is_known else WHOLE
+    return None if is_known else share
+
+
+def keep_traced_share(number: int, heads: Heads) -> str | None:
+    """Remembers which heads of a module are here in a call that a compiler traced.
+
+    Returns:
+        Why nobody knows which of the heads are on this rank, or None.
+    """
+    module, holder = site_modules[number], weighted_module(number)
+    found = share_of(holder, heads)
+    _traced_shares[number] = _traced_shares[type(module), is_spread(holder)] = found
+    for other in site_modules:
+        know_traced_share(other)
+    return found if isinstance(found, str) else None
+
+
+def know_traced_share(number: int) -> None:
+    """Tells the op which heads of a site are here, if a compiler traced it or one of its type.
+
+    Of those of its type one that is spread over ranks like itself; FSDP may have gathered that.
+    """
+    found = _traced_shares.get(number)
+    kind = type(site_modules[number])
+    if found is None and ((kind, True) in _traced_shares or (kind, False) in _traced_shares):
+        spread = is_spread(weighted_module(number))
+        found = _traced_shares.get((kind, spread)) or _traced_shares.get((kind, False))
+    if found is not None:
+        _keep_share(number, found)
 
 
 def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
@@ -117,7 +171,7 @@ def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
 
 def forget(number: int) -> None:
     """Forgets what was learned about one site; what its type taught stays."""
-    for noted in (_records, _traced_inputs, _traced_refusals, _traced_entries):
+    for noted in (_records, _traced_inputs, _traced_refusals, _traced_entries, _traced_shares):
         noted.pop(number, None)
 
 
@@ -170,6 +224,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
             last, heads, is_switchable, bypass=refusal.why, was_switchable=was_switchable,
             is_watched=is_switchable,
         )  # fmt: skip
+    know_traced_share(number)
     sharded = refusal.why if refusal is not None and refusal.is_sharded else None
     entry = _traced(_traced_entries, number, module) or ""
     return SiteRecord(number, modules, calls, sharded=sharded, entry=entry)

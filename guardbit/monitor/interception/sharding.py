@@ -1,27 +1,121 @@
-"""Whether a module holds a part of its heads only, because several ranks share them."""
+"""Which heads of a module are here, where several ranks share them (tensor parallelism).
+
+Ranks share heads in equal blocks, in the order of the mesh: the local head h of the i-th of n
+ranks with H heads each is head i * H + h of n * H.
+"""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+from collections.abc import Sequence
+from typing import NamedTuple
 
-#: Why nothing is known of single heads where tensor parallelism shares them out.
-SHARDED = (
-    "tensor parallelism spreads its heads over several ranks, each of which sees its own as heads"
-    " 0, 1, ...; GuardBit cannot number them yet"
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+_RING = (
+    "context parallelism spreads its tokens over several ranks, so that no rank has whole rows of"
+    " its scores; of its sites only the norms of the weights are watched"
+)
+_SPREAD = "tensor parallelism spreads its weights over several ranks"
+_UNCLEAR = (
+    f"{_SPREAD}, and their shapes do not tell which of the heads are here; GuardBit numbers heads"
+    " that are shared out in equal blocks over one dimension of the mesh"
 )
 
 
-def why_sharded(module: nn.Module) -> str | None:
-    """Why the heads of a module that is running are not all here, or None.
+class Share(NamedTuple):
+    """The part of the heads that is on this rank.
+
+    Attributes:
+        place: Place of the part among all parts, from 0.
+        parts: Number of parts.
+    """
+
+    place: int
+    parts: int
+
+
+#: All heads.
+WHOLE = Share(0, 1)
+
+
+def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
+    """Which of its heads a module that is running has here, or why that cannot be told.
 
     FSDP gathers the parameters of a module while it runs: what is sharded then, ranks share out.
+    The heads are taken for shared where what takes the attention's output in is sharded along the
+    heads, or without such a one what makes the queries, so that the size of the part here is that
+    of the call's heads, and the size of all is not.
+
+    Args:
+        module: The module.
+        heads: Query heads, key heads and head size of its call.
     """
-    for part in _gathered(module):
-        for parameter in part.parameters(recurse=False):
-            if isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements):
-                return SHARDED
-    return None
+    spread = _spread(module)
+    if not spread:
+        return WHOLE
+    shards = [(p, at.dim) for p, _, at in spread if isinstance(at, Shard)]
+    places = {(p.device_mesh, dim) for p, dim, _ in spread}
+    num_heads, num_key_heads, head_dim = heads
+    if len(places) != 1 or len(shards) != len(spread) or not num_heads:
+        return _UNCLEAR
+    # Of (features out, features in): what takes heads in is sharded along the second.
+    along = [(p, axis) for p, axis in shards if axis == 1] or shards
+    queries, fused = num_heads * head_dim, (num_heads + 2 * num_key_heads) * head_dim
+    of_part = {p.to_local().size(axis) for p, axis in along}
+    of_all = {p.size(axis) for p, axis in along}
+    is_fused = fused in of_part - of_all and queries not in of_part
+    if queries in of_all or not (queries in of_part or is_fused):
+        return _UNCLEAR
+    parameter, dim, _ = spread[0]
+    return _share_along(parameter, dim)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether any of a module's parameters lies on several ranks."""
+    return bool(_spread(module))
+
+
+def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
+    """Which heads of tensors with heads are here, all of which are `DTensor`, or why not.
+
+    Args:
+        tensors: q, k and v, batch first.
+        heads_axis: The axis of the heads.
+    """
+    first = tensors[0]
+    alike = all(isinstance(x, DTensor) for x in tensors)
+    if not alike or not isinstance(first, DTensor):
+        return f"{_SPREAD}, and only some of its tensors are DTensors"
+    if any(isinstance(at, Shard) and at.dim == 3 - heads_axis for at in first.placements):
+        return _RING
+    layouts = {(x.device_mesh, x.placements) for x in tensors if isinstance(x, DTensor)}
+    dims = [dim for dim, p in enumerate(first.placements) if p == Shard(heads_axis)]
+    known = {Shard(heads_axis), Shard(0), Replicate()}
+    if len(layouts) != 1 or len(dims) != 1 or not known.issuperset(first.placements):
+        return f"{_SPREAD}, and its tensors in another way than by batch and heads"
+    for dim, at in enumerate(first.placements):
+        if isinstance(at, Shard) and any(
+            x.size(at.dim) % first.device_mesh.size(dim) for x in tensors
+        ):
+            return f"{_SPREAD}, and its batch or heads are not as many on each of them"
+    return _share_along(first, dims[0])
+
+
+def _share_along(tensor: DTensor, dim: int) -> Share:
+    return Share(tensor.device_mesh.get_local_rank(dim), tensor.device_mesh.size(dim))
+
+
+def _spread(module: nn.Module) -> list[tuple[DTensor, int, Placement]]:
+    """The parameters that ranks share out, the dimension of the mesh over which, and how."""
+    return [
+        (parameter, dim, placement)
+        for part in _gathered(module)
+        for parameter in part.parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+        for dim, placement in enumerate(parameter.placements)
+        if not placement.is_replicate()
+    ]
 
 
 def _gathered(module: nn.Module) -> list[nn.Module]:

@@ -27,8 +27,8 @@ from guardbit.monitor.interception.records import (
     keep_traced_entry,
     keep_traced_inputs,
     keep_traced_refusal,
+    keep_traced_share,
 )
-from guardbit.monitor.interception.sharding import why_sharded
 
 
 def drop_stale_traced() -> None:
@@ -83,7 +83,7 @@ def _read_call(context: Any) -> None:
         number = int(site.as_proxy().node.meta["grapharg"].example)
         num_heads, num_key_heads, head_dim = map(_number_of, sizes.items)
         heads = num_heads, num_key_heads, head_dim
-        sharded = why_sharded(site_modules[number]) if number in site_modules else None
+        sharded = keep_traced_share(number, heads) if number in site_modules else None
     except Exception:
         # Then the site is missing from those that are listed.
         return

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import engines
 from guardbit.kernels.attention import (
@@ -33,6 +34,7 @@ from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
@@ -51,6 +53,8 @@ class Bound(NamedTuple):
         spec: What the call asks for besides.
         layout: How the caller's tensors lie; the output is to lie like them.
         library: The engine of the library that is called; None for PyTorch's own choice.
+        shared: Where the caller's tensors are DTensors, the queries, and which heads are here. q, k
+            and v are the local parts.
     """
 
     q: Tensor
@@ -59,6 +63,7 @@ class Bound(NamedTuple):
     spec: AttentionSpec
     layout: Layout = "BHND"
     library: LibraryEngine | None = None
+    shared: tuple[DTensor, Share] | None = None
 
 
 class Refusal(NamedTuple):
@@ -168,9 +173,13 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    q, k, v, spec, layout, library = found
+    q, k, v, spec, layout, library, shared = found
     out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
-    return entry.returns(as_given(out, layout), lse, *args, **kwargs)
+    out = as_given(out, layout)
+    if shared is not None:
+        given = shared[0]
+        out = DTensor.from_local(out, given.device_mesh, given.placements)
+    return entry.returns(out, lse, *args, **kwargs)
 
 
 def is_unread() -> bool:
@@ -223,7 +232,10 @@ def _eager(
     if isinstance(found, Bound) and not state.is_idle:
         refusal = _why_broken(found)
     is_watched = isinstance(found, Refusal) and found.bound is not None
-    refusal = note_call(number, heads_of(q, k), refusal, entry.name, watched=is_watched)
+    shared = found.shared if isinstance(found, Bound) else None
+    share = None if shared is None else shared[1]
+    heads = heads_of(q, k)
+    refusal = note_call(number, heads, refusal, entry.name, watched=is_watched, share=share)
     if isinstance(found, Refusal) and found.bound is not None:
         state.stock_dropout_p = found.bound.spec.dropout_p
         if state.is_unheard or not torch.is_grad_enabled():
@@ -253,7 +265,7 @@ def _watched(
 ) -> Any:
     """Runs the original, which the observer hears of."""
     assert entry.original is not None
-    watch, (q, k, v, spec, layout, _), keeps_output = watched
+    watch, (q, k, v, spec, layout, *_), keeps_output = watched
     q = watch.query(q)
     out = heads_first(entry.original(as_given(q, layout), *args[1:], **kwargs), layout)
     return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
@@ -19,6 +21,7 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_now,
     why_tensors,
 )
+from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _BY_MATH = "which PyTorch's math kernel serves, whose backward takes delta from P itself"
 
@@ -34,6 +37,14 @@ def bind(
     enable_gqa: bool = False,
 ) -> Bound | Refusal:
     """Binds a call, see `base.EntryPoint`."""
+    shared: tuple[DTensor, Share] | None = None
+    if isinstance(query, DTensor) and not torch.compiler.is_compiling():
+        share = share_of_tensors((query, key, value), heads_axis=1)
+        if isinstance(share, str) or dropout_p:
+            why = share if isinstance(share, str) else "it has DTensors and dropout"
+            return Refusal(why, query, key)
+        shared = query, share
+        query, key, value = (cast(DTensor, x).to_local() for x in (query, key, value))
     why = (
         _why_two_masks(attn_mask, is_causal)
         or why_mask(attn_mask)
@@ -51,9 +62,14 @@ def bind(
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
     if broadcasts is not None or key.size(3) != value.size(3):
-        bound = Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
         why = OTHER_WIDTH if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
+        if shared is not None:
+            return Refusal(why, query, key)
+        bound = Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
         return Refusal(why, query, key, bound, is_fused=broadcasts is None)
+    if shared is not None:
+        spec = AttentionSpec(scale, causal, attn_mask)
+        return Bound(query, key, value, spec, shared=shared)
     if attn_mask is None and not torch.compiler.is_compiling():
         return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))

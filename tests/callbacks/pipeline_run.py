@@ -1,0 +1,132 @@
+"""One of three ranks that have a stage of a model each; started by `test_pipeline`.
+
+    python -m torch.distributed.run --nproc-per-node 3 pipeline_run.py FOLDER
+
+The first two have a layer with attention each, the third has the loss. Nothing goes from one to the
+next, which GuardBit does not see anyway. Writes what each rank saw to FOLDER/RANK.json.
+"""
+
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, Policy
+from guardbit.monitor.detectors import Finding
+
+SIZE, WIDTH, STEPS = 16, 32, 3
+HEADS = (2, 4)  # of the two stages
+
+
+class Attention(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * SIZE, bias=False) for _ in range(3))
+        self.out = nn.Linear(heads * SIZE, WIDTH, bias=False)
+
+    def forward(self, x):
+        q, k, v = (
+            project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class Stage(nn.Module):
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.layers = nn.ModuleDict()
+        if rank < len(HEADS):
+            self.layers[str(rank)] = Attention(HEADS[rank])
+
+    def forward(self, x):
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True)
+class FiresAtOnce:
+    """Names the last head of the second stage."""
+
+    name: str = "fires"
+
+    def examine(self, frame, state):
+        if "layers.1" not in frame.of("max_logit") or "done" in state:
+            return []
+        state["done"] = True
+        return [Finding("layers.1", (3,), "the first has come")]
+
+
+def batch(step):
+    return torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def watch(folder, rank, steps, state=None):
+    """Kernels that ran after each step, and the state in the end."""
+    model = Stage(rank)
+    session = MonitorSession(
+        model,
+        every_n_train_steps=1,
+        rules=(FiresAtOnce(),),
+        policy=Policy("compensated", scope="head"),
+        dirpath=folder if rank == 0 else None,
+        strict=True,
+    )
+    if state is not None:
+        session.load_state_dict(state)
+    ran = []
+    for step in steps:
+        with session.step(step) as record:
+            loss = model(batch(step).requires_grad_()).square().mean()
+            loss.backward()
+            if rank == len(HEADS):
+                record.loss(float(step))
+        sites = session.instrumentation.sites.values()
+        ran += [site.launches.get(("forward", "compensated"), 0) for site in sites]
+    state = session.state_dict()
+    session.close()
+    return ran, state
+
+
+def watch_same_names(folder, rank, seed):
+    """A module that all ranks call by the same name; its weights depend on the seed."""
+    torch.manual_seed(seed)
+    model = nn.ModuleDict({"layer": Attention(2)})
+    path = folder if rank == 0 else None
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True)
+    for step in range(2):
+        with session.step(step):
+            model["layer"](batch(step).requires_grad_()).square().mean().backward()
+    session.close()
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, folder = torch.distributed.get_rank(), Path(folder)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("guardbit").addHandler(handler)
+    logging.getLogger("guardbit").setLevel(logging.INFO)
+    ran, state = watch(folder / "run", rank, range(STEPS))
+    box = [state]
+    torch.distributed.broadcast_object_list(box)  # all read what rank 0 has written
+    again, _ = watch(folder / "resumed", rank, range(STEPS, STEPS + 1), box[0])
+    watch_same_names(folder / "replicas", rank, 0)
+    watch_same_names(folder / "stages", rank, rank)
+    found = {"ran": ran, "again": again, "lines": lines}
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

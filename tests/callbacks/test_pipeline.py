@@ -1,0 +1,93 @@
+"""Three gloo processes with a stage of a model each: all are watched, and rank 0 records all."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from guardbit import read_events, read_run
+from guardbit.store import read_metadata
+
+path = Path(__file__).with_name("pipeline_run.py")
+specification = importlib.util.spec_from_file_location("pipeline_run", path)
+script = importlib.util.module_from_spec(specification)
+sys.modules[specification.name] = script  # where a dataclass looks for its module
+specification.loader.exec_module(script)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder, and what the ranks saw."""
+    folder = tmp_path_factory.mktemp("run")
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", path]
+    finished = subprocess.run(
+        [sys.executable, *command, folder],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+def test_the_store_has_the_sites_of_all_stages(run):
+    frame = read_run(run[0] / "run")
+    heads = frame[frame["site"] != ""]
+    layers = dict(zip(heads["site"], heads["layer"], strict=True))
+    assert layers == {"layers.0": 0, "layers.1": 1}, "each stage counts from 0 by itself"
+
+    def found(step, site, indicator):
+        rows = heads[(heads["step"] == step) & (heads["site"] == site)]
+        return rows[rows["indicator"] == indicator].sort_values("head")["value"].tolist()
+
+    for rank, site in enumerate(layers):
+        layer = script.Stage(rank).double().layers[str(rank)]
+        norms = torch.linalg.matrix_norm(layer.q.weight.unflatten(0, (-1, script.SIZE)), 2)
+        for step in range(script.STEPS):
+            x = script.batch(step).double()
+            q, k = (
+                p(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2) for p in (layer.q, layer.k)
+            )
+            largest = (q @ k.mT / script.SIZE**0.5).tril().abs().amax((0, 2, 3))
+            # FP32 against FP64: sums of 32 products, and of 16 in the scores.
+            assert found(step, site, "max_logit") == pytest.approx(largest.tolist(), rel=1e-5)
+            of_weights = found(step, site, "w_q_spectral_norm")
+            assert of_weights == pytest.approx(norms.tolist(), rel=1e-5)
+    losses = frame[frame["indicator"] == "loss"]
+    assert losses["value"].tolist() == [0.0, 1.0, 2.0], "of the rank that has one"
+
+
+def test_a_switch_reaches_the_stage_at_the_next_step_and_in_a_resumed_run_at_the_first(run):
+    folder, ranks = run
+    assert [rank["ran"] for rank in ranks] == [[0, 0, 0], [0, 1, 2], []]
+    assert [rank["again"] for rank in ranks] == [[0], [1], []]
+    events = read_events(folder / "run")
+    switch = events[events["kind"] == "switch"]
+    assert list(zip(switch["step"], switch["site"], switch["heads"], strict=True)) == [
+        (0, "layers.1", (3,))
+    ]
+    assert not (events["kind"] == "monitor_error").any()
+    again = read_events(folder / "resumed")
+    again = again[again["kind"] == "switch"]
+    assert list(zip(again["site"], again["heads"], again["why"], strict=True)) == [
+        ("layers.1", (3,), "as before the run was resumed")
+    ]
+
+
+def test_the_metadata_tell_of_all_sites_and_say_what_ranks_hold(run):
+    folder, ranks = run
+    metadata = read_metadata(folder / "run")
+    heads = {name: facts["heads"] for name, facts in metadata["sites"].items()}
+    assert heads == {"layers.0": 2, "layers.1": 4}
+    assert "as in pipeline parallelism" in metadata["parallel"]
+    assert any("as in pipeline parallelism" in line for line in ranks[0]["lines"])
+
+
+def test_stages_whose_modules_have_the_same_names_are_told_from_replicas(run):
+    events = read_events(run[0] / "stages")
+    (event,) = events[events["kind"] == "monitor_error"].itertuples()
+    assert event.step == 0
+    assert "heads of the other ranks are NOT guarded one by one" in event.why
+    assert not (read_events(run[0] / "replicas")["kind"] == "monitor_error").any()

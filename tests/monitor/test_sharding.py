@@ -1,0 +1,87 @@
+"""Which heads a rank has, by the shapes of what ranks share out; of the second rank of two."""
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from guardbit.monitor.interception.sharding import WHOLE, share_of, share_of_tensors
+
+WIDTH, HEADS, SIZE = 24, 8, 6
+SECOND = (1, 2)
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    torch.distributed.destroy_process_group()
+
+
+def projections(mesh, key_heads, plan):
+    """W_Q to W_O of 8 query heads, of which the plan names those that the ranks share out."""
+    sizes = {"q": HEADS, "k": key_heads, "v": key_heads}
+    module = nn.ModuleDict({n: nn.Linear(WIDTH, SIZE * count) for n, count in sizes.items()})
+    module["out"] = nn.Linear(HEADS * SIZE, WIDTH)
+    return parallelize_module(module, mesh, {name: PLANS[name] for name in plan})
+
+
+PLANS = {**{name: ColwiseParallel() for name in "qkv"}, "out": RowwiseParallel()}
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "plan", "call", "share"),
+    [
+        pytest.param(8, ["q", "k", "v", "out"], (4, 4, SIZE), SECOND, id="as many keys"),
+        pytest.param(4, ["q", "k", "v", "out"], (4, 2, SIZE), SECOND, id="grouped keys"),
+        # 4 heads of k reach the call, as many as k has over both ranks.
+        pytest.param(4, ["q", "k", "v", "out"], (4, 4, SIZE), SECOND, id="expanded keys"),
+        pytest.param(1, ["q", "out"], (4, 1, SIZE), SECOND, id="one key head on every rank"),
+        pytest.param(1, ["q"], (4, 1, SIZE), SECOND, id="the queries alone"),
+        pytest.param(8, ["q", "k", "v", "out"], (8, 8, SIZE), None, id="put together"),
+        pytest.param(8, ["out"], (8, 8, SIZE), None, id="taken apart after it"),
+        # As many features as the keys of both ranks have: who has them cannot be told.
+        pytest.param(4, ["q", "k", "v"], (4, 2, SIZE), None, id="ambiguous"),
+        pytest.param(8, [], (8, 8, SIZE), WHOLE, id="nothing shared"),
+        pytest.param(8, ["q", "k", "v", "out"], (0, 0, 0), None, id="a call that does not tell"),
+    ],
+)
+def test_the_share_of_a_call(mesh, key_heads, plan, call, share):
+    found = share_of(projections(mesh, key_heads, plan), call)
+    assert found == share if share else "do not tell which of the heads are here" in found
+
+
+def test_fused_rows_that_are_shared_out(mesh):
+    module = nn.ModuleDict({"qkv": nn.Linear(WIDTH, 3 * HEADS * SIZE)})
+    parallelize_module(module, mesh, {"qkv": ColwiseParallel()})
+    assert share_of(module, (4, 4, SIZE)) == SECOND
+
+
+@pytest.mark.parametrize(
+    ("placement", "found"),
+    [
+        (Shard(1), SECOND),
+        (Shard(2), "context parallelism spreads its tokens over several ranks"),
+        (Shard(3), "in another way than by batch and heads"),
+        (Replicate(), "in another way than by batch and heads"),
+    ],
+)
+def test_the_share_of_dtensors(mesh, placement, found):
+    local = torch.zeros(2, 4, 6, 8)
+    q, k, v = (DTensor.from_local(local, mesh, [placement], run_check=False) for _ in range(3))
+    share = share_of_tensors((q, k, v), 1)
+    assert share == found if isinstance(found, tuple) else found in share
+
+
+def test_a_dtensor_with_a_plain_one_is_refused(mesh):
+    local = torch.zeros(2, 4, 6, 8)
+    q = DTensor.from_local(local, mesh, [Shard(1)], run_check=False)
+    assert "only some of its tensors are DTensors" in share_of_tensors((q, local, local), 1)
