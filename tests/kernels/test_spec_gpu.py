@@ -58,8 +58,8 @@ def test_agrees_with_fp64_and_repeats_its_bits(name, width, value_width, dtype):
         lambda: (audit.exact_query_gradient(*tensors, spec=spec, heads=[0, 2]),),
     )
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # the host never waits for the device
     try:
+        torch.cuda.set_sync_debug_mode("error")  # the host never waits for the device
         pairs = [(call(), call()) for call in calls]
     finally:
         torch.cuda.set_sync_debug_mode("default")
