@@ -463,8 +463,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.table:
+        printed = switched_table if options.switched else table
         with open(options.table, newline="") as file:
-            print(table(list(csv.DictReader(file))))
+            print(printed(list(csv.DictReader(file))))
         return
     if options.switched:
         options.shapes = SHAPES[1:]
