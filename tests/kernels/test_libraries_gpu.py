@@ -15,9 +15,16 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import add_site, remove_site, site_state
+from guardbit.monitor.interception.entry_points import refusals
 from tests.kernels.spec_cases import dense, packed
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch):
+    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
+
 
 HOMES = {
     "varlen_attn": "torch.nn.attention.varlen",

@@ -4,6 +4,7 @@ PyTorch refuses to train with FlexAttention on the CPU, though its plain-torch r
 here it is let through.
 """
 
+import dataclasses
 import math
 import sys
 
@@ -17,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import guardbit
 from guardbit.kernels import dispatch
 from guardbit.monitor import metrics
+from guardbit.monitor.interception.entry_points import refusals
+from guardbit.monitor.interception.entry_points.flex import FLEX
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -578,3 +581,11 @@ def test_the_indicators_of_a_call_are_numbers():
     rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
     # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
     torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
+
+
+def test_on_machines_with_gpus_it_is_left_alone_until_it_has_been_tried_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    entry = dataclasses.replace(FLEX, original=None)
+    assert not entry.find()
+    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
+    assert entry.find()

@@ -8,8 +8,15 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import guardbit
+from guardbit.monitor.interception.entry_points import refusals
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def tried(monkeypatch):
+    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
+
 
 LENGTH, HEADS, WIDTH = 2048, 4, 128
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from guardbit.kernels import flex
 from guardbit.kernels.attention import site_stack
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception.entry_points import refusals
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, heard
 from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
@@ -132,8 +133,13 @@ def _put_in_place() -> Callable[[], None]:
 
 class _Flex(EntryPoint):
     def find(self) -> bool:
-        """See `EntryPoint.find`; a version of PyTorch that computes it otherwise is passed over."""
-        if self.original is None and _HOME in sys.modules and flex.is_supported():
+        """See `EntryPoint.find`.
+
+        A version of PyTorch that computes it otherwise is passed over. So are machines with GPUs,
+        where it is always compiled, as long as it has not been tried there.
+        """
+        is_tried = refusals.COMPILED_IS_TRIED_ON_GPUS or not torch.cuda.is_available()
+        if self.original is None and is_tried and _HOME in sys.modules and flex.is_supported():
             self.original = getattr(sys.modules[_HOME], _ATTRIBUTE)
         return self.original is not None
 

@@ -101,6 +101,18 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
     return None
 
 
+#: Whether compiled calls of functions other than PyTorch's `scaled_dot_product_attention` have been
+#: run on GPUs. What fails in a compiler ends training, so until then they stay as they are there.
+COMPILED_IS_TRIED_ON_GPUS = False
+
+
+def why_untried(q: Tensor) -> str | None:
+    """Why a compiled call of a library's function stays with the library for now, or None."""
+    if torch.compiler.is_compiling() and q.is_cuda and not COMPILED_IS_TRIED_ON_GPUS:
+        return "compiled calls of it have not been tried on GPUs yet"
+    return None
+
+
 def why_spec(spec: AttentionSpec, q: Tensor, k: Tensor) -> str | None:
     """Why our kernels cannot serve what a call asks for, or None."""
     if spec.documents is not None:
