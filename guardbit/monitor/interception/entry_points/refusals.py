@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, is_autocast
 from guardbit.kernels.op import has_tangent
-from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.calls import CAPTURED
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,19 +109,4 @@ def why_untried(q: Tensor) -> str | None:
     """Why a compiled call of a library's function stays with the library for now, or None."""
     if torch.compiler.is_compiling() and q.is_cuda and not COMPILED_IS_TRIED_ON_GPUS:
         return "compiled calls of it have not been tried on GPUs yet"
-    return None
-
-
-def why_spec(spec: AttentionSpec, q: Tensor, k: Tensor) -> str | None:
-    """Why our kernels cannot serve what a call asks for, or None."""
-    if spec.documents is not None:
-        return "it packs several sequences into one"
-    if spec.window != (-1, -1):
-        return f"it sees a window of {spec.window[0]} keys before and {spec.window[1]} after"
-    if spec.softcap:
-        return f"it caps its scores at {spec.softcap}"
-    if spec.sinks is not None:
-        return "its softmax has sinks"
-    if spec.causal is True and q.size(2) != k.size(2):
-        return "its causal mask is aligned with the last key"
     return None
