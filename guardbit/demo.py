@@ -256,12 +256,14 @@ def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
         )
     for event in happened:
         if event.kind == "switch" and event.stabilizer not in ("", "none"):
-            console.print(_before_and_after(frame, event))
+            console.print(_before_and_after(frame, event, happened))
 
 
-def _before_and_after(frame: pd.DataFrame, switch: Event) -> Table:
-    """Tabulates the means of a switched head's indicators over the periods of the run."""
-    head = switch.heads[0]
+def _before_and_after(frame: pd.DataFrame, switch: Event, happened: list[Event]) -> Table:
+    """Tabulates the means of the alarmed head's indicators over the periods of the run."""
+    alarms = [event for event in happened if event.kind == "alarm" and event.site == switch.site]
+    alarmed = [head for alarm in alarms for head in alarm.heads if head in switch.heads]
+    head = [*alarmed, *switch.heads][0]  # the first alarm's; the others are switched with it
     rows = frame.loc[(frame["site"] == switch.site) & (frame["head"] == head)]
     step = rows["step"]
     periods = {

@@ -56,7 +56,7 @@ class Coverage:
                 f"{_counted(unseen, 'module')} that {_looks(unseen)} like attention ran and"
                 f" {'was' if len(unseen) == 1 else 'were'} not seen to call it, so nothing of"
                 f" {'it' if len(unseen) == 1 else 'them'} is watched or switched: {_kinds(unseen)};"
-                f" {share}. {_HOW_TO_SHOW}"
+                f" {share}. {'. '.join([_HOW_TO_SHOW, *interception.left_alone()])}"
             )
         sharded = [site for site in called.values() if site.sharded]
         if sharded:
@@ -73,12 +73,13 @@ class Coverage:
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
             f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
-            "it is Hugging Face's, with another attn_implementation than 'sdpa', 'eager' or one of"
-            " the installed flash_attn's",
+            *interception.left_alone(),
+            "it is Hugging Face's, with another attn_implementation than 'sdpa', 'eager',"
+            " 'flex_attention' or one of the installed flash_attn's",
             "another model trains than the one that is instrumented, as a copy of it does",
         ]
         if not ran:
-            reasons = [f"{reasons[2]}: none of its modules ran", *reasons[:2]]
+            reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
         listed = "; ".join(f"({i}) {reason}" for i, reason in enumerate(reasons, 1))
         return (
             "the model has called no attention that GuardBit sees so far, so nothing is watched."

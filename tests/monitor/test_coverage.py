@@ -12,6 +12,7 @@ from torch import nn
 import guardbit
 from guardbit import MonitorSession, read_events
 from guardbit.dashboards.report import contents
+from guardbit.monitor import interception
 from guardbit.monitor.measurement import NoAttentionSeenError
 from guardbit.store import read_metadata
 
@@ -153,6 +154,16 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)
     assert "(1) another model trains" in str(error.value)
     assert "none of its modules ran" in str(error.value)
+
+
+def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp_path, monkeypatch):
+    why = "library.attend is not watched: nobody has tried it"
+    monkeypatch.setattr(interception, "left_alone", lambda: [why])
+    watched(tmp_path / "some", Attention(), WrittenOutAttention())
+    ((_, said),) = told(tmp_path / "some")
+    assert said.endswith(f". {why}")
+    with pytest.raises(NoAttentionSeenError, match=why):
+        watched(tmp_path / "none", WrittenOutAttention())
 
 
 def test_of_many_a_few_are_named(tmp_path):

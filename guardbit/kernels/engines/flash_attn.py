@@ -9,6 +9,7 @@ Each is called by the functions that its own autograd functions call:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -39,9 +40,9 @@ class _FlashAttn(LibraryEngine):
     home: str
     needs: frozenset[str]
 
+    @abstractmethod
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """Forward and backward, None where there is none."""
-        raise NotImplementedError
 
     def why_missing(self, is_packed: bool) -> str | None:
         """See `LibraryEngine.why_missing`."""

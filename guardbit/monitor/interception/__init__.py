@@ -32,7 +32,7 @@ from guardbit.monitor.interception.calls import StepCalls
 from guardbit.monitor.interception.doors import listeners
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
-from guardbit.monitor.interception.installation import install, release, restore
+from guardbit.monitor.interception.installation import install, left_alone, release, restore
 from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.records import SiteRecord, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
@@ -46,6 +46,7 @@ __all__ = [
     "entries",
     "install",
     "is_attached",
+    "left_alone",
     "listeners",
     "ran",
     "release",

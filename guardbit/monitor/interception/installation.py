@@ -79,8 +79,6 @@ def _put_in_place(found: list[EntryPoint]) -> None:
     for entry in entries:
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
-        for registry in entry.registries():
-            _redirect_items(registry, stand_ins)
 
 
 def _keep_compiler_rules() -> None:
@@ -92,6 +90,12 @@ def _keep_compiler_rules() -> None:
     # Once all is put back the table is to be made anew, if it was made in between.
     _restore.append(getattr(rules, "cache_clear", lambda: None))
     _replace(trace_rules, _RULES, without(stand_ins, rules))
+
+
+def left_alone() -> list[str]:
+    """Functions whose calls are not looked at in this process, each with the reason."""
+    reasons = ((entry.name, entry.why_left_alone()) for entry in ENTRY_POINTS)
+    return [f"{name} is not watched: {why}" for name, why in reasons if why is not None]
 
 
 def uninstall() -> None:

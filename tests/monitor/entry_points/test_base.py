@@ -47,16 +47,12 @@ def library(monkeypatch):
     monkeypatch.setattr(F, "_stock", F.__dict__["scaled_dot_product_attention"], raising=False)
     monkeypatch.setattr(installation, "ENTRY_POINTS", (*ENTRY_POINTS, ENTRY))
     monkeypatch.setattr(ENTRY, "original", None)
-    registry = {}
-    monkeypatch.setattr(ENTRY, "registries", lambda: [registry])
 
     def load():
         for name, code in (("library", LIBRARY), ("borrower", "from library import attend")):
             module = types.ModuleType(name)
             monkeypatch.setitem(sys.modules, name, module)
             exec(code, vars(module))
-        registry["library"] = sys.modules["library"].attend
-        return registry
 
     return load
 
@@ -75,22 +71,21 @@ class Attention(nn.Module):
         attend = {
             "by name": sys.modules["borrower"].attend,
             "from the library": sys.modules["library"].attend,
-            "from a registry": ENTRY.registries()[0]["library"],
         }[self.how]
         out, causal = attend(q, k, v, causal=True)
         assert causal is True
         return x + out.flatten(2)
 
 
-@pytest.mark.parametrize("how", ["by name", "from the library", "from a registry"])
+@pytest.mark.parametrize("how", ["by name", "from the library"])
 def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, tiny):
     torch.manual_seed(0)
     model, x = nn.Sequential(Attention(how)).bfloat16(), torch.randn(2, 9, 32).bfloat16()
     inst = guardbit.instrument(model)
     try:
         model(x)
-        registry = library()
-        held = registry, sys.modules["borrower"], sys.modules["library"]
+        library()
+        held = sys.modules["borrower"], sys.modules["library"]
         original = sys.modules["library"].attend
         before = tiny.step(model.eval(), x, run=model[0].forward)  # outside of any hook
         assert tiny.equal(tiny.step(model.train(), x), before)
@@ -104,7 +99,7 @@ def test_a_library_that_is_imported_later_is_met_and_given_back(how, library, ti
         torch.testing.assert_close(switched["loss"], before["loss"], rtol=2**-7, atol=0)
     finally:
         inst.remove()
-    assert held[0]["library"] is held[1].attend is held[2].attend is original
+    assert held[0].attend is held[1].attend is original
     assert tiny.equal(tiny.step(model, x), before)
 
 

@@ -16,8 +16,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
-from guardbit.kernels import dispatch
+from guardbit.kernels import dispatch, flex
 from guardbit.monitor import metrics
+from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points import refusals
 from guardbit.monitor.interception.entry_points.flex import FLEX
 
@@ -587,5 +588,11 @@ def test_on_machines_with_gpus_it_is_left_alone_until_it_has_been_tried_there(mo
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     entry = dataclasses.replace(FLEX, original=None)
     assert not entry.find()
+    (said,) = left_alone()
+    assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
+    assert "on machines with GPUs" in said
     monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
-    assert entry.find()
+    assert entry.find() and left_alone() == []
+    monkeypatch.setattr(flex, "is_supported", lambda: False)
+    assert not dataclasses.replace(FLEX, original=None).find()
+    assert f"PyTorch {torch.__version__}" in left_alone()[0]

@@ -13,6 +13,11 @@ HEADERS = {
     "Functions of libraries": ("function", "watched", "switchable", "run against"),
 }
 
+#: What the tests cannot see, as they run on CPUs.
+ON_GPUS = """The tests run on CPUs. On machines with GPUs FlexAttention is left alone, and on GPUs
+compiled calls of libraries' functions are, because neither has been run there yet; what is not
+watched is said in the run."""
+
 _observed = {}
 
 
@@ -32,7 +37,8 @@ def line(cells):
 
 def document(tables):
     """The whole file: title -> rows in the order of the tests."""
-    parts = [f"# What is supported\n\nWritten by `{COMMAND}`;\nthe tests compare it.\n"]
+    written = f"Written by `{COMMAND}`;\nthe tests compare it."
+    parts = [f"# What is supported\n\n{written}\n\n{ON_GPUS}\n"]
     for title, header in HEADERS.items():
         rule = line("---" for _ in header)
         parts.append("\n".join([f"## {title}\n", line(header), rule, *tables[title]]) + "\n")

@@ -11,7 +11,7 @@ not look at what tensors hold, and must not raise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -114,7 +114,6 @@ class EntryPoint:
         bind: Takes the arguments of a call, returns what they mean.
         returns: Makes what the original returns, from out in the caller's layout, lse `(B, H, N)`
             and the arguments of the call.
-        registries: Dicts that hold the function besides the modules that imported it by name.
         put_in_place: Puts the stand-in in place and returns what undoes it; None for a function
             that is replaced wherever it is held.
         original: The function itself; None as long as its module is not imported.
@@ -126,9 +125,12 @@ class EntryPoint:
     stand_in: Callable[..., Any]
     bind: Callable[..., Bound | Refusal]
     returns: Callable[..., Any] = _only_out
-    registries: Callable[[], Iterable[MutableMapping[Any, Any]]] = tuple
     put_in_place: Callable[[], Callable[[], None]] | None = None
     original: Callable[..., Any] | None = None
+
+    def why_left_alone(self) -> str | None:
+        """Why its calls are not even looked at in this process, a clause, or None."""
+        return None
 
     def find(self) -> bool:
         """Looks for the original, if it is not known yet; returns whether it is known now."""

@@ -132,14 +132,19 @@ def _put_in_place() -> Callable[[], None]:
 
 
 class _Flex(EntryPoint):
-    def find(self) -> bool:
-        """See `EntryPoint.find`.
+    def why_left_alone(self) -> str | None:
+        """See `EntryPoint.why_left_alone`. On GPUs it is always compiled."""
+        if _HOME not in sys.modules:
+            return None
+        if torch.cuda.is_available() and not refusals.COMPILED_IS_TRIED_ON_GPUS:
+            return "GuardBit has not been tried with it on machines with GPUs"
+        if not flex.is_supported():
+            return f"GuardBit does not know how PyTorch {torch.__version__} computes it"
+        return None
 
-        A version of PyTorch that computes it otherwise is passed over. So are machines with GPUs,
-        where it is always compiled, as long as it has not been tried there.
-        """
-        is_tried = refusals.COMPILED_IS_TRIED_ON_GPUS or not torch.cuda.is_available()
-        if self.original is None and is_tried and _HOME in sys.modules and flex.is_supported():
+    def find(self) -> bool:
+        """See `EntryPoint.find`."""
+        if self.original is None and _HOME in sys.modules and self.why_left_alone() is None:
             self.original = getattr(sys.modules[_HOME], _ATTRIBUTE)
         return self.original is not None
 

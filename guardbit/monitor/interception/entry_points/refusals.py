@@ -108,5 +108,5 @@ COMPILED_IS_TRIED_ON_GPUS = False
 def why_untried(q: Tensor) -> str | None:
     """Why a compiled call of a library's function stays with the library for now, or None."""
     if torch.compiler.is_compiling() and q.is_cuda and not COMPILED_IS_TRIED_ON_GPUS:
-        return "compiled calls of it have not been tried on GPUs yet"
+        return "it compiles a library's function on a GPU, which GuardBit has not been tried with"
     return None
