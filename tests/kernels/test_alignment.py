@@ -60,6 +60,7 @@ def fresh(monkeypatch):
         yield
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )  # fmt: skip

@@ -17,7 +17,12 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import add_site, remove_site, site_state
 from tests.kernels.spec_cases import dense, packed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # FlashAttention 4 and what it is built on warn of themselves.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Argument .*:UserWarning"),
+]
 
 
 HOMES = {
@@ -173,7 +178,15 @@ class Four(nn.Module):
         else:
             starts, longest = self.starts, max(LENGTHS)
             out, _ = cute.flash_attn_varlen_func(
-                q, k, v, starts, starts, longest, longest, causal=True, deterministic=True
+                q,
+                k,
+                v,
+                cu_seqlens_q=starts,
+                cu_seqlens_k=starts,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=True,
+                deterministic=True,
             )
         return out.flatten(-2)
 

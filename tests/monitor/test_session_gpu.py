@@ -113,7 +113,7 @@ def test_a_monitored_run_ends_with_the_same_bits_and_does_not_wait(compiled: boo
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("stabilizer", ["exact_delta", "compensated"])
 def test_a_switch_reaches_the_gpu_at_the_next_step(stabilizer: str, compiled: bool) -> None:
-    plain, _ = train(compiled, monitored=True)
+    plain, _ = train(compiled, monitored=True, stabilizer=stabilizer)
     switched, facts = train(compiled, monitored=True, switch_at=4, stabilizer=stabilizer)
     assert not torch.equal(plain, switched)
     launches = facts["launches"]["h.1"]

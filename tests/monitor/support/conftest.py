@@ -14,10 +14,9 @@ HEADERS = {
 }
 
 #: What these tests cannot see, as they run on CPUs.
-ON_GPUS = """The tests run on CPUs. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention,
-`varlen_attn` and, where `flash_attn.cute` can be imported, FlashAttention 4; it passed on an H200
-with PyTorch 2.11. FlashAttention 2 and 3 were never run themselves: modules with their signatures
-stand in for them here."""
+ON_GPUS = """The tests run on CPUs. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention and
+`varlen_attn`; it passed on an H200 with PyTorch 2.11. FlashAttention 2, 3 and 4 were never run
+themselves: modules with their signatures stand in for them here."""
 
 _observed = {}
 
