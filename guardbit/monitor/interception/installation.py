@@ -57,9 +57,14 @@ def install() -> None:
 @guarded
 def look_again() -> None:
     """Replaces the functions of libraries that were imported since they were last looked for."""
+    if _installations and len(sys.modules) != _num_imported:
+        _look_again()
+
+
+# Around a compiled model the compiler would trace this too, for seconds.
+@torch.compiler.disable()
+def _look_again() -> None:
     global _num_imported
-    if not _installations or len(sys.modules) == _num_imported:
-        return
     _num_imported = len(sys.modules)
     found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
     if found:
