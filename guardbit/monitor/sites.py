@@ -137,6 +137,11 @@ class Site:
         return record.sharded if record else None
 
     @property
+    def parts(self) -> int:
+        """Over how many ranks tensor parallelism spreads its weights, 1 if over none."""
+        return interception.parts(self.number)
+
+    @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         if self.entry == interception.OBSERVE:
