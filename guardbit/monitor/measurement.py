@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators, ranks
-from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.layouts import LayoutUnavailable, Side
 from guardbit.monitor.metrics import MEASURED, SUMMED, AttentionMetrics
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.monitor.transfer import Transfer
@@ -433,18 +433,27 @@ def _norms_of(sites: Mapping[str, Site], needed: AbstractSet[str]) -> Iterator[_
     needs_keys = not needed <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
-            query = indicators.gram_matrices(site.query_weights())
+            query = _grams(site, "query")
             heads = len(query)
             if "w_q_spectral_norm" in needed:
                 yield _Norms(name, "w_q_spectral_norm", heads, query)
             if not needs_keys:
                 continue
-            key = indicators.gram_matrices(site.key_weights())
+            key = _grams(site, "key")
             if "w_k_spectral_norm" in needed:
                 yield _Norms(name, "w_k_spectral_norm", heads, key)
             if "qk_spectral_norm" in needed:
                 shared = key.repeat_interleave(heads // len(key), dim=0)
                 yield _Norms(name, "qk_spectral_norm", heads, shared, query)
+
+
+def _grams(site: Site, side: Side) -> Tensor:
+    """The Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
+    grams = site.grams_of_shards(side, indicators.gram_matrices)
+    if grams is not None:
+        return grams
+    weights = site.query_weights() if side == "query" else site.key_weights()
+    return indicators.gram_matrices(weights)
 
 
 def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:
