@@ -10,8 +10,11 @@ COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.m
 HEADERS = {
     "Architectures": ("architecture", "sites", "W_Q", "W_K", "watched", "switchable"),
     "Execution": ("mode", "neutral", "switches", "resumes"),
-    "Functions of libraries": ("function", "watched", "switchable", "run against"),
-}
+    "Functions": (
+        "function", "watched", "norms right", "audited", "neutral", "switched", "resumes",
+        "run against",
+    ),
+}  # fmt: skip
 
 #: What these tests cannot see, as they run on CPUs.
 ON_GPUS = """The tests run on CPUs. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention and
