@@ -18,11 +18,11 @@ ON_GPUS = """The tests run on CPUs. On machines with GPUs FlexAttention is left 
 compiled calls of libraries' functions are, because neither has been run there yet; what is not
 watched is said in the run."""
 
-ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs (`tests/callbacks`). Under
-PyTorch's `context_parallel` the norms of the weights are watched, and nothing of the calls: no rank
-has whole rows of scores. There its ring ran around the CPU's kernel. Never run: that ring with the
-kernels of GPUs, FlexAttention under context parallelism, and tensor or pipeline parallelism, or norms
-from shards, with NCCL."""
+ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs
+(`tests/callbacks`). Under PyTorch's `context_parallel` the norms of the weights are watched,
+and nothing of the calls: no rank has whole rows of scores. There its ring ran around the CPU's
+kernel. Never run: that ring with the kernels of GPUs, FlexAttention under context parallelism,
+and, with NCCL, tensor parallelism, pipeline parallelism and norms from shards."""
 
 _observed = {}
 
