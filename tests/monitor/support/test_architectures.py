@@ -31,7 +31,10 @@ Slices = Callable[[nn.Module], list[Tensor]]
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
-WIDTHS = "its values have another head size than its keys, and a switch needs one for both"
+WIDTHS = (
+    "its values have another head size than its keys, which PyTorch's math kernel serves, whose"
+    " backward takes delta from P itself"
+)
 BROADCASTS = (
     "it broadcasts keys over heads, which PyTorch's math kernel serves, whose backward takes delta"
     " from P itself"
