@@ -32,7 +32,6 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
     why_now,
     why_tensors,
-    why_untried,
 )
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -190,7 +189,6 @@ class LibraryEntryPoint(EntryPoint):
             or _why_asked(asked)
             or _why_window(asked, self.defaults)
             or why_now(q, k, v)
-            or why_untried(q)
             or (_why_documents(asked, q) if self.is_packed else None)
         )
         if why is not None:
