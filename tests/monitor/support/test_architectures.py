@@ -424,7 +424,20 @@ ZOO: dict[str, Architecture] = {
         INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False, alibi=True
     ),
     "BLOOM": Architecture(
-        hugging_face("Bloom", n_head=4, **SMALL), (), UNSEEN, UNSEEN, language, UNSEEN
+        hugging_face("Bloom", n_head=4, **SMALL),
+        layers("transformer.h.{}.self_attention"),
+        at(INTERLEAVED, "query_key_value", "weight"),
+        at(tuple(start + 16 for start in INTERLEAVED), "query_key_value", "weight"),
+        language,
+        WRITTEN_OUT,
+    ),
+    "MPT": Architecture(
+        hugging_face("Mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=32),
+        (),
+        UNSEEN,
+        UNSEEN,
+        language,
+        UNSEEN,
     ),
     "BERT": Architecture(
         hugging_face("Bert", "ForMaskedLM", **QUIET),
