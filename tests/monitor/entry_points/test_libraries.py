@@ -238,6 +238,25 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said(case, borrowe
         inst.remove()
 
 
+def test_w_q_of_calls_with_alibi_is_watched(borrower, tmp_path):
+    model, x = build(by_name(FUNC), alibi_slopes=torch.ones(4))
+    session = guardbit.MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    with session.step(0):
+        model(x).float().square().mean().backward()
+    by_hand = [
+        torch.linalg.matrix_norm(rows_of(model[0].qkv.weight.double(), [h]), 2).item()
+        for h in range(4)
+    ]
+    session.close()
+    frame = guardbit.read_run(tmp_path)
+    assert set(frame["indicator"]) == {
+        "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm",
+    }  # fmt: skip
+    norms = frame[frame["indicator"] == "w_q_spectral_norm"].sort_values("head")["value"]
+    # The root of an eigenvalue of a Gram matrix in FP32.
+    assert norms.tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
