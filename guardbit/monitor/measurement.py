@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from guardbit.catalog import RUN_INDICATORS
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators, ranks
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.metrics import MEASURED, AttentionMetrics
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.monitor.transfer import Transfer
-from guardbit.records import RUN_INDICATORS, Sample
+from guardbit.records import Sample
 
 _NORMS = frozenset({"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"})
 _AUDITED = frozenset({"dq_relative_error", "dq_coherent_error"})

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
@@ -36,14 +37,7 @@ from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.records import (
-    HEAD_INDICATORS,
-    INDICATORS,
-    Alarm,
-    Decision,
-    Event,
-    Sample,
-)
+from guardbit.records import Alarm, Decision, Event, Sample
 
 T = TypeVar("T")
 

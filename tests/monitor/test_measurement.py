@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
 from guardbit.monitor import indicators
 from guardbit.monitor.sites import Site
-from guardbit.records import HEAD_INDICATORS
 
 
 class Attention(nn.Module):

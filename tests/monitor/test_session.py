@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, switchboard
 from guardbit.monitor import indicators, journal, measurement, metrics
 from guardbit.monitor import session as session_module
@@ -25,7 +26,7 @@ from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
-from guardbit.records import HEAD_INDICATORS, Event
+from guardbit.records import Event
 from guardbit.store import RunWriter, is_run, read_metadata
 
 SITES = ["layers.0", "layers.1"]
