@@ -27,11 +27,16 @@ from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
-from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal, facts_of
-from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
+from guardbit.monitor.measure import (
+    Capture,
+    Measurement,
+    NoAttentionSeenError,
+    Sent,
+    joined,
+)
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings

@@ -10,7 +10,7 @@ from torch import nn
 
 import guardbit
 from guardbit import MonitorSession
-from guardbit.monitor.measurement import Measurement
+from guardbit.monitor.measure import Measurement
 
 
 class Attention(nn.Module):

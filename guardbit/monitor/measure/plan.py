@@ -1,0 +1,50 @@
+"""Which probes the wanted indicators need, and what each of them has to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from guardbit.catalog import Probe, of_probe
+from guardbit.monitor.measure.delta import DeltaProbe
+from guardbit.monitor.measure.gradient_audit import GradientAudit
+from guardbit.monitor.measure.probes import CallProbe
+from guardbit.monitor.measure.rows import RowProbe
+
+#: The probes of attention calls, in the order in which they look at one.
+CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
+    "rows": RowProbe,
+    "delta": DeltaProbe,
+    "gradient_audit": GradientAudit,
+}
+
+
+class Plan(NamedTuple):
+    """What is done at a sampled step; what is not wanted costs nothing.
+
+    Attributes:
+        wanted: The indicators to record.
+        calls: The probes that look at attention calls.
+        norms: The spectral norms to take from the weights.
+        audits: Whether gradients are audited, along the weights' largest directions.
+    """
+
+    wanted: frozenset[str]
+    calls: tuple[CallProbe, ...]
+    norms: frozenset[str]
+    audits: bool
+
+
+def plan_for(wanted: Collection[str]) -> Plan:
+    """Plans for the wanted indicators, names of the catalogue."""
+
+    def of(probe: Probe) -> frozenset[str]:
+        return frozenset(wanted) & frozenset(of_probe(probe))
+
+    audits = bool(of("gradient_audit"))
+    return Plan(
+        frozenset(wanted),
+        tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe)),
+        of("weights") | ({"w_q_spectral_norm"} if audits else set()),
+        audits,
+    )
