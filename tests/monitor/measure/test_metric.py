@@ -18,10 +18,11 @@ from guardbit.numerics import decode_residual
 
 EPS = 1e-3
 PROBES = plan_for(HEAD_INDICATORS).calls
-IN_CALLS = {
-    *("multiple_maxima", "multiple_maxima_bf16", "max_logit", "attention_entropy"),
-    *("delta_bias", "delta_bias_abs", "dq_relative_error", "dq_coherent_error"),
+NOT_IN_CALLS = {
+    *("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"),  # of the weights
+    "delta_bias_cumulative",  # of several steps
 }
+IN_CALLS = set(HEAD_INDICATORS) - NOT_IN_CALLS
 
 
 def sink_inputs(batch=2, heads=4, kv_heads=2, rows=48, width=16, seed=0, dtype=torch.bfloat16):
