@@ -33,6 +33,7 @@ class DeltaProbe:
 
     sums: tuple[str, ...] = ("delta_rows", "delta_bias", "delta_bias_abs")
     maxima: tuple[str, ...] = ()
+    needs_shadow = True
 
     def __init__(self, wanted: Collection[str]) -> None:
         needed = {_ADDED_UP if name == _RUNNING else name for name in wanted}

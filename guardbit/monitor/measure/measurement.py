@@ -113,6 +113,7 @@ class Measurement:
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         """The call as probes look at it, with the heads whose turn it is to be audited."""
+        view = CallView(call, self._num_rows, needs_shadow=self._plan.needs_shadow)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if (
@@ -122,12 +123,12 @@ class Measurement:
             or directions is None
             or directions.shape != expected
         ):
-            return CallView(call, self._num_rows)
+            return view
         suspects = self.suspects.get(site.name, ())
         heads = heads_in_turn(self._next_audited, self._num_audited_heads, site.num_heads, suspects)
         here = [head - own.start for head in heads if head in own]
         audited = [head for head in here if head in call.known_heads]
-        return CallView(call, self._num_rows, audited, directions.to(call.q.device))
+        return replace(view, audited=audited, directions=directions.to(call.q.device))
 
     def discard(self) -> None:
         """Drops what the attention calls gave, because it is incomplete."""

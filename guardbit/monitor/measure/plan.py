@@ -27,12 +27,14 @@ class Plan(NamedTuple):
         calls: The probes that look at attention calls.
         norms: The spectral norms to take from the weights.
         audits: Whether gradients are audited, along the weights' largest directions.
+        needs_shadow: Whether any probe reads the shadow of a call.
     """
 
     wanted: frozenset[str]
     calls: tuple[CallProbe, ...]
     norms: frozenset[str]
     audits: bool
+    needs_shadow: bool
 
 
 def plan_for(wanted: Collection[str]) -> Plan:
@@ -42,9 +44,11 @@ def plan_for(wanted: Collection[str]) -> Plan:
         return frozenset(wanted) & frozenset(of_probe(probe))
 
     audits = bool(of("gradient_audit"))
+    calls = tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe))
     return Plan(
         frozenset(wanted),
-        tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe)),
+        calls,
         of("weights") | ({"w_q_spectral_norm"} if audits else set()),
         audits,
+        any(probe.needs_shadow for probe in calls),
     )

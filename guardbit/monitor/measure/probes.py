@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch
-from guardbit.kernels.reference import Shadow
+from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
 from guardbit.kernels.switchboard import AttentionCall
 
 #: Distance from the row maximum, in logits, within which scores count as maxima.
@@ -30,12 +30,14 @@ class CallView:
         audited: Heads whose gradients are audited, of the call's known ones; with any, the call
             has `d_out` and `dq`.
         directions: FP32 `(H, D)`, along which their coherent errors are taken.
+        needs_shadow: Whether any probe reads the shadow, so that no less is recomputed.
     """
 
     call: AttentionCall
     num_rows: int | None = None
     audited: Sequence[int] = ()
     directions: Tensor | None = None
+    needs_shadow: bool = True
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -48,16 +50,25 @@ class CallView:
     @cached_property
     def shadow(self) -> Shadow:
         """The output and statistics of these rows, recomputed in FP32."""
-        call, heads = self.call, range(self.call.q.size(1))
+        call = self.call
         return dispatch.shadow(
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            eps=EPS,
-            rows=self.rows,
-            dropout=call.dropout_of(heads) if call.known_heads else None,
+            call.q, call.k, call.v, spec=call.spec, eps=EPS, rows=self.rows, dropout=self._dropout
         )
+
+    @cached_property
+    def maxima(self) -> Shadow | RowMaxima:
+        """The maxima of these rows; without the rest of the shadow if no probe reads that."""
+        if self.needs_shadow:
+            return self.shadow
+        call = self.call
+        return dispatch.row_maxima(
+            call.q, call.k, call.v, spec=call.spec, rows=self.rows, dropout=self._dropout
+        )
+
+    @property
+    def _dropout(self) -> Dropout | None:
+        call = self.call
+        return call.dropout_of(range(call.q.size(1))) if call.known_heads else None
 
 
 class Found(NamedTuple):
@@ -81,11 +92,13 @@ class CallProbe(Protocol):
         indicators: Those that are wanted of its own, in the catalogue's order.
         sums: Names of what is added up over rows, micro-batches and ranks.
         maxima: Names of what the largest is taken of.
+        needs_shadow: Whether it reads `CallView.shadow`.
     """
 
     indicators: tuple[str, ...]
     sums: tuple[str, ...]
     maxima: tuple[str, ...]
+    needs_shadow: bool
 
     def update(self, view: CallView) -> Found | None:
         """Looks at one call; returns None where there is nothing to measure."""

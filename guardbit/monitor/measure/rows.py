@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guardbit.catalog import of_probe
-from guardbit.kernels.reference import Shadow
 from guardbit.monitor.measure.probes import CallView, Found, counted_rows, per_head
 
 
@@ -25,11 +24,13 @@ class _Statistic(NamedTuple):
         reduce: Makes `(S, H)` of that and of the rows' maxima, `(S, B, H, R)` both.
         is_mean: Whether that is a sum and the indicator its mean over the rows; else the indicator
             is the largest.
+        needs_shadow: Whether `read` takes a `Shadow`; else a `RowMaxima` will do.
     """
 
-    read: Callable[[Shadow], Tensor]
+    read: Callable[[Any], Tensor]
     reduce: Callable[[Tensor, Tensor], Tensor]
     is_mean: bool = True
+    needs_shadow: bool = True
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ STATISTICS: dict[str, _Statistic] = {
     # The largest |score| over allowed keys: rounding is as coarse below 0 as above, and softmax
     # does not see a constant, so scores may grow where no row's maximum shows it. The recorded
     # runs of `tests/data/runs` are older and hold the largest score with its sign.
-    "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False),
+    "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False, needs_shadow=False),
     "attention_entropy": _Statistic(attrgetter("entropy"), _sum),
 }
 
@@ -77,12 +78,13 @@ class RowProbe:
         self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)
         self._means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
         self.sums = ("rows", *self._means)
+        self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
 
     def update(self, view: CallView) -> Found:
         """Takes of a call's recomputed rows what the indicators need."""
-        shadow = view.shadow
-        read = (STATISTICS[name].read(shadow) for name in (*self._means, *self.maxima))
-        return Found(range(view.call.q.size(1)), (shadow.row_max, *read))
+        recomputed = view.shadow if self.needs_shadow else view.maxima
+        read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
+        return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         """See `CallProbe.reduce`."""

@@ -59,7 +59,7 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    for name in ("shadow", "delta_bias", "exact_query_gradient"):
+    for name in ("shadow", "row_maxima", "delta_bias", "exact_query_gradient"):
         counted(dispatch, name)
     for name in ("gram_matrices", "spectral_norms"):
         counted(weights, name)
@@ -85,7 +85,9 @@ TIES_AND_ENTROPY = ["multiple_maxima", "multiple_maxima_bf16", "attention_entrop
 
 # Of two sites and two sampled steps; only the second knows directions, which an audit needs.
 COSTS = [
-    (["max_logit"], SCORES | {"max_logit": 2}),
+    (["max_logit"], {"row_maxima": 4, "max_logit": 2}),
+    (["max_logit", "delta_bias"], SCORES | {"max_logit": 2, "delta_bias": 4}),
+    (["max_logit", "attention_entropy"], SCORES | {"max_logit": 2, "attention_entropy": 2}),
     (["multiple_maxima"], SCORES | {"multiple_maxima": 2}),
     (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 2)),
     (["delta_bias"], SCORES | {"delta_bias": 4}),
@@ -94,7 +96,7 @@ COSTS = [
     (["w_k_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
-    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | SCORES | {"max_logit": 2}),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 2}),
     (["loss", "grad_norm"], {}),
 ]
 
