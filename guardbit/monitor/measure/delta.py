@@ -38,6 +38,7 @@ class DeltaProbe:
     def __init__(self, wanted: Collection[str]) -> None:
         needed = {_ADDED_UP if name == _RUNNING else name for name in wanted}
         self.indicators = tuple(name for name in ("delta_bias", "delta_bias_abs") if name in needed)
+        self.totals = self.indicators
 
     def update(self, view: CallView) -> Found:
         """Takes the bias of a call's recomputed rows."""

@@ -23,6 +23,7 @@ class GradientAudit:
     sums: tuple[str, ...] = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
     maxima: tuple[str, ...] = ()
     needs_shadow = False
+    totals: tuple[str, ...] = ()
 
     def __init__(self, wanted: Collection[str]) -> None:
         self.indicators = tuple(name for name in of_probe("gradient_audit") if name in wanted)

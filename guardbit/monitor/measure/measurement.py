@@ -176,8 +176,10 @@ class Measurement:
             for site in table:
                 if site.is_sharded or site.name in own - told:
                     continue
-                for name, values in measured.items():
-                    columns[site.name, name] = values[site.place, : site.num_heads]
+                for name, of_sites in measured.items():
+                    values = of_sites[site.place, : site.num_heads]
+                    is_total = name in self._plan.totals
+                    columns[site.name, name] = values / site.copies if is_total else values
         else:
             self.discard()
         if not sites:
@@ -283,12 +285,16 @@ class Measurement:
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         self._own_heads = {site.number: site.own_heads for site in sites.values()}
+        # Ranks that share a layer's heads are given the same batch: in layers of which each of them
+        # has all heads they make the same calls.
+        most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: KnownSite(
-                place, self._layers[name], name, site.num_heads, site.sharded is not None
+                place, self._layers[name], name, site.num_heads, site.sharded is not None,
+                copies=most // site.parts,
             )
             for place, (name, site) in enumerate(sites.items())
-        }
+        }  # fmt: skip
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:

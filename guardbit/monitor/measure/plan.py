@@ -28,6 +28,7 @@ class Plan(NamedTuple):
         norms: The spectral norms to take from the weights.
         audits: Whether gradients are audited, along the weights' largest directions.
         needs_shadow: Whether any probe reads the shadow of a call.
+        totals: The indicators that are sums over rows, see `CallProbe`.
     """
 
     wanted: frozenset[str]
@@ -35,6 +36,7 @@ class Plan(NamedTuple):
     norms: frozenset[str]
     audits: bool
     needs_shadow: bool
+    totals: frozenset[str]
 
 
 def plan_for(wanted: Collection[str]) -> Plan:
@@ -51,4 +53,5 @@ def plan_for(wanted: Collection[str]) -> Plan:
         of("weights") | ({"w_q_spectral_norm"} if audits else set()),
         audits,
         any(probe.needs_shadow for probe in calls),
+        frozenset(name for probe in calls for name in probe.totals),
     )

@@ -93,12 +93,15 @@ class CallProbe(Protocol):
         sums: Names of what is added up over rows, micro-batches and ranks.
         maxima: Names of what the largest is taken of.
         needs_shadow: Whether it reads `CallView.shadow`.
+        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios: of ranks
+            that make the very same calls each adds its own.
     """
 
     indicators: tuple[str, ...]
     sums: tuple[str, ...]
     maxima: tuple[str, ...]
     needs_shadow: bool
+    totals: tuple[str, ...]
 
     def update(self, view: CallView) -> Found | None:
         """Looks at one call; returns None where there is nothing to measure."""

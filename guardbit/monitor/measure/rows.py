@@ -73,6 +73,8 @@ class RowProbe:
         wanted: Names of the indicators to measure.
     """
 
+    totals: tuple[str, ...] = ()
+
     def __init__(self, wanted: Collection[str]) -> None:
         self.indicators = tuple(name for name in of_probe("rows") if name in wanted)
         self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)

@@ -7,13 +7,17 @@ from typing import NamedTuple
 
 
 class KnownSite(NamedTuple):
-    """A site as the metric counts it, by `place`; `layer` is for readers."""
+    """A site as the metric counts it, by `place`; `layer` is for readers.
+
+    `copies` is how many ranks make the very same calls of each head.
+    """
 
     place: int
     layer: int
     name: str
     num_heads: int
     is_sharded: bool
+    copies: int
 
 
 def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:

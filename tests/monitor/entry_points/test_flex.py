@@ -16,11 +16,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, flex
-from guardbit.monitor import metrics
 from guardbit.monitor.interception import left_alone
-from guardbit.monitor.interception.entry_points import refusals
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -562,13 +564,12 @@ def test_the_indicators_of_a_call_are_numbers():
     case = "soft cap, documents"
     inputs = tensors(case)
     model, run = build("compiled by itself", options_of(case))
-    gathered = metrics.AttentionMetrics(1, HEADS).to(DEVICE)
+    gathered = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, HEADS).to(DEVICE)
     heads = list(range(HEADS))
 
     def consume(call):
         with torch.no_grad():
-            gathered.update(0, call)
-            gathered.audit(0, call, heads, torch.eye(HEADS, 32, device=DEVICE))
+            gathered.update(0, CallView(call, None, heads, torch.eye(HEADS, 32, device=DEVICE)))
 
     inst = guardbit.instrument(model)
     try:
@@ -576,23 +577,19 @@ def test_the_indicators_of_a_call_are_numbers():
         step(run, inputs)
     finally:
         inst.remove()
-    found = gathered.compute()
-    assert found.isfinite().all()
-    audited = found[metrics.MEASURED.index("dq_relative_error"), 0]
+    found = gathered.measured()
+    assert len(found) == 8 and all(values.isfinite().all() for values in found.values())
+    audited = found["dq_relative_error"][0]
     rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
     # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
     torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
 
 
-def test_on_machines_with_gpus_it_is_left_alone_until_it_has_been_tried_there(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):
     entry = dataclasses.replace(FLEX, original=None)
-    assert not entry.find()
-    (said,) = left_alone()
-    assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
-    assert "on machines with GPUs" in said
-    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
     assert entry.find() and left_alone() == []
     monkeypatch.setattr(flex, "is_supported", lambda: False)
     assert not dataclasses.replace(FLEX, original=None).find()
-    assert f"PyTorch {torch.__version__}" in left_alone()[0]
+    (said,) = left_alone()
+    assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
+    assert f"PyTorch {torch.__version__}" in said

@@ -4,7 +4,7 @@ from guardbit.monitor.measure.table import KnownSite, joined_tables
 
 
 def table(*names, first_layer=0):
-    return [KnownSite(i, first_layer + i, name, 2, False) for i, name in enumerate(names)]
+    return [KnownSite(i, first_layer + i, name, 2, False, 1) for i, name in enumerate(names)]
 
 
 def placed(sites):
