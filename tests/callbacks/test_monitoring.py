@@ -22,9 +22,8 @@ from lightning.pytorch.plugins import MixedPrecision
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.monitoring import COUNTED_KEYS, WORST_KEYS
+from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS
 from guardbit.monitor import transfer
-from guardbit.records import HEAD_INDICATORS
-from guardbit.store import LOGGED_KEYS
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.

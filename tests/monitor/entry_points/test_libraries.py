@@ -15,11 +15,14 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels.engines import proof
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.entry_points import libraries
-from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
 from tests.kernels.spec_cases import dense, packed
 from tests.monitor.entry_points.library_models import (
     LENGTHS,
@@ -368,10 +371,10 @@ def test_a_cache_of_keys_is_inference_and_says_so(monkeypatch):
 
 
 def measured(calls, num_heads=4):
-    metrics = AttentionMetrics(1, num_heads, None, 1e-3)
+    metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, num_heads)
     for call in calls:
-        metrics.update(0, call)
-    return dict(zip(MEASURED, metrics.compute(), strict=True))
+        metric.update(0, CallView(call))
+    return metric.measured()
 
 
 def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(borrower):
@@ -398,7 +401,8 @@ def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(bo
         inst.remove()
     assert [call.q.shape[2] for call in alone] == LENGTHS
     found, expected = measured(together), measured(alone)
-    for name in MEASURED:
+    assert len(expected) == 8
+    for name in expected:
         # Sums of the same FP32 numbers in another order.
         torch.testing.assert_close(
             found[name], expected[name], rtol=1e-4, atol=1e-6, equal_nan=True

@@ -14,7 +14,7 @@ from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
 from guardbit.kernels.engines.efficient import Efficient
 from guardbit.monitor.interception.entry_points import sdpa
-from guardbit.monitor.measurement import Measurement
+from guardbit.monitor.measure import Measurement
 
 
 class Attention(nn.Module):
