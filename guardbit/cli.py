@@ -178,7 +178,7 @@ def _read_whole(path: Path, name: str) -> ReportedRun:
         for alarm in result.alarms
     ]
     last = int(frame["step"].to_numpy().max())
-    events.append(Event(last, "verdict", "", (), result.why, rule=result.verdict))
+    events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
     table = pd.DataFrame([dataclasses.asdict(event) for event in events])
     return Run(name, frame, table, {"events": REPLAYED})
 

@@ -251,11 +251,12 @@ def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
         heads = ", ".join(str(head) for head in event.heads)
         where = f"{event.site} head {heads}" if event.site else "the run"
         console.print(
-            f"  step {event.step}  [bold]{event.kind}[/bold] {event.rule or event.stabilizer}: "
+            f"  step {event.step}  [bold]{event.kind}[/bold] "
+            f"{event.rule or event.stabilizer or event.verdict}: "
             f"{where}: {event.why}"
         )
     for event in happened:
-        if event.kind == "switch" and event.stabilizer not in ("", "none"):
+        if event.kind == "switch" and event.stabilizer != "none":
             console.print(_before_and_after(frame, event, happened))
 
 

@@ -10,11 +10,12 @@ HEAVY = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "triton", "t
 LEAN = [
     "guardbit.dashboards",
     "guardbit.dashboards.figures",
-    "guardbit.dashboards.frames",
+    "guardbit.dashboards.tables",
     "guardbit.dashboards.report",
     "guardbit.monitor.detectors",
     "guardbit.monitor.policy",
     "guardbit.monitor.replay",
+    "guardbit.monitor.verdict",
     "guardbit.records",
     "guardbit.store",
 ]

@@ -138,7 +138,9 @@ class Journal:
         self._events[:0] = untold
         self._writer = writer
         self._try_to_write([])
-        return next((event.rule for event in reversed(told) if event.kind == "verdict"), "stable")
+        return next(
+            (event.verdict for event in reversed(told) if event.kind == "verdict"), "stable"
+        )
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it down."""
@@ -150,8 +152,8 @@ class Journal:
     def _log(self, event: Event) -> None:
         if ranks.rank() == 0:
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            verdict = f" {event.rule}" if event.kind == "verdict" else ""
-            switch = f" to {event.stabilizer}" if event.stabilizer else ""
+            verdict = f" {event.verdict}" if event.kind == "verdict" else ""
+            switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
             what = f"{event.kind}{where}{verdict}{switch}"
             log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
 
@@ -301,7 +303,7 @@ def _untold(remembered: Iterable[Event], told: Sequence[Event], step: int) -> li
     runs = {
         (event.site, head): event.stabilizer
         for event in told
-        if event.kind == "switch" and event.stabilizer
+        if event.kind == "switch"
         for head in event.heads
     }
     switched = [event for event in remembered if event.kind == "switch"]

@@ -7,29 +7,18 @@ user's: some speak of the whole model or of the loss, every other of the heads i
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
+from guardbit.monitor import earlier
+from guardbit.records import STABILIZERS, Alarm, Decision
 
 #: What is switched: the heads that alarms name, all heads of their sites, or all of the model.
 SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
-#: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
-#: 1,500 steps and more in the runs we have; where the rate is too high all goes within 600.
-AT_ONCE = 1000
-
 #: Steps after an alarm of the whole model for which only a measured delta bias is a case for
 #: switching heads.
 HOLD_STEPS = 5000
-
-
-class Judgement(NamedTuple):
-    """What kind of trouble a run is in, and one sentence with the evidence."""
-
-    verdict: Verdict
-    why: str
 
 
 class Policy:
@@ -135,11 +124,11 @@ class Policy:
             At most one decision a site to switch heads and one to undo that, in the order of sites.
         """
         for alarm in alarms:
-            if alarm.role == "model":
+            if alarm.role.judges == "model":
                 self._model_alarm = alarm.step
-            if alarm.role == "cause":
+            if alarm.role.measures_cause:
                 self._causes.add(alarm.rule)
-            if alarm.is_of_heads:
+            if alarm.role.judges == "head":
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
@@ -180,16 +169,14 @@ class Policy:
         round, it is only taken over that all logits have run away: what that one has switched
         stays.
         """
-        state = copy.deepcopy(state)
+        state = copy.deepcopy(earlier.policy_state(state))
         self._model_alarm = state["model_alarm"]
-        # States of before alarms had roles know the one rule there was.
-        self._causes |= set(state.get("causes", ["delta_bias"]))
+        self._causes |= set(state["causes"])
         if state["scope"] != self._kind:
             return
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
-        # States of before there were layers have the model's group alone.
-        self._groups = state.get("groups", {"": state.get("model", "")})
+        self._groups = state["groups"]
 
     @property
     def _kind(self) -> str:
@@ -286,80 +273,6 @@ class Policy:
     def _calm(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
         return self.calm_steps is not None and step - last >= self.calm_steps
-
-
-def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
-    """Tells a rounding failure from a divergence of the learning rate, by the alarms.
-
-    Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
-    2510.04212, section 3.2); too high a learning rate moves all layers at once, together with the
-    loss. So, with "at once" meaning within `AT_ONCE` steps:
-
-    - no alarm: "stable";
-    - all layers' logits run away before any head does, or at once with it: "learning-rate";
-    - heads of at most a third of the layers (one, in smaller models) are alarmed at first, and
-      that on the loss comes later than at once (or later at all, where a delta bias is measured
-      in them), or never: "rounding";
-    - else, many layers without a common rise, or an alarm on the loss with the heads' first sign
-      or without any: "unclear" as long as the run goes on. Once it has ended, nothing more will
-      show single heads to blame, and the learning rate is: "learning-rate".
-
-    A delta bias in most layers does not make it rounding: where the rate is too high, the heads of
-    all layers end with one.
-
-    Args:
-        alarms: All alarms of the run, or at least the first of each rule and site.
-        sites: Number of attention sites of the model.
-        ended: Whether this is all there will be.
-
-    Returns:
-        The verdict and the evidence in words.
-    """
-    if not alarms:
-        return Judgement("stable", f"no rule has fired in any of {sites} layers")
-    undecided: Verdict = "learning-rate" if ended else "unclear"
-    of_heads = [alarm for alarm in alarms if alarm.is_of_heads]
-    first_model = min((a.step for a in alarms if a.role == "model"), default=None)
-    first_loss = min((a.step for a in alarms if a.role == "loss"), default=None)
-    loss = (
-        "no alarm on the loss" if first_loss is None else f"alarm on the loss at step {first_loss}"
-    )
-    first = min(of_heads, key=lambda alarm: alarm.step, default=None)
-    if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):
-        moved = {a.site for a in alarms if a.site and a.step <= first_model + AT_ONCE}
-        return Judgement(
-            "learning-rate",
-            f"the logits of {len(moved)} of {sites} layers run away at once, at step "
-            f"{first_model}; {loss}",
-        )
-    if first is None:
-        return Judgement(undecided, f"{loss} before any head shows a sign")
-    early = [alarm for alarm in of_heads if alarm.step <= first.step + AT_ONCE]
-    layers = sorted({alarm.site for alarm in early})
-    biased, grown = _heads_of(early, cause=True), _heads_of(early, cause=False)
-    local = len(layers) <= max(1, sites // 3)
-    lead = math.inf if first_loss is None else first_loss - first.step
-    return Judgement(
-        "rounding" if local and lead > (0 if biased else AT_ONCE) else undecided,
-        f"{len(layers)} of {sites} layers move ({', '.join(layers)}), from step {first.step}; "
-        f"{first.rule}: {first.why}; {_siding(biased, grown)}; {loss}",
-    )
-
-
-def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
-    """Returns the heads named by rules that measure the bias, or by the others."""
-    named = [alarm for alarm in alarms if (alarm.role == "cause") is cause]
-    return {(alarm.site, head) for alarm in named for head in alarm.heads}
-
-
-def _siding(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
-    """Says whether the measured bias is where the growth is."""
-    if not biased:
-        return "no one-sided delta bias is established"
-    if not grown:
-        return "a one-sided delta bias is measured"
-    where = "in the heads that grow" if biased & grown else "in other heads than those that grow"
-    return f"a one-sided delta bias is measured {where}"
 
 
 def _ascending(heads: Iterable[str]) -> tuple[int, ...]:

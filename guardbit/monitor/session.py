@@ -25,17 +25,18 @@ from torch import Tensor, nn
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
-from guardbit.monitor import ranks
+from guardbit.monitor import earlier, ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal, facts_of
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
-from guardbit.monitor.policy import Policy, judge
+from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
+from guardbit.monitor.verdict import judge
 from guardbit.records import (
     HEAD_INDICATORS,
     INDICATORS,
@@ -694,11 +695,8 @@ class MonitorSession:
         self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
-        alarms = [
-            # Those of before alarms had roles have that of the rule of their name.
-            Alarm(step, site, tuple(heads), rule, why, *(role or [self.detectors.role_of(rule)]))
-            for step, site, heads, rule, why, *role in state["first_alarms"]
-        ]
+        roles = self.detectors.roles
+        alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
 
@@ -806,12 +804,12 @@ class MonitorSession:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
-            alarm.role == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
+            alarm.role.judges == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
             for alarm in alarms
         )
         if verdict != self._verdict or departed:
             self._verdict = verdict
-            self.record(Event(self._last_ended or 0, "verdict", "", (), why, rule=verdict))
+            self.record(Event(self._last_ended or 0, "verdict", "", (), why, verdict=verdict))
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
@@ -831,10 +829,9 @@ class MonitorSession:
                 asked[head] = decision.stabilizer
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
-        done = "" if refusal else decision.stabilizer
         # Of the last step that ran without it, which may be later than the sampled one.
-        step = self._last_ended or 0
-        self.record(Event(step, "switch", decision.site, heads, why, stabilizer=done))
+        step, kind = self._last_ended or 0, "refusal" if refusal else "switch"
+        self.record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 
     # --- telling ---------------------------------------------------------------------------------
 

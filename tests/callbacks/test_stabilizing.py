@@ -108,7 +108,7 @@ def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
         trains.fit(monitor, *callbacks)
         events = read_events(tmp_path / name)
         (verdict,) = events[events.kind == "verdict"].itertuples()
-        assert (verdict.step, verdict.rule) == (3, "rounding")
+        assert (verdict.step, verdict.verdict) == (3, "rounding")
     assert events_of(tmp_path / "watched", "switch") == []
 
 
@@ -119,8 +119,9 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
         monitor, AutoStabilizer("compensated", dry_run=True, scope="head"), precision="bf16-mixed"
     )
     assert same_weights(plain, dry)
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
-    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert events_of(tmp_path / "run", "switch") == []
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
+    why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     assert why == "not switched to compensated: dry run"
 
 
@@ -187,14 +188,13 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, AutoStabilizer("compensated", scope="head"), model=Double())
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
-    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert events_of(tmp_path / "run", "switch") == []
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
+    why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     assert why == "not switched to compensated: it computes in torch.float64"
     trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
-    assert events_of(tmp_path / "run", "switch") == [
-        (3, "net.h.0.attn", (0, 1), "compensated"),
-        (3, SITE, (0, 1), ""),
-    ]
+    assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
     frame = read_run(tmp_path / "run")
     # What needs no capture is measured all the same.
     assert set(frame[frame.site == SITE].indicator) >= {"w_q_spectral_norm", "qk_spectral_norm"}

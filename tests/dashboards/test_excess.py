@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import ranking
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
 from guardbit.records import HEAD_INDICATORS
 
@@ -105,7 +105,7 @@ def test_the_indicators_are_known():
 def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
     def excess(name, step=None):
         with gzip.open(RUNS / f"{name}.csv.gz") as stream:
-            return frames.excess(pd.read_csv(stream), step)["excess"]
+            return ranking.excess(pd.read_csv(stream), step)["excess"]
 
     for name in (
         "bf16out-lr1.0e-3",
@@ -121,7 +121,7 @@ def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
 
 
 def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
-    table = frames.excess(run.frame)
+    table = ranking.excess(run.frame)
     assert table.index.to_list() == [(layer, head) for layer in range(12) for head in range(12)]
     assert table.loc[(2, 7), "indicator"] == "max_logit"
     assert table.loc[(2, 7), "value"] == run.values["max_logit"][2, 7, -1]
@@ -129,4 +129,4 @@ def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
     assert table.loc[(2, 7), "excess"] == pytest.approx(np.exp(3 * 2.45), rel=0.5)
     assert table["excess"].drop([(2, 7), (2, 3)]).max() < 1.5
     # Up to a step nothing of what came later counts.
-    assert frames.excess(run.frame, 2400)["excess"].max() < 1.5
+    assert ranking.excess(run.frame, 2400)["excess"].max() < 1.5

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guardbit.monitor import detectors as detectors_module
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
     DeltaBias,
@@ -18,7 +19,7 @@ from guardbit.monitor.detectors import (
     MultipleMaxima,
     NormGrowth,
 )
-from guardbit.records import Sample
+from guardbit.records import Role, Sample
 
 NAN, INF = math.nan, math.inf
 
@@ -168,24 +169,50 @@ def test_logit_outlier_spares_logits_that_were_there_from_the_start():
 
 def test_a_role_that_there_is_not_is_refused():
     class Odd:
-        name, role = "odd", "everything"
+        name, role = "odd", Role("everything")
 
         def examine(self, frame, state):
             return []
 
-    with pytest.raises(ValueError, match="the role of odd is 'everything'; it must be one of head"):
+    with pytest.raises(ValueError, match=r"odd is .*'everything'.* one of head, model, loss"):
         Detectors((Odd(),))
+
+
+@pytest.mark.parametrize(
+    "word, role",
+    [
+        ("head", Role("head")),
+        ("cause", Role("head", measures_cause=True)),
+        ("model", Role("model")),
+        ("loss", Role("loss")),
+    ],
+)
+def test_a_role_that_is_a_word_is_still_understood(word, role):
+    class Mine:
+        name = "mine"
+
+        def examine(self, snapshot, state):
+            return []
+
+    Mine.role = word
+    with pytest.warns(DeprecationWarning, match=f"the role of the rule mine is '{word}'; write"):
+        assert Detectors((Mine(),)).roles == {"mine": role}
+
+
+def test_the_old_name_of_a_snapshot_is_still_there():
+    with pytest.warns(DeprecationWarning, match=r"Frame .* is called Snapshot"):
+        assert detectors_module.Frame is detectors_module.Snapshot
 
 
 def test_the_alarms_of_a_renamed_rule_carry_its_role():
     detectors = Detectors(
         (ModelLogits(name="mine"), LossDeparture(name="mine too"), DeltaBias(name="third"))
     )
-    assert [detectors.role_of(n) for n in ("mine", "mine too", "third", "no rule")] == [
-        "model", "loss", "cause", "head"
-    ]  # fmt: skip
+    assert detectors.roles == {
+        "mine": Role("model"), "mine too": Role("loss"), "third": Role("head", measures_cause=True)
+    }  # fmt: skip
     losses = [sample(step, "loss", [1.0 if step < 10 else 9.0], "") for step in range(20)]
-    assert {alarm.role for alarm in detectors.update(losses)} == {"loss"}
+    assert {alarm.role for alarm in detectors.update(losses)} == {Role("loss")}
 
 
 def test_model_logits_need_three_quarters_of_the_layers():

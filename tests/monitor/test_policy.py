@@ -4,15 +4,22 @@ import json
 import pytest
 
 from guardbit.monitor.detectors import DEFAULT_RULES, role_of
-from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy, judge
-from guardbit.records import Alarm
+from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy
+from guardbit.monitor.verdict import judge
+from guardbit.records import Alarm, Role
 
 #: Written by hand, for the tests' alarms.
-ROLES = {"model_logits": "model", "loss_departure": "loss", "delta_bias": "cause"}
+ROLES = {
+    "model_logits": Role("model", measures_cause=False),
+    "loss_departure": Role("loss", measures_cause=False),
+    "delta_bias": Role("head", measures_cause=True),
+}
 
 
 def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
-    return Alarm(step, site, heads, rule, "because", ROLES.get(rule, "head"))
+    return Alarm(
+        step, site, heads, rule, "because", ROLES.get(rule, Role("head", measures_cause=False))
+    )
 
 
 PLAIN = {f"h.{layer}": ["none"] * 12 for layer in range(8)}
@@ -28,7 +35,7 @@ def decided(decisions):
 
 def test_the_rules_have_their_roles():
     known = {rule.name: role_of(rule) for rule in DEFAULT_RULES}
-    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], "head")
+    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], Role("head"))
     assert known == ROLES | of_heads
 
 
@@ -400,7 +407,7 @@ def loss(step):
 @pytest.mark.parametrize(
     "alarms, verdict, evidence",
     [
-        ([alarm(7000)], "rounding", "1 of 12 layers move (h.2), from step"),
+        ([alarm(7000)], "rounding", "alarms in 1 of 12 attention modules (h.2), from step"),
         ([alarm(7000)], "rounding", "norm_growth: because"),
         # All layers long after one head: the consequence, not the cause.
         ([alarm(7000), *everywhere(8001, "model_logits")], "rounding", "1 of 12"),
@@ -414,9 +421,9 @@ def loss(step):
         ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "alarm on the loss at"),
         ([alarm(7000), loss(8001)], "rounding", "alarm on the loss at"),
         ([alarm(7000)], "rounding", "no alarm on the loss"),
-        # How many layers move.
-        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),
-        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 layers move"),
+        # How many modules have alarms.
+        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 attention modules"),
+        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 attention modules"),
         (everywhere(3000, "delta_bias", 5), "unclear", "a one-sided delta bias is measured;"),
         ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
         # Whether the bias sides with the growth.
@@ -446,7 +453,7 @@ def test_verdict(alarms, verdict, evidence, start):
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_without_an_alarm_a_run_is_stable(ended):
-    stable = ("stable", "no rule has fired in any of 12 layers")
+    stable = ("stable", "no rule has fired in any of 12 attention modules")
     assert judge([], 12, ended=ended) == stable
 
 

@@ -25,7 +25,7 @@ from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
-from guardbit.records import HEAD_INDICATORS, Event
+from guardbit.records import HEAD_INDICATORS, Event, Role
 from guardbit.store import RunWriter, is_run, read_metadata
 
 SITES = ["layers.0", "layers.1"]
@@ -403,7 +403,7 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
 class LossAtStep:
     """Says at every sample from one step on that the loss has departed."""
 
-    role: ClassVar = "loss"
+    role: ClassVar = Role("loss")
 
     step: int
     name: str = "my_loss"
@@ -422,23 +422,28 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
-    assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
+    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
+        [0, "rounding"],
+        [1500, "rounding"],
+    ]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
         "no alarm on the loss", "alarm on the loss at step 1500"
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("with_role", [True, False])
-def test_a_resumed_run_knows_what_its_first_alarms_were_about(with_role):
+@pytest.mark.parametrize("written", ["now", "as a word", "not at all"])
+def test_a_resumed_run_knows_what_its_first_alarms_were_about(written):
     rules = (Always(2500), LossAtStep(500))
     loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
     state = json.loads(json.dumps(loop.session.state_dict()))
     loop.session.close()
-    if not with_role:  # of an earlier version
+    if written == "as a word":  # of an earlier version
+        state["first_alarms"] = [[*alarm[:5], "loss"] for alarm in state["first_alarms"]]
+    if written == "not at all":  # of a still earlier one
         state["first_alarms"] = [alarm[:5] for alarm in state["first_alarms"]]
     resumed = Loop(every_n_train_steps=500, rules=rules)
     resumed.session.load_state_dict(state)
-    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == ["loss"]
+    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == [Role("loss")]
 
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
@@ -459,7 +464,8 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
         [3, "switch", SITES[1], (1,), "stochastic"],
         [3, "verdict", "", (), ""],
     ]
-    assert told["rule"].tolist() == ["always", "", "rounding"]
+    assert told["rule"].tolist() == ["always", "", ""]
+    assert told["verdict"].tolist() == ["", "", "rounding"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
 
 
@@ -546,11 +552,11 @@ def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
     state = own.session.state_dict()
     own.session.close()
     Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
-    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding"]
     resumed = Loop(dirpath=tmp_path, **settings)
     resumed.session.load_state_dict(state)
     resumed.run([3, 4])
-    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding", "stable"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding", "stable"]
 
 
 def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
@@ -945,8 +951,8 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
 ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]
 
 
-def switches(path):
-    events = events_of(path, "switch")
+def switches(path, kind="switch"):
+    events = events_of(path, kind)
     columns = (events[name] for name in ("step", "site", "heads", "stabilizer", "why"))
     return list(zip(*columns, strict=True))
 
@@ -1006,7 +1012,9 @@ def test_always_in_a_dry_run_switches_nothing(tmp_path):
     loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
     loop.run(range(5))
     why = "not switched to compensated: dry run"
-    assert switches(tmp_path) == [(0, *which, "", why) for which in ALL_HEADS]
+    assert switches(tmp_path) == []
+    refused = [(0, *which, "compensated", why) for which in ALL_HEADS]
+    assert switches(tmp_path, "refusal") == refused
     running = loop.session.state_dict()["running"].values()
     assert running and all({*names} == {"none"} for names in running)
 
@@ -1065,9 +1073,9 @@ def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     serious.session.load_state_dict(state)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     serious.run([2, 998, 1000])
-    switches = events_of(tmp_path, "switch")
-    assert switches.step.tolist() == [0, 1000]
-    assert switches.stabilizer.tolist() == ["", "compensated"]
+    refused, made = events_of(tmp_path, "refusal"), events_of(tmp_path, "switch")
+    assert refused[["step", "stabilizer"]].to_numpy().tolist() == [[0, "compensated"]]
+    assert made[["step", "stabilizer"]].to_numpy().tolist() == [[1000, "compensated"]]
 
 
 def test_suspects_are_audited_besides_those_in_turn(tmp_path):
@@ -1265,7 +1273,7 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     with caplog.at_level(logging.INFO, "guardbit"):
         loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
         loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test", rule="a_rule"))
-        loop.session.record(Event(4, "verdict", "", (), "for a test", rule="rounding"))
+        loop.session.record(Event(4, "verdict", "", (), "for a test", verdict="rounding"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
     assert levels == ["WARNING", "WARNING", "WARNING"]

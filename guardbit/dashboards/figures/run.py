@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import tables
 from guardbit.dashboards.figures.lines import NAMED
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish, styled
@@ -24,7 +24,7 @@ def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
     panels = {
         label: series
         for label, name in (("training loss", "loss"), ("gradient norm", "grad_norm"))
-        if has_finite(series := finite(frames.of_run(frame, name)))
+        if has_finite(series := finite(tables.of_run(frame, name)))
     }
     if not panels:
         return None
@@ -81,5 +81,5 @@ def runs_over_steps(
 
 
 def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
-    series = frames.of_run(frame, indicator)
-    return smooth(series) if len(series) else frames.by_head(frame, indicator).abs().max(axis=1)
+    series = tables.of_run(frame, indicator)
+    return smooth(series) if len(series) else tables.by_head(frame, indicator).abs().max(axis=1)

@@ -10,12 +10,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import MARK_HEIGHTS, above, canvas, finish, styled
-from guardbit.dashboards.frames import Head
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
+from guardbit.dashboards.tables import Head
 
 #: What the switch is meant to change, then what it must not harm.
 PANELS: tuple[tuple[str, str], ...] = (
@@ -42,7 +42,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     the first of them; of the loss, whose single samples are noise, there is a median on either
     side. The numbers stand above the panel.
     """
-    switched = frames.first_events(frame, events, "switch")
+    switched = marks.first_events(frame, events, "switch")
     if not switched:
         return None
     step = min(event.step for event in switched.values())
@@ -82,9 +82,9 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
 def _worst_first(
     frame: pd.DataFrame, events: pd.DataFrame | None, heads: Sequence[Head], step: int
 ) -> list[Head]:
-    alarms = frames.first_events(frame, events, "alarm")
+    alarms = marks.first_events(frame, events, "alarm")
     alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
-    excess = frames.excess(frame, step)["excess"].fillna(0.0).to_dict()
+    excess = ranking.excess(frame, step)["excess"].fillna(0.0).to_dict()
     # Of a head that a switch names there may be no samples, as where a layer has one value.
     others = [head for head in heads if head not in alarmed]
     return [*alarmed, *sorted(others, key=lambda head: -excess.get(head, 0.0))]
@@ -92,7 +92,7 @@ def _worst_first(
 
 def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
     """The steps of at most `SAMPLES_AROUND` samples of heads on either side."""
-    samples = frames.check_samples(frame)
+    samples = tables.check_samples(frame)
     steps = np.unique(samples["step"].to_numpy()[(samples["site"] != "").to_numpy()])
     before, after = steps[steps <= step][-SAMPLES_AROUND:], steps[steps > step][:SAMPLES_AROUND]
     around = np.concatenate([before, after])
@@ -101,8 +101,8 @@ def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
 
 def _table(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     if indicator == "loss":
-        return finite(frames.of_run(frame, indicator)).to_frame()
-    return finite(frames.by_head(frame, indicator))
+        return finite(tables.of_run(frame, indicator)).to_frame()
+    return finite(tables.by_head(frame, indicator))
 
 
 def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
@@ -201,7 +201,7 @@ class RunWatcher:
         files = self._follower.event_files()
         if files == self._event_files:
             return False
-        events = frames.journal(read_events(self.folder))
+        events = marks.events_of(read_events(self.folder))
         with self._lock:
             self._events, self._event_files = events, files
         return True
@@ -330,7 +330,7 @@ class RunWatcher:
             for head in event.heads or range(self._history.num_heads):
                 if event.kind == "alarm":
                     alarmed.add((layer, head))
-                elif frames.mark_of(event) in ("switch", "undo"):
+                elif marks.mark_of(event) in ("switch", "undo"):
                     stabilized[layer, head] = event.stabilizer
         current = {head: name for head, name in stabilized.items() if name != "none"}
         return alarmed, current
@@ -396,14 +396,14 @@ def _numbers(values: Floats) -> list[float | None]:
 
 def _worth_telling(events: Sequence[Event]) -> list[Event]:
     """The newest events, and all that are marked however old."""
-    marked = {id(event) for event, _ in frames.marks(events)}
+    marked = {id(event) for event, _ in marks.marked(events)}
     newest = len(events) - _MOST_EVENTS
     return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
 
 
 def _marks(events: Sequence[Event]) -> list[Json]:
     """What charts mark: each kind once a step."""
-    marked = dict.fromkeys((event.step, mark) for event, mark in frames.marks(events))
+    marked = dict.fromkeys((event.step, mark) for event, mark in marks.marked(events))
     return [{"step": step, "kind": mark} for step, mark in sorted(marked)]
 
 
@@ -414,10 +414,11 @@ def _of_run(events: Sequence[Event]) -> list[Event]:
 def _event(event: Event) -> Json:
     return {
         "step": event.step,
-        "kind": frames.what_of(event),
+        "kind": marks.what_of(event),
         "site": event.site,
         "heads": list(event.heads),
         "rule": event.rule,
+        "verdict": event.verdict,
         "stabilizer": event.stabilizer,
         "why": event.why,
     }

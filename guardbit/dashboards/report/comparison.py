@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES
 from guardbit.dashboards.names import told_apart
@@ -66,7 +66,7 @@ def compared(runs: Sequence[Run]) -> Document:
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
     runs = [replace(run, title=name) for run, name in zip(runs, told_apart(titles), strict=True)]
-    journals = [frames.journal(run.events) for run in runs]
+    journals = [marks.events_of(run.events) for run in runs]
     ill = [run.title for run, journal in zip(runs, journals, strict=True) if _is_ill(journal)]
     if not ill:
         headline = f"No alarm in any of the {len(runs)} runs"
@@ -123,13 +123,13 @@ def _side_by_side(runs: Sequence[Run]) -> Table:
 
 
 def _worst_head(run: Run) -> str:
-    excess = frames.excess(run.frame)["excess"].dropna()
+    excess = ranking.excess(run.frame)["excess"].dropna()
     if excess.empty:
         return "–"
     position = int(excess.to_numpy().argmax())
     layer, head = excess.index.to_list()[position]
-    heads = frames.heads_of_layer(run.frame)
-    label = frames.head_label(layer, head, len(heads[layer]))
+    heads = tables.heads_of_layer(run.frame)
+    label = tables.head_label(layer, head, len(heads[layer]))
     return f"{label}, {contents.times(float(excess.to_numpy()[position]))}"
 
 
@@ -154,7 +154,7 @@ def _each(runs: Sequence[Run]) -> list[Block]:
     for run in runs:
         sections = [
             *contents.heads_to_watch(run.frame, run.events),
-            *contents.timeline(frames.journal(run.events)),
+            *contents.timeline(marks.events_of(run.events)),
         ]
         blocks += [
             Heading(run.title),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
 from guardbit.dashboards.report import words
@@ -60,8 +60,8 @@ class Run:
 
 def document_of(run: Run) -> Document:
     """Summary first, then the heads to watch, the timeline, the figures and the settings."""
-    frame, events = frames.check_samples(run.frame), run.events
-    journal = frames.journal(events)
+    frame, events = tables.check_samples(run.frame), run.events
+    journal = marks.events_of(events)
     return Document(
         run.title,
         extent(frame),
@@ -82,8 +82,8 @@ def extent(frame: pd.DataFrame) -> str:
     """Which steps, layers and heads the samples hold."""
     if frame.empty:
         return "no samples"
-    first, last = frames.steps(frame)
-    layers = frames.heads_of_layer(frame)
+    first, last = tables.steps(frame)
+    layers = tables.heads_of_layer(frame)
     heads = sum(map(len, layers.values()))
     text = f"steps {first:,} to {last:,} · {words.count(len(layers), 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
@@ -99,7 +99,7 @@ def _given_at(journal: Sequence[Event]) -> int:
     """The step since which the verdict, of which there is one, holds; its evidence may be newer."""
     first, *later = [event for event in journal if event.kind == "verdict"]
     for event in later:
-        first = first if event.rule == first.rule else event
+        first = first if event.verdict == first.verdict else event
     return first.step
 
 
@@ -108,10 +108,10 @@ def headline(journal: Sequence[Event]) -> str:
     given = verdict(journal)
     has_alarm = any(event.kind == "alarm" for event in journal)
     of_heads = any(event.kind == "alarm" and event.site for event in journal)
-    if given is not None and given.rule == "unclear" and not of_heads:
+    if given is not None and given.verdict == "unclear" and not of_heads:
         return words.NO_HEAD_SAYS_WHY if has_alarm else words.UNJUDGED
     if given is not None:
-        return words.HEADLINES.get(given.rule, f"Verdict: {given.rule}")
+        return words.HEADLINES.get(given.verdict, f"Verdict: {given.verdict}")
     if has_alarm:
         return "Alarms have fired; no verdict was recorded"
     return "No alarm has fired"
@@ -119,7 +119,7 @@ def headline(journal: Sequence[Event]) -> str:
 
 def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    journal = frames.journal(events)
+    journal = marks.events_of(events)
     given = verdict(journal)
     sentences = [given.why] if given is not None else []
     if frame.empty:
@@ -135,7 +135,7 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
         )
     elif given is not None:
         sentences.append("No alarm has fired.")
-    switched = frames.first_events(frame, events, "switch")
+    switched = marks.first_events(frame, events, "switch")
     if switched:
         steps = sorted({event.step for event in switched.values()})
         sentences.append(
@@ -144,7 +144,7 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
         )
     elif alarms:
         sentences.append("No head was switched to a stabilized kernel.")
-    loss = frames.of_run(frame, "loss")
+    loss = tables.of_run(frame, "loss")
     lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
     if len(lost):
         sentences.append(f"The loss was first not finite at step {int(lost[0]):,}.")
@@ -153,18 +153,18 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
     """Verdict, first alarm, heads switched, loss at the end."""
-    journal = frames.journal(events)
+    journal = marks.events_of(events)
     given = verdict(journal)
     alarms = [event for event in journal if event.kind == "alarm"]
-    switched = frames.first_events(frame, events, "switch")
-    current = frames.current_stabilizers(frame, events)
+    switched = marks.first_events(frame, events, "switch")
+    current = marks.current_stabilizers(frame, events)
     stabilized = sorted({name for name in current.values() if name != "none"})
     undone = sum(name == "none" for name in current.values())
-    loss = frames.of_run(frame, "loss")
+    loss = tables.of_run(frame, "loss")
     return [
         Tile(
             "Verdict",
-            given.rule if given is not None else "none yet",
+            given.verdict if given is not None else "none yet",
             f"given at step {_given_at(journal):,}" if given is not None else "",
         ),
         Tile(
@@ -188,17 +188,17 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
-    table = frames.before_and_after(frame, events)
+    table = effect.before_and_after(frame, events)
     if table.empty:
         return []
-    heads = frames.heads_of_layer(frame)
+    heads = tables.heads_of_layer(frame)
     rows: list[list[str]] = []
     for indicator, layer, head, before, after in table.itertuples(index=False):
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
         rows.append(
             [
                 words.LABELS[indicator],
-                frames.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
+                tables.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
                 words.value(indicator, before),
                 words.value(indicator, after),
                 f"× {after / before:.3g}" if comparable else "–",
@@ -210,7 +210,7 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
             "Of the heads that had alarmed and were switched (of all switched ones where none had) "
             "the one with the largest value before: its last sample before the switch, and the "
             "same head's last one recorded, before it was given back, if it was. Of the run the "
-            f"mean of {frames.SAMPLES_AVERAGED} samples on either side. A "
+            f"mean of {effect.SAMPLES_AVERAGED} samples on either side. A "
             "switch that helps takes the delta bias away at once; logits fall within some thousand "
             "steps, and norms rise no faster than those of other heads."
         ),
@@ -220,16 +220,16 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
 
 def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
     """The heads to worry about, worst first."""
-    watched = frames.heads_to_watch(frame, events)
+    watched = ranking.heads_to_watch(frame, events)
     if watched.empty:
         return [Heading("Heads to watch"), Paragraph("No head has been measured.")]
-    heads = frames.heads_of_layer(frame)
-    alarmed = len(frames.first_events(frame, events, "alarm"))
+    heads = tables.heads_of_layer(frame)
+    alarmed = len(marks.first_events(frame, events, "alarm"))
     shown = [name for name in HEAD_COLUMNS if name in watched.columns]
     rows, kinds = [], []
     for row in watched.to_dict("records"):
         has_alarm = not math.isnan(row["alarm_step"])
-        label = frames.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
+        label = tables.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
         rows.append(
             [
                 (label, row["site"]),
@@ -282,7 +282,7 @@ def timeline(journal: Sequence[Event]) -> list[Block]:
     shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
     hidden = max(len(alarms) - MOST_ALARMS, 0)
     moments = tuple(
-        Moment(some[0].step, frames.what_of(some[0]), words.what(some), some[0].why)
+        Moment(some[0].step, marks.what_of(some[0]), words.what(some), some[0].why)
         for some in _together(shown)
     )
     note = [Paragraph(f"{words.count(hidden, 'later alarm')} not shown.")] if hidden else []
@@ -307,7 +307,7 @@ def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
         if figure is not None:
             drawn.append(Picture(chart.name, chart.title, chart.caption, figure))
             continue
-        recorded = frames.recorded_indicators(frame)
+        recorded = tables.recorded_indicators(frame)
         if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
             missing.append(f"{chart.title}: no head was switched.")
         else:

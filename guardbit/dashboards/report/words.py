@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks
 from guardbit.records import Event
 
 HEADLINES = {
@@ -40,13 +40,13 @@ PERCENTAGES = ("multiple_maxima", "multiple_maxima_bf16")
 def what(events: Sequence[Event]) -> str:
     """An event in a few words, or several that differ in their heads alone."""
     event = events[0]
-    kind = frames.what_of(event)
+    kind = marks.what_of(event)
     happened = {
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",
         "undo": "Switched back to plain attention",
         "refusal": "Not switched",
-        "verdict": f"Verdict: {event.rule}",
+        "verdict": f"Verdict: {event.verdict}",
         "monitor_error": "Error in the monitor",
     }.get(kind, kind.replace("_", " ").capitalize())  # of a newer version's journal
     if len(events) > 1:

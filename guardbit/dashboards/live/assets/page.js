@@ -335,7 +335,7 @@ function drawWords() {
   const { events, num_events, worst, verdict, sites, map } = view.state;
   const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
   const switches = lines.filter(([event]) => event.kind === "switch");
-  const headline = verdict && HEADLINES[verdict.rule] ? HEADLINES[verdict.rule]
+  const headline = verdict && HEADLINES[verdict.verdict] ? HEADLINES[verdict.verdict]
     : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
   $("headline").textContent = headline;
   const sentences = [];
@@ -367,7 +367,7 @@ function drawWords() {
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
     const [event] = line, item = element("li", null, event.kind);
-    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: "not switched", verdict: `verdict: ${event.rule}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
+    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: "not switched", verdict: `verdict: ${event.verdict}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
     item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
     return item;
   }));
