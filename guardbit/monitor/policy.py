@@ -1,49 +1,49 @@
-"""From alarms to decisions: which heads to switch, when to undo it, and what kind of trouble it is.
+"""From alarms to decisions: which heads to switch, and when to undo it.
 
-The policy knows rules by the role that their alarms carry, and never by their names, which are the
-user's: some speak of the whole model or of the loss, every other of the heads its alarms name.
+The policy goes by the roles that alarms carry, never by the names of their rules.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.monitor import earlier
 from guardbit.records import STABILIZERS, Alarm, Decision
 
-#: What is switched: the heads that alarms name, all heads of their sites, or all of the model.
+#: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
+#: of the model.
 SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
-#: Steps after an alarm of the whole model for which only a measured delta bias is a case for
-#: switching heads.
+#: For so many steps after an alarm on the whole model only a measured cause qualifies heads.
 HOLD_STEPS = 5000
 
 
 class Policy:
     """Decides which heads are stabilized.
 
-    A head qualifies when `agreeing_rules` different rules have named it within
-    `agreement_steps`. One is the default, because a false switch is cheap: the default
-    stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
-    away at once (a rule of the whole model) the cause is not one head's rounding, and for
-    `HOLD_STEPS` only a measured delta bias still qualifies a head.
+    A head qualifies when `agreeing_rules` different rules have named it within `agreement_steps`.
+    The default is one, because a needless switch is cheap: the default stabilizer computes the same
+    softmax and makes delta exact. When the logits of all layers run away at once, the cause is not
+    the rounding in one head. For `HOLD_STEPS` a head then qualifies only if a rule has measured the
+    cause in it, which is a delta bias.
 
-    With the scope "head" the heads that qualify are switched, with the scope "layer" all heads of
-    a site as soon as one of them does, with the scope "model" all heads as soon as any does, and
-    those of sites that are called later as soon as they are known. Heads that somebody else has
-    switched by then are left alone.
+    The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
+    its attention module; "model", all heads of the model, with those of modules that are called
+    later as soon as they are known. Heads that somebody else has switched are left alone.
 
-    With `always` no alarm is waited for: all heads are switched at the end of the first step, and
-    those of sites that are called later at the first sampled step after it. Scope and agreement
+    With `always` all heads are switched at the end of the first step, without an alarm. Heads of
+    modules that are called later follow at the first sampled step after that. Scope and agreement
     do not matter then.
 
-    What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
-    no rule has named the head (with a wider scope, any of the heads) for so long, once. What is
-    alarmed again after that stays switched for good, so that nothing swings to and fro. How soon a
-    rule repeats itself is the detectors' cool-down; `calm_steps` must be longer. Undoing gains one
-    or two per cent of speed; after two of the rescue study's three undos logits grew again.
+    A switch lasts, unless `quiet_steps` is given. A head then goes back to "none" once no rule has
+    named it for so long; with a wider scope, once no rule has named any of the heads that were
+    switched together. That happens once: heads that are alarmed again afterwards stay switched, so
+    that nothing swings to and fro. `quiet_steps` must be longer than the detectors' cool-down,
+    after which a rule repeats itself. Undoing gains one or two per cent of speed; after two of
+    three undoings in the rescue study logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
@@ -51,10 +51,12 @@ class Policy:
         always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
-        calm_steps: Steps without an alarm after which a switch is undone; None: never.
+        quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
+            never.
+        calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Raises:
-        ValueError: If an argument is outside its range, or `calm_steps` is given with `always`.
+        ValueError: If an argument is outside its range, or `quiet_steps` is given with `always`.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Policy:
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
+        quiet_steps: int | None = None,
         calm_steps: int | None = None,
     ) -> None:
+        quiet_steps = quiet_period(quiet_steps, calm_steps)
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
@@ -74,14 +78,14 @@ class Policy:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
         if not isinstance(always, bool):
             raise ValueError(f"always must be True or False, got {always!r}")
-        if always and calm_steps is not None:
+        if always and quiet_steps is not None:
             raise ValueError(
-                f"calm_steps is {calm_steps} and always is True: what is to be always switched is"
-                " never given back, so leave one of them out"
+                f"quiet_steps is {quiet_steps} and always is True: with always no switch is ever"
+                " undone, so leave one of them out"
             )
         whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
-        if calm_steps is not None:
-            whole["calm_steps"] = calm_steps
+        if quiet_steps is not None:
+            whole["quiet_steps"] = quiet_steps
         for name, value in whole.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
@@ -89,23 +93,22 @@ class Policy:
             raise ValueError(f"agreeing_rules must be >= 1, got {agreeing_rules}")
         if agreement_steps < 0:
             raise ValueError(f"agreement_steps must be >= 0, got {agreement_steps}")
-        if calm_steps is not None and calm_steps < 1:
-            raise ValueError(f"calm_steps must be >= 1 or None, got {calm_steps}")
+        if quiet_steps is not None and quiet_steps < 1:
+            raise ValueError(f"quiet_steps must be >= 1 or None, got {quiet_steps}")
         self.stabilizer = stabilizer
         self.scope = scope
         self.always = always
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps
-        self.calm_steps = calm_steps
+        self.quiet_steps = quiet_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Rules that measure the cause itself, as far as they have fired.
+        # Names of the rules that have fired and measure the cause.
         self._causes: set[str] = set()
-        # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken" (by
-        # somebody else, when its group was switched).
+        # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken"
+        # (somebody else had switched it when its group was switched).
         self._switched: dict[str, dict[str, str]] = {}
-        # The same of groups of heads that are switched together, where that is the scope: by site,
-        # or "" for the model.
+        # The same for groups of heads that are switched together: site, or "" for the model.
         self._groups: dict[str, str] = {}
         self._model_alarm: int | None = None
 
@@ -117,11 +120,12 @@ class Policy:
         Args:
             alarms: In the order of their steps; may be empty.
             step: The current optimizer step, not before the last call's.
-            stabilizers: What the heads of the sites called so far run now: site -> one name a
-                head. Nothing is decided about other sites.
+            stabilizers: What is asked for now: attention module -> one stabilizer a head, for the
+                modules called so far. Nothing is decided about other modules.
 
         Returns:
-            At most one decision a site to switch heads and one to undo that, in the order of sites.
+            At most one decision a module to switch heads and one to undo that, in the order of
+            `stabilizers`.
         """
         for alarm in alarms:
             if alarm.role.judges == "model":
@@ -146,6 +150,16 @@ class Policy:
         ]
 
     @property
+    def calm_steps(self) -> int | None:
+        """Old name of `quiet_steps`."""
+        warnings.warn(
+            "calm_steps is called quiet_steps now; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.quiet_steps
+
+    @property
     def is_due(self) -> bool:
         """Whether heads are to be switched without waiting for a sample."""
         return self.always and not self._switched
@@ -165,9 +179,8 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
 
-        From a policy of another scope, or from one with `always` by one without or the other way
-        round, it is only taken over that all logits have run away: what that one has switched
-        stays.
+        Where the scope or `always` has changed, only the alarms on the whole model are taken over.
+        Heads that the earlier policy has switched stay switched.
         """
         state = copy.deepcopy(earlier.policy_state(state))
         self._model_alarm = state["model_alarm"]
@@ -198,7 +211,7 @@ class Policy:
                         states[head] = "on" if state is None else "kept"
                         switch.append(head)
                         reasons |= agreeing
-                elif state == "on" and self._calm([rules], step):
+                elif state == "on" and self._is_quiet([rules], step):
                     states[head] = "undone"
                     rules.clear()
                     undo.append(head)
@@ -210,27 +223,27 @@ class Policy:
     def _of_group(
         self, group: str, step: int, stabilizers: Mapping[str, Sequence[str]]
     ) -> Iterator[Decision]:
-        """Decides about heads that are switched and given back together.
+        """Decides about heads that are switched, and switched back, together.
 
         Args:
-            group: Name of the only site, or "" for the model.
+            group: Name of the attention module, or "" for the model.
             step: The current step.
-            stabilizers: Those of the group's sites.
+            stabilizers: Those of the group's modules.
         """
         what = f"the heads of {group} are" if group else "the model is"
         sites = [group] if group else list(self._alarmed)
         alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]
         state, why = self._groups.get(group, ""), f"{what} switched"
-        if state == "on" and self._calm(alarmed, step):
+        if state == "on" and self._is_quiet(alarmed, step):
             state = self._groups[group] = "undone"
             for rules in alarmed:
                 rules.clear()
         if state in ("", "undone"):
-            # Of a run that was resumed, some sites may be called long after the undoing, and by
-            # then nothing more may be undone.
+            # After a resumption some modules are called long after the undoing. By then
+            # `quiet_steps` may be None, and nothing more is undone.
             for site in [site for site in stabilizers if site in self._switched]:
                 heads = self._switched.pop(site)
-                if self.calm_steps is not None:
+                if self.quiet_steps is not None:
                     yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
             agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
             state = "kept" if state else "on"
@@ -243,7 +256,7 @@ class Policy:
     def _switch_all(
         self, step: int, stabilizers: Mapping[str, Sequence[str]], state: str, why: str
     ) -> Iterator[Decision]:
-        """Switches what is not known yet, and not taken, of some sites' heads."""
+        """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
             switch = []
@@ -258,11 +271,11 @@ class Policy:
         return Decision(step, site, _ascending(heads), self.stabilizer, why)
 
     def _undo(self, step: int, site: str, heads: Iterable[str]) -> Decision:
-        why = f"no alarm for {self.calm_steps} steps"
+        why = f"no alarm for {self.quiet_steps} steps"
         return Decision(step, site, _ascending(heads), "none", why)
 
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
-        """Returns the rules that name the head now, empty where they are too few to switch."""
+        """Returns the rules that have named a head lately; empty where it does not qualify."""
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
         if len(recent) < self.agreeing_rules:
             return set()
@@ -270,9 +283,30 @@ class Policy:
             return recent
         return set() if step - self._model_alarm < HOLD_STEPS else recent
 
-    def _calm(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
+    def _is_quiet(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
-        return self.calm_steps is not None and step - last >= self.calm_steps
+        return self.quiet_steps is not None and step - last >= self.quiet_steps
+
+
+def quiet_period(quiet_steps: int | None, calm_steps: int | None) -> int | None:
+    """Returns the quiet period, which may have been given under its old name.
+
+    Raises:
+        ValueError: If it is given under both names.
+    """
+    if calm_steps is None:
+        return quiet_steps
+    if quiet_steps is not None:
+        raise ValueError(
+            f"quiet_steps is {quiet_steps} and calm_steps, its old name, is {calm_steps}: leave"
+            " calm_steps out"
+        )
+    warnings.warn(
+        "calm_steps is called quiet_steps now; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return calm_steps
 
 
 def _ascending(heads: Iterable[str]) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ T = TypeVar("T")
 _MICRO_BATCHES = 1024
 
 _POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "calm_steps"
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
 )  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
@@ -169,18 +169,18 @@ class MonitorSession:
         self.alarms: list[Alarm] = []
         self.sampled_step: int | None = None
         self.detectors = Detectors(rules)
-        repeat, calm = self.detectors.cool_down_steps, policy.calm_steps if policy else None
-        if calm is not None and calm <= repeat and ranks.rank() == 0:
+        repeat, quiet = self.detectors.cool_down_steps, policy.quiet_steps if policy else None
+        if quiet is not None and quiet <= repeat and ranks.rank() == 0:
             log.warning(
-                "calm_steps is %d, and an alarm that lasts is repeated every %d steps: heads that"
-                " are ill are given back",
-                calm,
+                "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
+                " still diverge are switched back",
+                quiet,
                 repeat,
             )
         unjudged = self.detectors.unjudged(self.indicators)
         if unjudged and ranks.rank() == 0:
             log.warning(
-                "not all is measured that alarms are raised by: %s",
+                "some rules cannot raise an alarm, as indicators they need are not measured: %s",
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
         self.instrumentation: Instrumentation = instrument(model, sites)
@@ -276,7 +276,7 @@ class MonitorSession:
             try_again=self._is_sampled and is_new,
         )
         if told is not None:
-            # The next sample tells another verdict, if it is another.
+            # A new verdict is recorded only if it differs from the one the folder ends with.
             self._verdict = told
         if is_new:
             self.instrumentation.begin_step()
@@ -568,7 +568,8 @@ class MonitorSession:
         """Switches heads by hand, from their next call on, and tells so.
 
         Within a step it is done when that has ended, because a forward and its recomputation must
-        be alike. A policy that has switched the same heads before may undo it after its calm.
+        be alike. A policy that has switched the same heads before may undo it after its quiet
+        period.
 
         Args:
             site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
@@ -651,7 +652,10 @@ class MonitorSession:
             "is_of_parts": bool(self._asked_elsewhere),
             "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
-            "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
+            # Plain tuples only: PyTorch loads no other with weights_only.
+            "first_alarms": [
+                (*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self._first_alarms.values()
+            ],
             "verdict": self._verdict,
         }
 

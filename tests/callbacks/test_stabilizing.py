@@ -112,6 +112,11 @@ def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
     assert events_of(tmp_path / "watched", "switch") == []
 
 
+def test_the_old_name_of_the_quiet_period_is_still_understood():
+    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
+        assert AutoStabilizer(calm_steps=100).policy.quiet_steps == 100
+
+
 def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     plain, _ = trains.fit(precision="bf16-mixed")
     monitor = AttentionMonitor(3, rules=RULES, dirpath=tmp_path / "run", strict=True)
@@ -125,12 +130,12 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     assert why == "not switched to compensated: dry run"
 
 
-def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
+def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     watching = Stabilizers(monitor)
     trains.fit(
         monitor,
-        AutoStabilizer("row_max", calm_steps=5, scope="head"),
+        AutoStabilizer("row_max", quiet_steps=5, scope="head"),
         watching,
         precision="bf16-mixed",
         max_steps=12,
@@ -159,7 +164,7 @@ def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path)
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     policy = {
         "stabilizer": "stochastic", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
-        "calm_steps": 5,
+        "quiet_steps": 5,
     }  # fmt: skip
     trains.fit(monitor, AutoStabilizer(**policy), max_steps=12)
     assert read_metadata(tmp_path / "run")["settings"].items() >= policy.items()
@@ -241,7 +246,7 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
     )
     model, _ = trains.fit(
-        AutoStabilizer(stabilizer, calm_steps=6, scope="head"),
+        AutoStabilizer(stabilizer, quiet_steps=6, scope="head"),
         monitor,
         checkpoint,
         model=resumable(trains),

@@ -804,10 +804,10 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert f"{tmp_path} holds" in told and "from step 0 on" in told
 
 
-@pytest.mark.parametrize("calm_steps, warned", [(1000, True), (1001, False), (None, False)])
-def test_calm_that_a_lasting_alarm_fits_into_is_warned_of(caplog, calm_steps, warned):
-    Loop(every_n_train_steps=1, policy=Policy("compensated", calm_steps=calm_steps, scope="head"))
-    assert any("ill are given back" in line for line in caplog.messages) == warned
+@pytest.mark.parametrize("quiet_steps, warned", [(1000, True), (1001, False), (None, False)])
+def test_a_quiet_period_that_a_lasting_alarm_fits_into_is_warned_of(caplog, quiet_steps, warned):
+    Loop(every_n_train_steps=1, policy=Policy("compensated", quiet_steps=quiet_steps, scope="head"))
+    assert any("still diverge are switched back" in line for line in caplog.messages) == warned
 
 
 def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
@@ -932,7 +932,7 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy("stochastic", scope="model", calm_steps=6),
+        policy=Policy("stochastic", scope="model", quiet_steps=6),
     )  # fmt: skip
     layers = loop.model.layers
     loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
@@ -1038,7 +1038,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy("compensated", scope=scope, calm_steps=6),
+        policy=Policy("compensated", scope=scope, quiet_steps=6),
     )  # fmt: skip
     loop.run(range(3), close=False)
     loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
