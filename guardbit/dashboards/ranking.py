@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
-from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 from guardbit.dashboards.marks import current_stabilizers, first_events
 from guardbit.dashboards.tables import (
     Head,
@@ -56,7 +56,7 @@ def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
             continue
         found = pd.DataFrame(
             {
-                "excess": times_normal(measured.to_numpy(), floor),
+                "excess": times_baseline(measured.to_numpy(), floor),
                 "indicator": indicator,
                 "value": measured.ffill().iloc[-1],
             },

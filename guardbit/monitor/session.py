@@ -29,7 +29,7 @@ from guardbit.monitor import earlier, ranks
 from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.journal import Journal, facts_of
+from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
@@ -759,7 +759,7 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
-        self._facts = facts_of(self.instrumentation.sites)
+        self._facts = metadata_of(self.instrumentation.sites)
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._facts)
         return columns

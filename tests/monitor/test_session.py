@@ -617,7 +617,7 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     # Nothing is audited at the first step, as no site is known before it.
     assert counts.index.tolist() == [0, 1, 2, 3, 4] and counts[1:].nunique() == 1
     assert events_of(tmp_path, "switch")["step"].tolist() == [2]
-    lines = [line for line in caplog.messages if "kept to try again" in line]
+    lines = [line for line in caplog.messages if "pending for another try" in line]
     assert len(lines) == 2 and all("No space left" in line for line in lines)
     assert not any("is off" in line for line in caplog.messages)
 
@@ -628,7 +628,7 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "flush", full_disk)
         loop.run(range(1, 6), close=False)
-    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
     assert loop.session.samples[0].step == 5, "the steps are watched all the same"
     loop.session.switch("*", "compensated")
@@ -701,7 +701,7 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     Loop(every_n_train_steps=1, policy=policy).run(range(2))
     told = [line for line in caplog.messages if "no alarm can switch" in line]
     assert len(told) == (policy is not None)
-    assert not told or ("any of the 2 attention sites: " in told[0] and "dropout 1.0" in told[0])
+    assert not told or ("any of the 2 attention modules: " in told[0] and "dropout 1.0" in told[0])
 
 
 def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monkeypatch, caplog):
@@ -731,7 +731,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
     assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
     told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
     assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
-    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert not any("is off" in line for line in caplog.messages)
 
 

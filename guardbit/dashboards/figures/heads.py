@@ -30,7 +30,7 @@ def spectral_norm_of_heads(
 
     Args:
         frame: The samples.
-        events: The journal.
+        events: The events.
         layer: The layer; by default the first to alarm, else the one with the largest norm.
     """
     if layer is None:

@@ -88,7 +88,7 @@ def model_map(
     step: int | None = None,
     name: str = "",
 ) -> Figure | None:
-    """Layers x heads, one cell a head: how far its worst indicator is above its own normal.
+    """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 
     What normal is, and which indicators count, says `guardbit.dashboards.excess`. A framed cell
     has had an alarm, a dot marks one that runs on a stabilized kernel; blank ones were never
@@ -96,7 +96,7 @@ def model_map(
 
     Args:
         frame: The samples.
-        events: The journal.
+        events: The events.
         step: The map shows what was known after this step; None for the end of the run.
         name: Of the run, for the title.
     """
@@ -159,7 +159,7 @@ def draw_model_map(
     if key:
         place_key(axes, key)
     bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its own normal")
+    bar.set_label("worst indicator, times its baseline")
     bar.ax.yaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100]))
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(

@@ -14,7 +14,7 @@ from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish,
 from guardbit.dashboards.names import fitted
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 
-#: Runs told apart by colour and line style; further ones are refused by `runs_over_steps`.
+#: The runs' colours and line styles; `runs_over_steps` refuses more runs than these.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
@@ -51,11 +51,11 @@ def runs_over_steps(
         label: Of its axis.
 
     Raises:
-        ValueError: There are more runs than lines that can be told apart.
+        ValueError: There are more runs than lines that can be distinguished.
     """
     if len(runs) > len(RUN_LINES):
         raise ValueError(
-            f"At most {len(RUN_LINES)} runs can be told apart in one figure, got {len(runs)}."
+            f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
     series = {name: finite(_of_run_or_worst_head(frame, indicator)) for name, frame in runs.items()}
     series = {name: values for name, values in series.items() if has_finite(values)}

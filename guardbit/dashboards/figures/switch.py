@@ -37,10 +37,10 @@ BETWEEN_PANELS = 0.65
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """The switched heads' indicators and the loss around the first switch.
 
-    Of the first to be switched at most three are drawn, the alarmed ones before those that are
-    farthest above their own normal. A dotted line goes on from the last sample before the switch of
-    the first of them; of the loss, whose single samples are noise, there is a median on either
-    side. The numbers stand above the panel.
+    At most three of the heads that were switched first are drawn: alarmed heads, then those that
+    are farthest above their baseline. A dotted line continues the first head's last sample before
+    the switch. Single losses are noisy, so for the loss there is a median on either side. The
+    numbers stand above the panel.
     """
     switched = marks.first_events(frame, events, "switch")
     if not switched:
@@ -85,7 +85,7 @@ def _worst_first(
     alarms = marks.first_events(frame, events, "alarm")
     alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
     excess = ranking.excess(frame, step)["excess"].fillna(0.0).to_dict()
-    # Of a head that a switch names there may be no samples, as where a layer has one value.
+    # A switch may name heads without samples, as where a layer has one value only.
     others = [head for head in heads if head not in alarmed]
     return [*alarmed, *sorted(others, key=lambda head: -excess.get(head, 0.0))]
 
@@ -114,7 +114,7 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
 def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
     """What stood before the step and after it, dotted, and the numbers above the panel.
 
-    Before the switch a sick head grows: its median would be that of a healthy one.
+    Before the switch a diverging head grows, so its median would be that of a healthy one.
     """
     # The sample of the switch's own step was measured before the switch took effect.
     sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}

@@ -251,7 +251,7 @@ class RunViews:
         return alarmed, current
 
     def _worst(self, newest: Json) -> list[Json]:
-        """The heads that are farthest above their own normal, worst first."""
+        """The heads that are farthest above their baseline, worst first."""
         history = self._history
         excess, which, names = history.excess()
         order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]

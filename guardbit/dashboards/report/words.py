@@ -34,6 +34,8 @@ LABELS = {
     "loss": "Training loss",
     "grad_norm": "Gradient norm",
 }
+#: Keys of the metadata whose titles are other words.
+TITLES = {"sites": "attention modules"}
 PERCENTAGES = ("multiple_maxima", "multiple_maxima_bf16")
 
 
@@ -45,12 +47,12 @@ def what(events: Sequence[Event]) -> str:
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",
         "undo": "Switched back to plain attention",
-        "refusal": "Not switched",
+        "refusal": f"Not switched to {event.stabilizer}" if event.stabilizer else "Not switched",
         "verdict": f"Verdict: {event.verdict}",
         "monitor_error": "Error in the monitor",
-    }.get(kind, kind.replace("_", " ").capitalize())  # of a newer version's journal
+    }.get(kind, kind.replace("_", " ").capitalize())  # a newer version's kind
     if len(events) > 1:
-        counted = count(len(events), "site")
+        counted = count(len(events), "attention module")
         if all(one.heads for one in events):
             counted += f", {count(sum(len(one.heads) for one in events), 'head')}"
         return f"{happened} · {counted}"
@@ -118,6 +120,6 @@ def setting(value: object) -> str:
 
 
 def title(name: object) -> str:
-    """A key as a title."""
-    words = str(name).replace("_", " ")
+    """A key of the metadata as a title."""
+    words = TITLES.get(str(name), str(name)).replace("_", " ")
     return words[:1].upper() + words[1:]
