@@ -45,9 +45,9 @@ _MODEL = (
     f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n\n"
 )
 INTRODUCTION = (
-    f"{_MODEL}At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets"
-    " the head's W_Q and W_K so that all queries see the same few positions, with large, tied"
-    " logits. A real run needs thousands of steps to get there. Everything after that is measured.\n"
+    f"{_MODEL}At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets the"
+    " head's W_Q and W_K so that all queries see the same few positions, with large, tied logits."
+    " A real run needs thousands of steps to get there. Everything after that is measured.\n"
 )
 HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raised.\n"
 

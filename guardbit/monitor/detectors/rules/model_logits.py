@@ -29,7 +29,7 @@ class ModelLogits:
         level: Smallest quartile that fires, after scaling.
         growth: Smallest ratio to the first quartile seen.
         saturated: Smallest quartile that fires without having grown.
-        sites: Number of sites known, at least: of two, one is no majority.
+        sites: Smallest number of attention modules that is judged: of two, one is no majority.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("max_logit",)
@@ -46,7 +46,7 @@ class ModelLogits:
         check_thresholds(self)
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
-        """Returns, where the quartile is too high, every measured site's high heads."""
+        """Returns the high heads of every measured module, where the quartile is too high."""
         measured = snapshot.of("max_logit")
         if not measured or len(snapshot.latest["max_logit"]) < self.sites:
             return []
@@ -59,8 +59,8 @@ class ModelLogits:
         if lasting < min(max(self.level, self.growth * first), self.saturated):
             return []
         why = (
-            f"three of four layers reach logits of {quartile:.3g} (threshold {self.level:g}), "
-            f"where they began at {first:.3g}"
+            f"three of four attention modules reach logits of {quartile:.3g} "
+            f"(threshold {self.level:g}), where they began at {first:.3g}"
         )
         high = {site: heads_where(logits >= self.level) for site, logits in measured.items()}
         return [Finding(site, heads, why) for site, heads in high.items() if heads]
