@@ -3,7 +3,16 @@ import json
 
 import pytest
 
-from guardbit.monitor.detectors import DEFAULT_RULES, role_of
+from guardbit.monitor.detectors import (
+    DEFAULT_RULES,
+    DeltaBias,
+    LogitOutlier,
+    LossDeparture,
+    ModelLogits,
+    MultipleMaxima,
+    NormGrowth,
+    role_of,
+)
 from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy
 from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Role
@@ -34,7 +43,11 @@ def decided(decisions):
 
 
 def test_the_rules_have_their_roles():
-    known = {rule.name: role_of(rule) for rule in DEFAULT_RULES}
+    rules = (
+        NormGrowth(), LogitOutlier(), ModelLogits(), MultipleMaxima(), DeltaBias(), LossDeparture()
+    )  # fmt: skip
+    assert set(rules) <= set(DEFAULT_RULES)
+    known = {rule.name: role_of(rule) for rule in rules}
     of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], Role("head"))
     assert known == ROLES | of_heads
 
