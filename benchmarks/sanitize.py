@@ -4,12 +4,12 @@
 
 memcheck finds accesses outside of an allocation: PyTorch's caching of memory is off, so that every
 tensor is one, with a gap behind it. racecheck finds threads of a block that race in shared memory.
-Each head dimension has a process of its own. The first run, without a tool, compiles the kernels.
+Each head dimension, with and without a causal mask, has a process of its own. The first run,
+without a tool, compiles the kernels.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
@@ -32,13 +32,15 @@ TOOLS = {
 LENGTHS = [(1, 1), (17, 17), (129, 200), (200, 129), (256, 256)]
 #: The kernels of 80 work with 128 columns, masked.
 WIDTHS = ("16", "64", "80", "128", "256")
+#: What the processes are about.
+PARTS = [(width, mask) for width in WIDTHS for mask in ("causal", "none")]
 #: What our forward does, one a head.
 STABILIZERS = ("none", "compensated", "stochastic", "row_max")
 
 
-def call_all(width: int) -> None:
+def call_all(width: int, causal: bool) -> None:
     """Launches every kernel, the forward with no stabilizer and with all, over the grid."""
-    for (length, keys), causal in itertools.product(LENGTHS, (True, False)):
+    for length, keys in LENGTHS:
         dtype = torch.float16 if width == 80 else torch.bfloat16
         q, d_out = (torch.randn(1, 4, length, width, dtype=dtype, device="cuda") for _ in range(2))
         k, v = (torch.randn(1, 2, keys, width, dtype=dtype, device="cuda") for _ in range(2))
@@ -88,14 +90,14 @@ def check_measures(
 
 
 def run_all(prefix: list[str]) -> list[tuple[int, str]]:
-    """Return code and output of `call_all` for each width, run side by side behind a command."""
+    """Return code and output of `call_all` for each part, run side by side behind a command."""
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     children = [
         subprocess.Popen(
-            [*prefix, sys.executable, __file__, width],
+            [*prefix, sys.executable, __file__, *part],
             env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for width in WIDTHS
+        for part in PARTS
     ]  # fmt: skip
     outputs = [child.communicate()[0] for child in children]
     return [(child.returncode, text) for child, text in zip(children, outputs, strict=True)]
@@ -108,16 +110,19 @@ def main(tools: list[str]) -> int:
         start = time.monotonic()
         sanitizer = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
         runs = run_all([*sanitizer, "--print-limit", "5", *TOOLS[tool]] if tool else [])
-        for width, (code, output) in zip(WIDTHS, runs, strict=True):
+        for (width, mask), (code, output) in zip(PARTS, runs, strict=True):
             found += code != 0
             # Of a clean run the sanitizer's summary, which is its last line.
-            print(f"{tool or 'compiling'}, D = {width}:", output[-3000:] if code else output[-80:])
+            print(
+                f"{tool or 'compiling'}, D = {width}, {mask}:",
+                output[-3000:] if code else output[-80:],
+            )
         print(f"{tool or 'compiling'}: {time.monotonic() - start:.0f} s", flush=True)
     return found
 
 
 if __name__ == "__main__":
     if sys.argv[1:] and sys.argv[1] in WIDTHS:
-        call_all(int(sys.argv[1]))
+        call_all(int(sys.argv[1]), sys.argv[2] == "causal")
     else:
         sys.exit(main(sys.argv[1:] or list(TOOLS)))

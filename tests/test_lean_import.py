@@ -57,3 +57,13 @@ def test_lean_modules_work_where_the_heavy_package_is_missing(missing):
 def test_the_session_needs_no_lightning():
     code = "from guardbit import MonitorSession, instrument, flash_attention"
     assert loaded(code, ("lightning", "pytorch_lightning")) == "[]"
+
+
+def test_instrumenting_loads_no_models_of_transformers():
+    code = (
+        "import sys, transformers, torch, guardbit\n"
+        "from guardbit import instrument\n"
+        "sys.modules['transformers.masking_utils'] = None  # as a broken installation\n"
+        "instrument(torch.nn.MultiheadAttention(16, 1)).remove()"
+    )
+    assert loaded(code, ("transformers.modeling_utils",)) == "[]"

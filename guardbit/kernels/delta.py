@@ -280,10 +280,12 @@ def delta_kernel(
     tl.store(delta_pointer + place.to(tl.int64) * rows + positions, delta, mask=inside)
 
     if CARRY:
+        # A row that sees no key keeps its O: engines differ in what they make of it.
+        carried = tl.where(row_sum == 0.0, float("nan"), delta)
         write_rows(
             head_of(carrier_pointer, carrier_strides, batch, number),
             head_of(out_pointer, out_strides, batch, number),
-            d_out_base, carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, delta,
+            d_out_base, carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, carried,
             VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
 
@@ -339,7 +341,8 @@ def carry_exact_delta(
 ) -> Carried:
     """The O' with which a kernel's backward uses the exact delta of some heads, in one launch.
 
-    See `exact_delta`, and `guardbit.kernels.reference.delta.write_carrier` for the rows of O'.
+    See `exact_delta`, and `guardbit.kernels.reference.delta.write_carrier` for the rows of O'. A
+    row that sees no key keeps its O.
 
     Args:
         d_out: See `exact_delta`.

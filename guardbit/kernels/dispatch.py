@@ -5,6 +5,7 @@ Triton is imported when it is first needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
@@ -178,7 +179,9 @@ def carry_exact_delta(
 
         return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out
     with torch.autocast(q.device.type, enabled=False):
-        exact = reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        exact = reference.exact_delta(
+            d_out, q, k, v, lse, spec=spec, heads=heads, unseeing=math.nan
+        )  # fmt: skip
         carried = torch.empty_like(out).copy_(out)
         reference.write_carrier(carried, d_out, exact, heads)
     return carried

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from guardbit.kernels import engines, heads
+from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.dispatch import is_direct
 from guardbit.kernels.engines import LibraryEngine, library_engine
 from guardbit.kernels.plan import Call
@@ -169,7 +170,10 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kernels = _kernels(ran.shared, ran.names)
     # The compiler may use the memory of what an op returns again.
     kernels = kernels.clone() if numbers.traced else kernels
-    return out, ran.lse.contiguous(), kernels, random
+    lse = ran.lse.contiguous()
+    if numbers.traced:
+        out, lse = aligned(out), aligned(lse)
+    return out, lse, kernels, random
 
 
 # Of GuardBit's own kernels, which never run here.
@@ -198,6 +202,7 @@ def _no_state() -> Tensor:
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    promise_aligned_outputs(_forward, _backward)
     q, site, numbers = arguments[0], arguments[6], Numbers(*arguments[7:])
     return (
         _promised(q),
@@ -225,6 +230,8 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
         dq, dk, dv = map(heads.laid_out_as, (dq, dk, dv), (q, k, v))
     d_sinks = gradients.d_sinks
     d_sinks = q.new_empty(0) if sinks is None or d_sinks is None else d_sinks.to(sinks.dtype)
+    if numbers.traced:
+        dq, dk, dv, d_sinks = map(aligned, (dq, dk, dv, d_sinks))
     observer = call.state.observer
     if observer is not None:
         dropout_p, dropped = numbers.dropout_p, None

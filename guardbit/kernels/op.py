@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines, heads
+from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.engines import Drawn, Engine
 from guardbit.kernels.plan import Call, plan_of
 from guardbit.kernels.spec import AttentionSpec, Causal
@@ -216,14 +217,17 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
         residual = _nothing(torch.int8, q.device)
     backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
     kernels = _kernels(backend, ran.shared, ran.on_triton, ran.names)
+    lse = ran.lse.contiguous()
     if traced:
         # The compiler may use the memory of what an op returns again.
         kernels = kernels.clone()
         residual = residual if residual.numel() else residual.clone()
-    return out, ran.lse.contiguous(), residual, kernels, random, generator_state
+        out, lse, residual = map(aligned, (out, lse, residual))
+    return out, lse, residual, kernels, random, generator_state
 
 
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    promise_aligned_outputs(_without_dropout, _with_dropout, _backward)
     request = Request(*arguments)
     q = request.q
     kept = request.traced and request.keeps_residual
@@ -301,6 +305,8 @@ def _attention_backward(
         d_mask = q.new_empty(0) if traced else _nothing(q.dtype, q.device)
     elif mask is not None:
         d_mask = heads.laid_out_as(d_mask.to(mask.dtype), mask)
+    if traced:
+        dq, dk, dv, d_mask = map(aligned, (dq, dk, dv, d_mask))
     if state.observer is not None:
         plan = plan_of(names, native)
         state.observer(

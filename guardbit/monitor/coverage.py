@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from guardbit.monitor import interception
+from guardbit.monitor import interception, ranks
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
@@ -50,7 +50,8 @@ class Coverage:
         watched = sum(row["watched"] for row in self.table.values())
         total = sum(row["modules"] for row in self.table.values())
         share = f"{watched} of {total} attention modules {'is' if watched == 1 else 'are'} watched"
-        log.info("%s: %s", share, ", ".join(self.table))
+        if ranks.rank() == 0:
+            log.tell(f"GuardBit: {share}: {', '.join(self.table)}")
         if unseen:
             yield (
                 f"{_counted(unseen, 'module')} that {_looks(unseen)} like attention ran and"

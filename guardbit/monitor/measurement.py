@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import indicators, ranks
-from guardbit.monitor.layouts import LayoutUnavailable
-from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.layouts import LayoutUnavailable, Side
+from guardbit.monitor.metrics import MEASURED, SUMMED, AttentionMetrics
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.monitor.transfer import Transfer
 from guardbit.records import RUN_INDICATORS, Sample
@@ -31,13 +31,17 @@ class NoAttentionSeenError(RuntimeError):
 
 
 class _KnownSite(NamedTuple):
-    """A site as the metrics count it, by `place`; `layer` is for readers."""
+    """A site as the metrics count it, by `place`; `layer` is for readers.
+
+    `copies` is how many ranks make the very same calls of each head.
+    """
 
     place: int
     layer: int
     name: str
     num_heads: int
     is_sharded: bool
+    copies: int
 
 
 class Sent(NamedTuple):
@@ -187,7 +191,7 @@ class Measurement:
         metrics, table = self._on_one_table(usable)
         if metrics is not None:
             measured = dict(zip(MEASURED, metrics.compute().unbind(), strict=True))
-            for name in ("delta_bias", "delta_bias_abs"):
+            for name in SUMMED:
                 measured[name] = measured[name] / loss_scale
             # Not of modules that were replaced or removed since the sites were counted, and not
             # under numbers of heads that are none.
@@ -197,8 +201,8 @@ class Measurement:
                 if site.is_sharded or site.name in own - told:
                     continue
                 for name in self._measured:
-                    values = measured[name]
-                    columns[site.name, name] = values[site.place, : site.num_heads]
+                    values = measured[name][site.place, : site.num_heads]
+                    columns[site.name, name] = values / site.copies if name in SUMMED else values
         else:
             self.discard()
         if not sites:
@@ -322,12 +326,16 @@ class Measurement:
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         self._own_heads = {site.number: site.own_heads for site in sites.values()}
+        # Ranks that share a layer's heads are given the same batch: in layers of which each of them
+        # has all heads they make the same calls.
+        most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: _KnownSite(
-                place, self._layers[name], name, site.num_heads, site.sharded is not None
+                place, self._layers[name], name, site.num_heads, site.sharded is not None,
+                copies=most // site.parts,
             )
             for place, (name, site) in enumerate(sites.items())
-        }
+        }  # fmt: skip
 
     def _audited_heads(self, site: _KnownSite) -> list[int]:
         count = min(self._num_audited_heads, site.num_heads)
@@ -425,18 +433,27 @@ def _norms_of(sites: Mapping[str, Site], needed: AbstractSet[str]) -> Iterator[_
     needs_keys = not needed <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
-            query = indicators.gram_matrices(site.query_weights())
+            query = _grams(site, "query")
             heads = len(query)
             if "w_q_spectral_norm" in needed:
                 yield _Norms(name, "w_q_spectral_norm", heads, query)
             if not needs_keys:
                 continue
-            key = indicators.gram_matrices(site.key_weights())
+            key = _grams(site, "key")
             if "w_k_spectral_norm" in needed:
                 yield _Norms(name, "w_k_spectral_norm", heads, key)
             if "qk_spectral_norm" in needed:
                 shared = key.repeat_interleave(heads // len(key), dim=0)
                 yield _Norms(name, "qk_spectral_norm", heads, shared, query)
+
+
+def _grams(site: Site, side: Side) -> Tensor:
+    """The Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
+    grams = site.grams_of_shards(side, indicators.gram_matrices)
+    if grams is not None:
+        return grams
+    weights = site.query_weights() if side == "query" else site.key_weights()
+    return indicators.gram_matrices(weights)
 
 
 def _batches(norms: Iterable[_Norms]) -> Iterator[list[_Norms]]:

@@ -26,8 +26,10 @@ MEASURED: tuple[str, ...] = (
     "dq_coherent_error",
 )
 
-# Those that are taken from the difference of delta, and of dQ; all others from the rows' scores.
-_OF_DELTA = frozenset({"delta_bias", "delta_bias_abs"})
+#: Those that are sums over rows, of the difference of delta; all others are means or maxima.
+SUMMED = frozenset({"delta_bias", "delta_bias_abs"})
+
+# Those that are taken from the difference of dQ; those that are left from the rows' scores.
 _OF_GRADIENTS = frozenset({"dq_relative_error", "dq_coherent_error"})
 
 #: What `AttentionMetrics` adds up, in the order of its state.
@@ -138,7 +140,7 @@ class AttentionMetrics(Metric):
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
         sums: tuple[Tensor, ...] = ()
-        if self.wanted & _OF_DELTA:
+        if self.wanted & SUMMED:
             sums = _delta_bias(call, shadow.out, rows)
         rows_seen = (
             shadow.maxima, shadow.maxima_bf16, shadow.row_max, shadow.entropy, shadow.largest

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.monitor.layouts import (
+    HeadRows,
     Layout,
     LayoutUnavailable,
     NotOneMatrix,
@@ -27,6 +28,7 @@ from guardbit.monitor.layouts import (
     find_layout,
 )
 from guardbit.monitor.rehearsal import rehearsal
+from guardbit.monitor.shards import HeadShards, shards_of
 
 #: Largest relative distance of an affine submodule from its matrix and bias. It is run in FP64, but
 #: may cast to FP32 inside.
@@ -58,6 +60,7 @@ class Weights:
         self._module = module
         self._widths = dict(widths)
         self._is_shared = is_shared
+        self._shards: dict[HeadRows, HeadShards | None] = {}
         self._biases = {name: self._measured(name).bias for name in widths}
 
     def of(self, name: str) -> dict[str, Tensor]:
@@ -70,6 +73,24 @@ class Weights:
             return {name: self._measured(name).weight}
         found = dict(self._module.named_parameters()).get(name)
         return {} if found is None else {name: self._here(found)}
+
+    def grams_of_shards(self, rows: HeadRows, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Gram matrices of the heads of a current matrix, from the shards that ranks have of it.
+
+        Args:
+            rows: The heads' rows.
+            of: See `HeadShards.gram_matrices`.
+
+        Returns:
+            See there; None of a matrix that is to be read as a whole, see `of`.
+        """
+        found = dict(self._module.named_parameters()).get(rows.parameter)
+        if rows.parameter in self._widths or not isinstance(found, DTensor):
+            return None
+        if rows not in self._shards:
+            self._shards[rows] = shards_of(rows, found, self._is_shared)
+        shards = self._shards[rows]
+        return None if shards is None else shards.gram_matrices(found.to_local().detach(), of)
 
     def leaves(self) -> dict[str, Tensor]:
         """Returns copies of all current matrices in FP32 by name, detached."""

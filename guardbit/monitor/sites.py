@@ -137,6 +137,11 @@ class Site:
         return record.sharded if record else None
 
     @property
+    def parts(self) -> int:
+        """Over how many ranks tensor parallelism spreads its weights, 1 if over none."""
+        return interception.parts(self.number)
+
+    @property
     def errors_unavailable(self) -> str | None:
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         if self.entry == interception.OBSERVE:
@@ -270,19 +275,42 @@ class Site:
             return str(layout.key)
         return next(iter(self._unread.values()), None)
 
+    def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Gram matrices of the heads of a weight that FSDP shards; all its ranks call it together.
+
+        Args:
+            side: Of which heads.
+            of: See `HeadShards.gram_matrices`.
+
+        Returns:
+            What `of` makes of `query_weights`, or of `key_weights`, from the shards of the ranks;
+            or None where these are read as a whole.
+
+        Raises:
+            LayoutUnavailable: As they do.
+        """
+        return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
+
     def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
         """The heads' rows, and the current matrix that they are rows of."""
+        return self._read(side, lambda rows, weights: (rows, weights.of(rows.parameter)))
+
+    def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
+        """What somebody reads of the current weights, once it is known where the heads' rows lie.
+
+        What goes wrong is remembered.
+        """
         layout, weights = self._settled_layout()
         rows = layout.query if side == "query" else layout.key_rows
         try:
-            matrix = weights.of(rows.parameter)
+            found = read(rows, weights)
         except Exception as error:
             self._unread[side] = str(error)
             if isinstance(error, LayoutUnavailable):
                 raise
             raise LayoutUnavailable(self._why(f"it could not be read: {error}")) from error
         self._unread.pop(side, None)
-        return rows, matrix
+        return found
 
     @property
     def normalises_queries(self) -> bool:

@@ -23,6 +23,18 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
         with suppress(Exception):
             super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 
+    def tell(self, message: str) -> None:
+        """Says at INFO what nobody should have to ask for.
+
+        Where logging is not set up, Python shows warnings alone; this is then shown like one.
+        """
+        with suppress(Exception):
+            if self.logger.hasHandlers() or self.logger.level or logging.lastResort is None:
+                self.info("%s", message)
+            else:
+                record = (self.logger.name, logging.INFO, __file__, 0, message, (), None)
+                logging.lastResort.handle(self.logger.makeRecord(*record))
+
 
 log = _Log(logging.getLogger("guardbit"))
 

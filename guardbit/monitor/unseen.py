@@ -9,8 +9,11 @@ from functools import lru_cache
 
 from torch import nn
 
+from guardbit.kernels.engines import hub_kernel_is_loaded
+
 # Hugging Face's names of attention that GuardBit may not see: "eager" it sees where a model gets it
-# from the interface. Kernels of the hub are named after their repository, with a slash.
+# from the interface. Kernels of the hub are named after their repository, with a slash; those of
+# FlashAttention it sees once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
@@ -33,7 +36,7 @@ def unseen_implementation(module: nn.Module) -> str | None:
         return None
     if implementation == "eager" and any(_asks_interface(type(x)) for x in module.modules()):
         return None
-    return implementation
+    return None if "/" in implementation and hub_kernel_is_loaded() else implementation
 
 
 @lru_cache(maxsize=1024)

@@ -3,7 +3,8 @@
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER
 
 Trains over gloo, with q, k and v of `ColwiseParallel`, in each of the ways of `WAYS`, and writes
-what each rank saw to FOLDER/WAY/RANK.json.
+what each rank saw to FOLDER/WAY/RANK.json. What a step in BF16 rounded away is in
+FOLDER/WAY/rounding-RANK.json.
 """
 
 import json
@@ -33,6 +34,9 @@ HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
 #: local: plain tensors with this rank's heads reach attention. dtensor: DTensors do. one_key: every
 #: rank has the one key head. gathered: all heads are put together before attention.
 WAYS = ("local", "compiled", "dtensor", "one_key", "gathered")
+
+#: Those of which the rounding errors of BF16 are measured.
+ROUNDED = ("local", "one_key", "gathered")
 
 
 class Core(nn.Module):
@@ -199,6 +203,46 @@ def train(folder, way, mesh):
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
+def rounding(folder, way, mesh):
+    """The delta bias of a step in BF16, as GuardBit measures it and by what the calls have shown.
+
+    Of each site of this rank: measured and exact, the sums over rows of dO (O - exact O) and of
+    their sizes, of the heads that are here.
+    """
+    model, seen = Model(way, mesh), {}
+
+    def show(site):
+        def hook(core, inputs, out):
+            seen[site] = [*(x.detach().double() for x in inputs), out.detach().double()]
+            out.register_hook(lambda d_out: seen[site].append(d_out.double()))
+
+        return hook
+
+    for site in ("shared.core", "whole.core"):
+        model.get_submodule(site).register_forward_hook(show(site))
+    session = MonitorSession(model, every_n_train_steps=1, strict=True)
+    session.begin_batch(0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch(0)).float().square().mean()
+    loss.backward()
+    session.end_step()
+    found = {}
+    for site, (q, k, v, out, d_out) in seen.items():
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+        hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu(1)
+        p = (q @ k.mT / SIZE**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+        errors = (d_out * (out - p @ v)).sum(-1)
+        measured = {s.indicator: s.values for s in session.samples if s.site == site}
+        found[site] = {
+            "own": list(session.instrumentation.candidates[site].own_heads),
+            "measured": [measured.get(name) for name in ("delta_bias", "delta_bias_abs")],
+            "exact": [x.sum((0, 2)).tolist() for x in (errors, errors.abs())],
+        }
+    session.close()
+    rank = torch.distributed.get_rank()
+    (folder / f"rounding-{rank}.json").write_text(json.dumps(found))
+
+
 def main(folder):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -207,6 +251,8 @@ def main(folder):
         path = Path(folder) / way
         path.mkdir(exist_ok=True)
         train(path, way, mesh)
+        if way in ROUNDED:
+            rounding(path, way, mesh)
     torch.distributed.destroy_process_group()
 
 

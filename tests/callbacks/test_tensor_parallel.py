@@ -137,3 +137,20 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
     first = events[events.kind == "monitor_error"].iloc[0]
     assert (first.step, first.site) == (0, "")
     assert REASON in first.why
+
+
+@pytest.mark.parametrize("way", script.ROUNDED)
+def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way):
+    ranks = [json.loads((runs / way / f"rounding-{rank}.json").read_text()) for rank in range(2)]
+    for rank in ranks:
+        for site, found in rank.items():
+            if way == "gathered" and site == SITE:
+                assert found["measured"] == [None, None]
+                continue
+            assert len(found["own"]) == (2 if site == SITE else script.HEADS)
+            measured = np.array(found["measured"])[:, found["own"]]
+            bias, size = found["exact"]
+            assert max(np.abs(bias)) > 0
+            # The shadow is FP32: off by 2**-24 where BF16 is by 2**-9, as far as sums go.
+            np.testing.assert_allclose(measured[0], bias, rtol=0, atol=1e-3 * max(size))
+            np.testing.assert_allclose(measured[1], size, rtol=1e-3)

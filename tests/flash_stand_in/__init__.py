@@ -5,7 +5,8 @@ backward computes delta = rowsum(dO * O) from the O that it is handed, as theirs
 from GuardBit's own references.
 
 `install` puts it under the ops that PyTorch's `varlen_attn` calls, and makes modules like those of
-flash_attn 2, 3 and 4 of it, with the parameters that these have.
+flash_attn 2, 3 and 4 of it, with the parameters that these have, and modules like those that the
+package `kernels` makes of kernels of Hugging Face's hub.
 """
 
 import sys
@@ -20,7 +21,7 @@ from tests.flash_stand_in.aten import aten_kernels
 
 
 def modules():
-    """Name -> module, of all three."""
+    """Name -> module, of all three and of their kernels in the hub."""
     ops = getattr(torch.ops, v2.NAMESPACE)
     kinds = ("", "qkvpacked_", "kvpacked_", "varlen_", "varlen_qkvpacked_", "varlen_kvpacked_")
     names = [*(f"flash_attn_{kind}func" for kind in kinds), "flash_attn_with_kvcache"]
@@ -49,12 +50,37 @@ def modules():
             **public_4, "_flash_attn_fwd": v3.forward_4, "_flash_attn_bwd": v3.backward_4
         },
     }  # fmt: skip
+    hub_2, hub_3, hub_4 = (
+        {name: _copy(x) for name, x in public.items()}
+        for public in (public_2, contents["flash_attn_interface"], public_4)
+    )
+    contents |= {
+        "flash_attn2_0f3a": hub_2,
+        "flash_attn2_0f3a.flash_attn_interface": {
+            **hub_2, **{name.removeprefix("_wrapped"): x for name, x in private_2.items()}
+        },
+        "flash_attn3_77c1": hub_3,
+        "flash_attn3_77c1.flash_attn_interface": hub_3,
+        "flash_attn4_9e02": hub_4,
+        "flash_attn4_9e02.interface": {
+            **hub_4, "_flash_attn_fwd": v3.forward_4, "_flash_attn_bwd": v3.backward_4
+        },
+    }  # fmt: skip
     made = {}
     for name, content in contents.items():
         made[name] = types.ModuleType(name)
         made[name].__path__ = []
         made[name].__spec__ = ModuleSpec(name, None, is_package=True)
         vars(made[name]).update(content)
+    return made
+
+
+def _copy(function):
+    """Another function that does the same, as a kernel of the hub has."""
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
     return made
 
 

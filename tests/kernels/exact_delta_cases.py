@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +57,22 @@ class Case(NamedTuple):
         delta_error = (self.d_out.double() * (out.double() - exact)).sum(-1, keepdim=True)
         keys = k.repeat_interleave(q.size(1) // k.size(1), 1)
         return -((weights * delta_error) @ keys).sum(-2) / math.sqrt(q.size(3))
+
+    def summed_error_of(self, change: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """What else a kernel rounds adds to dQ, summed over rows, delta being exact.
+
+        Args:
+            change: Makes of the exact P and dP the error of dS.
+
+        Returns:
+            FP64 (B, H, D).
+        """
+        q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
+        weights, _ = self.exactly(q, k, v)
+        group = q.size(1) // k.size(1)
+        d_weights = d_out @ v.repeat_interleave(group, 1).mT
+        error = change(weights, d_weights)
+        return (error @ k.repeat_interleave(group, 1)).sum(-2) / math.sqrt(q.size(3))
 
     def run(self, attention) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Out, dq, dk, dv."""
@@ -196,7 +212,11 @@ GROUPINGS = (4, 2, 1)
 
 
 def check_sink(
-    case: Case, native: tuple[Tensor, ...], found: tuple[Tensor, ...], repeats: bool = True
+    case: Case,
+    native: tuple[Tensor, ...],
+    found: tuple[Tensor, ...],
+    repeats: bool = True,
+    on_tensor_cores: bool = False,
 ) -> None:
     """Checks a call of `sink` whose heads are switched as `SOME` says.
 
@@ -205,6 +225,7 @@ def check_sink(
         native: Out, dq, dk, dv of PyTorch's function.
         found: The same of the op.
         repeats: Whether PyTorch's backward gives the same bits each time.
+        on_tensor_cores: Whether a GPU computed them.
     """
     assert torch.equal(found[0], native[0]), "the forward of all heads keeps its bits"
     if repeats:
@@ -220,11 +241,37 @@ def check_sink(
     # PyTorch's error is what theory makes of its O, and has that sign: the rest, dS and dQ rounded
     # one by one, comes to a fiftieth at most, so a twentieth leaves room.
     theory = case.summed_error_by_theory(native[0])[:, :2]
-    assert abs((before * theory).sum() / theory.square().sum() - 1) < 0.05
-    assert (before - theory).norm() < 0.05 * theory.norm()
+    size, left = theory.norm(), 0.02 * before.abs().mean()
+    room, drawn_to_zero = 0.05 * size, 0.0
+    if on_tensor_cores:
+        # What dS alone makes, rounded to its format, no exact delta can take away. In BF16 it is
+        # 0.1 to 2.3 % of PyTorch's error of the rows here, in FP16, whose O is eight times as near,
+        # 0.6 to 4.5 %.
+        rounded = case.summed_error_of(lambda p, dp: rounding_of_ds(p, dp, case.q.dtype))[:, :2]
+        left += 1.1 * rounded.abs().mean()
+    if on_tensor_cores and case.q.dtype == torch.float16:
+        # Tensor cores round sums toward zero (Fasi, Higham, Mikaitis, Pranesh, PeerJ Comput. Sci.
+        # 7:e330), so that dP, of one sign here, is too small: by 0 to 2.2 times 2^-22 of it, more
+        # the more features there are (H200). Delta from O has no such error, so that this adds up
+        # as well, and against the other one; in FP16 it is as large as that. Exact delta has it
+        # too, from the same products, and takes it away but for 0.8 times 2^-22 in the kernel that
+        # multiplies in another order.
+        cut = case.summed_error_of(lambda p, dp: -p * dp * 2.0**-22)[:, :2]
+        room += rounded.norm() + 2.5 * cut.norm()
+        drawn_to_zero = 2.5 * (cut.norm() / size).item()
+        left += cut.abs().mean()
+    slope = ((before * theory).sum() / theory.square().sum()).item()
+    assert 0.95 - drawn_to_zero < slope < 1.05
+    assert (before - theory).norm() < room
     # What is left, in size, and with its sign along PyTorch's.
-    assert after.abs().mean() <= 0.02 * before.abs().mean()
-    assert abs((after * before).sum() / before.square().sum()) <= 0.02
+    assert after.abs().mean() <= left
+    assert abs((after * before).sum() / before.square().sum()) <= left / before.abs().mean()
+
+
+def rounding_of_ds(weights: Tensor, d_weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding dS to a kernel's format takes from it, or adds."""
+    ds = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
+    return round_nearest(ds, dtype).double() - ds
 
 
 def equal(first: Iterable[Tensor], second: Iterable[Tensor]) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta as kernels
-from guardbit.kernels import launch, reference, tiles
+from guardbit.kernels import dispatch, launch, reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
@@ -422,6 +422,27 @@ def test_fused_carrier_is_the_plain_one_bit_for_bit(dtype, all_heads):
     assert torch.equal(result.out, expected)
     assert result.out.stride() == out.stride()
     assert torch.equal(result.out[:, :, [6, 7, 12]], out[:, :, [6, 7, 12]])
+
+
+@pytest.mark.parametrize("lse_of_dead_rows", [-math.inf, -65503.5])
+@pytest.mark.parametrize("launched", [True, False], ids=["triton", "torch"])
+def test_rows_that_see_no_key_keep_what_the_engine_left(launched, lse_of_dead_rows):
+    tensors = inputs((1, 2, 1, 40, 20, 16, 16))
+    spec = AttentionSpec(0.25, True)
+    lse, _, truth, size = exact(*tensors, spec)
+    dead = lse == -math.inf
+    assert dead.sum() == 2 * 20
+    # As cuDNN left them until PyTorch 2.12: a mean of V.
+    own = torch.full_like(tensors[0], 7.0)
+    arguments = (*tensors, own, lse.float().masked_fill(dead, lse_of_dead_rows))
+    if launched:
+        out = kernels.carry_exact_delta(*arguments, spec=spec, heads=[0, 1]).out
+    else:
+        out = dispatch.carry_exact_delta(*(x.cpu() for x in arguments), spec=spec, heads=[0, 1])
+        out = out.to(own.device)
+    assert torch.equal(out[dead], own[dead])
+    carried = (out.double() * tensors[0].double()).sum(-1)
+    assert ((carried - truth).abs() <= 1e-5 * size)[~dead].all()
 
 
 def test_cases_of_the_carrier_fused():

@@ -13,6 +13,9 @@ pytestmark = pytest.mark.gpu
 
 # FP32 exponents, and sums of up to 2,048 terms in eight parts a row: some units of 2^-24.
 DELTA_ERROR = 2e-6
+# Tensor cores round dP's sums toward zero, by a unit of 2^-24 of sum_d |dO V| here and there; in
+# FP16 products have 22 bits, of which such a sum loses more than of BF16's 16. Seen: 2^-22.9.
+CUT = {torch.bfloat16: 0.0, torch.float16: 2.0**-22}
 
 
 def inputs(heads, kv_heads, rows, keys, width, value_width, dtype):
@@ -33,7 +36,7 @@ def inputs(heads, kv_heads, rows, keys, width, value_width, dtype):
 
 
 def exact(d_out, q, k, v, spec):
-    """FP64: L, O, delta and sum |P dP|; L is -inf where no key is seen."""
+    """FP64: L, O, delta and how far off it may be; L is -inf where no key is seen."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
     scores = q.double() @ k.mT * spec.scale
@@ -49,18 +52,22 @@ def exact(d_out, q, k, v, spec):
     dead = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     terms = weights * (d_out.double() @ v.mT)
-    return scores.logsumexp(-1), weights @ v, terms.sum(-1), terms.abs().sum(-1)
+    products = (weights * (d_out.double().abs() @ v.abs().mT)).sum(-1)
+    allowed = DELTA_ERROR * terms.abs().sum(-1) + CUT[d_out.dtype] * products
+    return scores.logsumexp(-1), weights @ v, terms.sum(-1), allowed
 
 
 def check(tensors, spec, heads):
     """delta against FP64, the fused carrier against the plain one, both against a second run."""
-    lse, out, truth, size = exact(*tensors, spec)
+    lse, out, truth, allowed = exact(*tensors, spec)
     arguments = (*tensors, out.to(tensors[0].dtype), lse.float())
     result = delta.carry_exact_delta(*arguments, spec=spec, heads=heads)
     error = (result.delta - truth[:, heads]).abs()
-    assert (error <= DELTA_ERROR * size[:, heads]).all(), (error / size[:, heads]).max()
+    assert (error <= allowed[:, heads]).all(), (error / allowed[:, heads]).max()
     expected = arguments[4].clone()
-    write_carrier(expected, tensors[0], result.delta, heads)
+    # A row that sees no key keeps its O, as one whose delta is not finite.
+    carried = result.delta.masked_fill((lse == -math.inf)[:, heads], math.nan)
+    write_carrier(expected, tensors[0], carried, heads)
     assert torch.equal(result.out, expected)
     again = delta.carry_exact_delta(*arguments, spec=spec, heads=heads)
     assert all(torch.equal(x, y) for x, y in zip(result, again, strict=True))
@@ -104,14 +111,15 @@ def test_dense_masks(name, width):
 def test_as_many_heads_as_a_launch_may_have():
     tensors = [x.repeat(256, 1, 1, 1) for x in inputs(160, 160, 3, 3, 16, 16, torch.bfloat16)]
     spec = AttentionSpec(0.25, True)
-    lse, _, truth, size = exact(*tensors, spec)
+    lse, _, truth, allowed = exact(*tensors, spec)
     found = delta.exact_delta(*tensors, lse.float(), spec=spec, heads=range(160))
-    assert ((found - truth).abs() <= DELTA_ERROR * size).all()
+    assert ((found - truth).abs() <= allowed).all()
 
 
 def test_a_backward_that_reads_o_for_delta_only_takes_the_carrier():
     # PyTorch's flash kernel, on tokens that attend mostly to themselves.
     d_out, q, k, v = inputs(4, 4, 1024, 1024, 128, 128, torch.bfloat16)
+    k = (1.8 * k).bfloat16()
     q = (q + 0.4 * k).bfloat16()
     spec = AttentionSpec(128**-0.5, True)
     forward = torch.ops.aten._scaled_dot_product_flash_attention

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,6 +31,16 @@ BACKENDS = {
 SHAPES = [(2, 4, 4, 512, 64), (2, 4, 2, 448, 128), (1, 2, 2, 300, 96)]
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Flash sums dQ in any order else, and now and then in the same one three times."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -72,6 +84,7 @@ def native_runs(case, backend) -> list[tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("width", [16, 64, 128])
 @pytest.mark.parametrize("kv_heads", GROUPINGS)
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "additive"])
@@ -81,17 +94,13 @@ def test_the_error_that_adds_up_is_gone_and_nothing_else_moves(
     backend, dtype, kind, kv_heads, width
 ) -> None:
     case = sink(kind, dtype, (4, 4, kv_heads, 256, width), "cuda")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with sdpa_kernel(BACKENDS[backend]):
-            native = native_runs(case, backend)
-            found, state = case.switched(SOME)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with sdpa_kernel(BACKENDS[backend]):
+        native = native_runs(case, backend)
+        found, state = case.switched(SOME)
     assert state.ran == SOME, state.substituted
     assert state.launches["backward", BACKENDS[backend].name] == 1
     repeats = all(equal(run, native[0]) for run in native)
-    check_sink(case, native[0], found, repeats)
+    check_sink(case, native[0], found, repeats, on_tensor_cores=True)
 
 
 # D, sharpness and spread of k, for which PyTorch's dQ is off by about 0.43, 0.95, 3.6 and 19.5 %;
@@ -122,12 +131,15 @@ def test_what_is_left_where_tokens_attend_to_themselves(
     if dtype == torch.float16:  # three more bits; no table
         assert after < 0.9 * before
     else:
-        assert after < 1.1 * left
+        # The efficient kernel multiplies by a P that it has rounded: a third rounding, so that
+        # there are sqrt(3 / 2) times the 0.235 %.
+        assert after < 1.1 * (max(left, 0.288e-2) if backend == "efficient" else left)
         assert after > 0.9 * min(left, 0.25e-2), "less than dS and dQ rounded: the inputs are wrong"
-        assert before > 1.5 * after
+        assert before > (1.3 if backend == "efficient" else 1.5) * after
 
 
 @pytest.mark.filterwarnings("ignore:.*deterministic.*")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,12 +147,8 @@ def test_rows_that_see_no_key_stay_as_the_kernel_has_them(backend, dtype, kind) 
     if backend == "flash":
         pytest.skip("flash takes no mask, and a causal one leaves every row a key")
     case, dead = with_dead_rows(kind, dtype, "cuda")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with sdpa_kernel(BACKENDS[backend]):
-            native = native_runs(case, backend)
-            found, state = case.switched(("exact_delta",) * 4)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    with sdpa_kernel(BACKENDS[backend]):
+        native = native_runs(case, backend)
+        found, state = case.switched(("exact_delta",) * 4)
     assert state.ran == ("exact_delta",) * 4, state.substituted
     check_dead_rows(case, dead, native[0], found, all(equal(run, native[0]) for run in native))

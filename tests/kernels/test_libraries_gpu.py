@@ -15,15 +15,14 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import add_site, remove_site, site_state
-from guardbit.monitor.interception.entry_points import refusals
 from tests.kernels.spec_cases import dense, packed
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def tried(monkeypatch):
-    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
+pytestmark = [
+    pytest.mark.gpu,
+    # FlashAttention 4 and what it is built on warn of themselves.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Argument .*:UserWarning"),
+]
 
 
 HOMES = {
@@ -161,3 +160,70 @@ def test_a_model_on_varlen_attn_keeps_its_bits_until_it_is_switched(compiled) ->
     finally:
         inst.remove()
         torch._dynamo.reset()
+
+
+class Four(nn.Module):
+    """Attention by FlashAttention 4, packed or not."""
+
+    def __init__(self, is_packed):
+        super().__init__()
+        self.qkv = nn.Linear(256, 768)
+        self.starts = packed(LENGTHS, LENGTHS)[0] if is_packed else None
+
+    def forward(self, x):
+        cute = importlib.import_module("flash_attn.cute")
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).unbind(-3)
+        if self.starts is None:
+            out, _ = cute.flash_attn_func(q, k, v, causal=True, deterministic=True)
+        else:
+            starts, longest = self.starts, max(LENGTHS)
+            out, _ = cute.flash_attn_varlen_func(
+                q,
+                k,
+                v,
+                cu_seqlens_q=starts,
+                cu_seqlens_k=starts,
+                max_seqlen_q=longest,
+                max_seqlen_k=longest,
+                causal=True,
+                deterministic=True,
+            )
+        return out.flatten(-2)
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_a_model_on_flash_attention_4_keeps_its_bits_until_it_is_switched(is_packed) -> None:
+    pytest.importorskip("flash_attn.cute")
+    torch.manual_seed(0)
+    model = Four(is_packed).cuda().bfloat16()
+    with torch.no_grad():
+        model.qkv.weight.mul_(3)
+    shape = (sum(LENGTHS), 256) if is_packed else (2, 320, 256)
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def step():
+        model.zero_grad()
+        out = model(x)
+        out.float().square().mean().backward()
+        return out.detach().clone(), model.qkv.weight.grad.clone()
+
+    before = [step() for _ in range(3)]
+    assert all(torch.equal(each[1], before[0][1]) for each in before), "it does not repeat itself"
+    inst = guardbit.instrument(model)
+    try:
+        calls = []
+        inst.observe(calls.append)
+        watched = step()
+        (name,) = inst.sites
+        assert inst.sites[name].refusal is None
+        assert len(calls) == 1
+        assert all(map(torch.equal, watched, before[0]))
+        inst.switch("*", "exact_delta", heads=[1])
+        switched = step()
+        assert inst.sites[name].launches["backward", "exact_delta"] == 1
+        assert torch.equal(switched[0], watched[0])
+        # Rows of W are q, k and v of one head after the other.
+        changed = (switched[1] != watched[1]).any(1).unflatten(0, (3, 4, 64)).any(-1)
+        assert changed.tolist() == [[i == 1 for i in range(4)]] * 2 + [[False] * 4]
+    finally:
+        inst.remove()

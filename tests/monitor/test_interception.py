@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels.attention import site_stack
+from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.frames import frame_stack
 
@@ -938,3 +939,18 @@ def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
     rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
     assert sdpa.scaled_dot_product_attention not in rules
     assert F.scaled_dot_product_attention in rules
+
+
+def test_libraries_that_are_looked_for_are_not_compiled(tiny, tokens, instrument, monkeypatch):
+    model = tiny.GPT(layers=1)
+    instrument(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):  # the first one imports much
+        tiny.step(model, tokens, run=compiled)
+    frames = torch._dynamo.utils.counters["frames"].copy()
+    monkeypatch.setitem(sys.modules, "another", types.ModuleType("another"))
+    looked = []
+    monkeypatch.setattr(installation.ENTRY_POINTS[-1], "find", lambda: looked.append(True))
+    tiny.step(model, tokens, run=compiled)
+    assert looked
+    assert torch._dynamo.utils.counters["frames"] == frames

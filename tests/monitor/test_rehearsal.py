@@ -15,8 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit import LayoutUnavailable, MonitorSession
+from guardbit.monitor.rehearsal import rehearsal
 
 WIDTH, HEADS = 32, 4
 
@@ -513,3 +517,22 @@ def test_what_a_forward_imports_is_held_apart(monkeypatch):
     expected = random.Random(0)
     expected.random()
     assert imported.generator.getstate() == expected.getstate()
+
+
+class Counts(Attention):
+    def disturbed(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return 1.0
+
+
+def test_a_module_to_which_fsdp_gave_a_class_of_its_own_is_copied():
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        module = fully_shard(Counts(), mesh=init_device_mesh("cpu", (2,)))
+        whole = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
+        with rehearsal(module, whole, torch.float32) as stand_in:
+            stand_in.forward(torch.ones(1, 3, WIDTH))
+        assert stand_in.calls == 1
+        assert not hasattr(module, "calls")
+    finally:
+        torch.distributed.destroy_process_group()

@@ -54,10 +54,14 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def train(compiled: bool, monitored: bool, switch_at: int | None = None) -> tuple[Tensor, dict]:
+def train(
+    compiled: bool, monitored: bool, switch_at: int | None = None, stabilizer: str = ""
+) -> tuple[Tensor, dict]:
     torch.manual_seed(0)
     model = Model().cuda()
     session = MonitorSession(model, every_n_train_steps=4, strict=True) if monitored else None
+    if stabilizer == "compensated":
+        session.instrumentation.keep_residuals(True)
     forward = torch.compile(model, fullgraph=True) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +83,7 @@ def train(compiled: bool, monitored: bool, switch_at: int | None = None) -> tupl
             session.end_step()
         torch.cuda.set_sync_debug_mode("default")
         if session is not None and step == switch_at:
-            session.instrumentation.switch("h.1", "compensated", heads=[1])
+            session.instrumentation.switch("h.1", stabilizer, heads=[1])
     if session is not None:
         graphs = {
             "launches": {
@@ -107,13 +111,15 @@ def test_a_monitored_run_ends_with_the_same_bits_and_does_not_wait(compiled: boo
 
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_switch_reaches_the_gpu_at_the_next_step(compiled: bool) -> None:
-    plain, _ = train(compiled, monitored=True)
-    switched, facts = train(compiled, monitored=True, switch_at=4)
+@pytest.mark.parametrize("stabilizer", ["exact_delta", "compensated"])
+def test_a_switch_reaches_the_gpu_at_the_next_step(stabilizer: str, compiled: bool) -> None:
+    plain, _ = train(compiled, monitored=True, stabilizer=stabilizer)
+    switched, facts = train(compiled, monitored=True, switch_at=4, stabilizer=stabilizer)
     assert not torch.equal(plain, switched)
     launches = facts["launches"]["h.1"]
-    assert launches["forward", "compensated"] == launches["backward", "compensated"] == 4
-    assert ("forward", "compensated") not in facts["launches"]["h.0"]
+    assert launches["backward", stabilizer] == 4
+    assert launches.get(("forward", stabilizer), 0) == (4 if stabilizer == "compensated" else 0)
+    assert ("backward", stabilizer) not in facts["launches"]["h.0"]
     if compiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         assert not torch._dynamo.utils.counters["graph_break"]

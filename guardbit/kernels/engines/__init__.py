@@ -20,6 +20,13 @@ from guardbit.kernels.engines.cudnn import CuDNN
 from guardbit.kernels.engines.efficient import Efficient
 from guardbit.kernels.engines.flash import Flash
 from guardbit.kernels.engines.flash_attn import FlashAttn2, FlashAttn3, FlashAttn4
+from guardbit.kernels.engines.hub import (
+    HubFlashAttn2,
+    HubFlashAttn3,
+    HubFlashAttn4,
+    home_of,
+    hub_kernel_is_loaded,
+)
 from guardbit.kernels.engines.library import LibraryEngine
 from guardbit.kernels.engines.random import state_bytes
 from guardbit.kernels.engines.varlen import Varlen
@@ -35,6 +42,8 @@ __all__ = [
     "Whole",
     "choose",
     "engine_of",
+    "home_of",
+    "hub_kernel_is_loaded",
     "library_engine",
     "scaled_dot_product_attention",
     "state_bytes",
@@ -96,8 +105,11 @@ def _engine(backend: SDPBackend, is_cuda: bool, head_dim: int) -> Engine:
 
 #: The engines of libraries, by their names.
 LIBRARIES: dict[str, type[LibraryEngine]] = {
-    engine.label: engine for engine in (Varlen, FlashAttn2, FlashAttn3, FlashAttn4)
-}
+    engine.label: engine
+    for engine in (
+        Varlen, FlashAttn2, FlashAttn3, FlashAttn4, HubFlashAttn2, HubFlashAttn3, HubFlashAttn4
+    )
+}  # fmt: skip
 
 
 @lru_cache

@@ -80,7 +80,7 @@ class CuDNN(Engine):
         return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
-# PyTorch's own conversion for cuDNN put -65504 in the place of -inf until 2.11, which makes a row
-# that sees no key attend to all of them.
+# PyTorch's own conversion for cuDNN puts -65504 in the place of -inf until 2.11, which makes a row
+# that sees no key attend to all of them (pytorch #177842, mended in 2.12).
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
-_HIDDEN = -math.inf if _RELEASE >= (2, 11) else -65504.0
+_HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0

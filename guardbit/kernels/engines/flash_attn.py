@@ -40,6 +40,10 @@ class _FlashAttn(LibraryEngine):
     home: str
     needs: frozenset[str]
 
+    def find_home(self) -> str:
+        """The name of the module with the functions, in this process."""
+        return self.home
+
     @abstractmethod
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """Forward and backward, None where there is none."""
@@ -140,8 +144,8 @@ class FlashAttn2(_FlashAttn):
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """See `_FlashAttn.functions`."""
         kind = "varlen_" if is_packed else ""
-        forward = found(self.home, f"_wrapped_flash_attn_{kind}forward")
-        return forward, found(self.home, f"_wrapped_flash_attn_{kind}backward")
+        forward = found(self.find_home(), f"_wrapped_flash_attn_{kind}forward")
+        return forward, found(self.find_home(), f"_wrapped_flash_attn_{kind}backward")
 
 
 class FlashAttn3(_FlashAttn):
@@ -153,7 +157,9 @@ class FlashAttn3(_FlashAttn):
 
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """See `_FlashAttn.functions`."""
-        return found(self.home, "_flash_attn_forward"), found(self.home, "_flash_attn_backward")
+        return found(self.find_home(), "_flash_attn_forward"), found(
+            self.find_home(), "_flash_attn_backward"
+        )
 
 
 class FlashAttn4(_FlashAttn):
@@ -165,7 +171,9 @@ class FlashAttn4(_FlashAttn):
 
     def functions(self, is_packed: bool) -> tuple[Any, Any]:
         """See `_FlashAttn.functions`."""
-        return found(self.home, "_flash_attn_fwd"), found(self.home, "_flash_attn_bwd")
+        return found(self.find_home(), "_flash_attn_fwd"), found(
+            self.find_home(), "_flash_attn_bwd"
+        )
 
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
         """See `_FlashAttn.arguments`."""

@@ -38,6 +38,7 @@ def exact_delta(
     spec: AttentionSpec,
     heads: Sequence[int],
     chunk: int = 128,
+    unseeing: float = 0.0,
 ) -> Tensor:
     """Delta of a few heads as a backward needs it, from unrounded probabilities.
 
@@ -57,9 +58,11 @@ def exact_delta(
         spec: What the call asks for.
         heads: The query heads wanted, C of them.
         chunk: Rows looked at together; memory grows as chunk x M.
+        unseeing: What a row that sees no key gets; NaN for `write_carrier` to leave it alone, as
+            engines differ in what they make of it.
 
     Returns:
-        FP32 (B, C, N), FP64 for such inputs; 0 for a row that sees no key.
+        FP32 (B, C, N), FP64 for such inputs.
 
     Raises:
         IndexError: If a head does not exist.
@@ -72,7 +75,7 @@ def exact_delta(
     group = all_heads // k.shape[1]
     row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
     visible = visible_range(spec, shape, q.device)
-    delta = torch.zeros(batch, len(heads), rows, dtype=wide, device=q.device)
+    delta = q.new_full((batch, len(heads), rows), unseeing, dtype=wide)
     spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
     for key_head in sorted({head // group for head in heads}):
         places = [place for place, head in enumerate(heads) if head // group == key_head]
@@ -93,7 +96,7 @@ def exact_delta(
             if spec.sinks is not None:
                 row_sum += (spec.sinks[members, None].to(wide) - reference).exp_()
             weighted = (d_out_rows @ v_wide[:, :, seen].mT).mul_(probabilities).sum(-1)
-            delta[:, places, present] = weighted / row_sum.masked_fill(row_sum == 0, 1.0)
+            delta[:, places, present] = (weighted / row_sum).masked_fill(row_sum == 0, unseeing)
     return delta
 
 

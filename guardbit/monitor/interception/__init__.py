@@ -34,7 +34,7 @@ from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, left_alone, release, restore
 from guardbit.monitor.interception.observing import OBSERVE
-from guardbit.monitor.interception.records import SiteRecord, ran, site_record
+from guardbit.monitor.interception.records import SiteRecord, parts, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "is_attached",
     "left_alone",
     "listeners",
+    "parts",
     "ran",
     "release",
     "rerun",

@@ -57,9 +57,14 @@ def install() -> None:
 @guarded
 def look_again() -> None:
     """Replaces the functions of libraries that were imported since they were last looked for."""
+    if _installations and len(sys.modules) != _num_imported:
+        _look_again()
+
+
+# Around a compiled model the compiler would trace this too, for seconds.
+@torch.compiler.disable()
+def _look_again() -> None:
     global _num_imported
-    if not _installations or len(sys.modules) == _num_imported:
-        return
     _num_imported = len(sys.modules)
     found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
     if found:
@@ -233,12 +238,15 @@ def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:
 
 
 def _register_with_transformers() -> None:
-    """Offers `attn_implementation="guardbit"` where transformers is loaded.
+    """Offers `attn_implementation="guardbit"` where models of transformers are loaded.
+
+    That the package is there does not say so: torchmetrics imports it. Loading the rest of it
+    here would take seconds, and its errors would end a run that has nothing to do with it.
 
     The mask function is registered with it: without one transformers drops the padding mask
     silently.
     """
-    if "transformers" not in sys.modules:
+    if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

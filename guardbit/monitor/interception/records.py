@@ -12,7 +12,7 @@ from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads, StepCalls
 from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
-from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, share_of
+from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, parts_of, share_of
 
 T = TypeVar("T")
 
@@ -58,8 +58,10 @@ _records: dict[int, SiteRecord] = {}
 _traced_inputs: dict[int | type, ModuleInputs] = {}
 _traced_refusals: dict[int | type, TracedRefusal] = {}
 _traced_entries: dict[int | type, str] = {}
-# By number, and by type and whether ranks share the weights out.
-_traced_shares: dict[int | tuple[type, bool], Share | str] = {}
+# By number, and by type and whether ranks share the weights out; with the number of these ranks.
+_traced_shares: dict[int | tuple[type, bool], tuple[Share | str, int]] = {}
+# By number of the site.
+_parts: dict[int, int] = {}
 
 
 def note_call(
@@ -90,8 +92,11 @@ def note_call(
     if record is None or (with_gradients and not record.with_gradients):
         innermost_first = reversed(frame_stack)
         modules = [(f.module, describe_inputs(f.args, f.kwargs)) for f in innermost_first]
-        found = share_of(weighted_module(number), heads) if share is None else share
-        sharded = _keep_share(number, found)
+        holder = weighted_module(number)
+        if share is None:
+            sharded = _keep_share(number, share_of(holder, heads), parts_of(holder))
+        else:
+            sharded = _keep_share(number, share, share.parts)
         record = SiteRecord(number, modules, StepCalls(), with_gradients, sharded)
         _records[number] = record
     refusal = refusal or record.sharded
@@ -112,8 +117,14 @@ def weighted_module(number: int) -> nn.Module:
     return min(weighted, key=lambda m: sum(1 for _ in m.modules()), default=module)
 
 
-def _keep_share(number: int, share: Share | str) -> str | None:
+def parts(number: int) -> int:
+    """Over how many ranks tensor parallelism spreads the weights of a site, 1 if over none."""
+    return _parts.get(number, 1)
+
+
+def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
     """Tells the op which heads of a site are here; returns why that is not known, or None."""
+    _parts[number] = num_parts
     is_known = isinstance(share, Share)
     site_state(number).share = share if is_known else WHOLE
     return None if is_known else share
@@ -127,7 +138,8 @@ def keep_traced_share(number: int, heads: Heads) -> str | None:
     """
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
-    _traced_shares[number] = _traced_shares[type(module), is_spread(holder)] = found
+    traced = found, parts_of(holder)
+    _traced_shares[number] = _traced_shares[type(module), is_spread(holder)] = traced
     for other in site_modules:
         know_traced_share(other)
     return found if isinstance(found, str) else None
@@ -144,7 +156,7 @@ def know_traced_share(number: int) -> None:
         spread = is_spread(weighted_module(number))
         found = _traced_shares.get((kind, spread)) or _traced_shares.get((kind, False))
     if found is not None:
-        _keep_share(number, found)
+        _keep_share(number, *found)
 
 
 def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
@@ -171,7 +183,9 @@ def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
 
 def forget(number: int) -> None:
     """Forgets what was learned about one site; what its type taught stays."""
-    for noted in (_records, _traced_inputs, _traced_refusals, _traced_entries, _traced_shares):
+    for noted in (
+        _records, _traced_inputs, _traced_refusals, _traced_entries, _traced_shares, _parts
+    ):  # fmt: skip
         noted.pop(number, None)
 
 

@@ -76,6 +76,11 @@ def is_spread(module: nn.Module) -> bool:
     return bool(_spread(module))
 
 
+def parts_of(module: nn.Module) -> int:
+    """Over how many ranks tensor parallelism spreads the weights of a module that is running."""
+    return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=1)
+
+
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
     """Which heads of tensors with heads are here, all of which are `DTensor`, or why not.
 

@@ -19,7 +19,6 @@ import guardbit
 from guardbit.kernels import dispatch, flex
 from guardbit.monitor import metrics
 from guardbit.monitor.interception import left_alone
-from guardbit.monitor.interception.entry_points import refusals
 from guardbit.monitor.interception.entry_points.flex import FLEX
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
@@ -584,15 +583,11 @@ def test_the_indicators_of_a_call_are_numbers():
     torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
 
 
-def test_on_machines_with_gpus_it_is_left_alone_until_it_has_been_tried_there(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):
     entry = dataclasses.replace(FLEX, original=None)
-    assert not entry.find()
-    (said,) = left_alone()
-    assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
-    assert "on machines with GPUs" in said
-    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
     assert entry.find() and left_alone() == []
     monkeypatch.setattr(flex, "is_supported", lambda: False)
     assert not dataclasses.replace(FLEX, original=None).find()
-    assert f"PyTorch {torch.__version__}" in left_alone()[0]
+    (said,) = left_alone()
+    assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
+    assert f"PyTorch {torch.__version__}" in said

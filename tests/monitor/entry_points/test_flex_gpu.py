@@ -8,14 +8,8 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import guardbit
-from guardbit.monitor.interception.entry_points import refusals
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def tried(monkeypatch):
-    monkeypatch.setattr(refusals, "COMPILED_IS_TRIED_ON_GPUS", True)
 
 
 LENGTH, HEADS, WIDTH = 2048, 4, 128
@@ -43,6 +37,7 @@ def test_dq_of_documents_and_a_window(mode):
     run = torch.compile(model, fullgraph=True) if whole else model
     torch.manual_seed(0)
     q, k, v, d_out = torch.randn(4, 1, HEADS, LENGTH, WIDTH, device="cuda").unbind(0)
+    k *= 1.8  # tokens attend mostly to themselves
     inputs = [x.bfloat16() for x in (q + 0.4 * k, k, v)]
     d_out = d_out.bfloat16()
 

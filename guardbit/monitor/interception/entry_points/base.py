@@ -11,7 +11,7 @@ not look at what tensors hold, and must not raise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -132,6 +132,12 @@ class EntryPoint:
         """Why its calls are not even looked at in this process, a clause, or None."""
         return None
 
+    def why_other(
+        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Why the original does not do what the engine of an eager call does, a clause, or None."""
+        return None
+
     def find(self) -> bool:
         """Looks for the original, if it is not known yet; returns whether it is known now."""
         if self.original is None:
@@ -232,7 +238,7 @@ def _eager(
             return None  # a re-run must not look like a call of the model
     refusal = found.why if isinstance(found, Refusal) else None
     if isinstance(found, Bound) and not state.is_idle:
-        refusal = _why_broken(found)
+        refusal = _why_broken(found) or entry.why_other(found, args, kwargs)
     is_watched = isinstance(found, Refusal) and found.bound is not None
     shared = found.shared if isinstance(found, Bound) else None
     share = None if shared is None else shared[1]

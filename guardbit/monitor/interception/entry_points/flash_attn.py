@@ -1,5 +1,7 @@
 """The functions of FlashAttention 2, 3 and 4: `flash_attn`, `flash_attn_interface`, `.cute`.
 
+Each also as kernels of Hugging Face's hub, see `guardbit.kernels.engines.hub`.
+
 Those that are for inference with a cache of keys are not watched, and say so.
 """
 
@@ -21,13 +23,13 @@ _WITH_CACHE = "it is inference with a cache of keys, which is not watched"
 
 def _make(package: str, attribute: str, home: str, engine: str) -> LibraryEntryPoint:
     def returns(out: Tensor, lse: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if engine == "flash_attn_4":
+        if engine.endswith("flash_attn_4"):
             return out, lse_of(lse, entry)
         if "return_attn_probs" not in entry.defaults:  # early releases of FlashAttention 3
             return out, lse_of(lse, entry)
         if not entry.given(args, kwargs).get("return_attn_probs", False):
             return out
-        if engine == "flash_attn_3":
+        if engine.endswith("flash_attn_3"):
             return out, lse_of(lse, entry)
         return out, lse_of(lse, entry), out.new_empty(0)  # P is there with dropout only
 
@@ -48,6 +50,7 @@ def _make_cached(package: str, home: str) -> EntryPoint:
     return entry
 
 
+#: Of FlashAttention 2. The later ones have fewer.
 _KINDS = ("", "_qkvpacked", "_kvpacked", "_varlen", "_varlen_qkvpacked", "_varlen_kvpacked")
 
 FLASH_ATTN: tuple[EntryPoint, ...] = (
@@ -68,6 +71,15 @@ FLASH_ATTN: tuple[EntryPoint, ...] = (
             "flash_attn.cute", f"flash_attn{kind}_func", "flash_attn.cute.interface", "flash_attn_4"
         )
         for kind in ("", "_varlen")
+    ),
+    *(
+        _make(engine, f"flash_attn{kind}_func", "", engine)
+        for engine, kinds in (
+            ("kernels/flash_attn_2", _KINDS),
+            ("kernels/flash_attn_3", ("", "_varlen", "_qkvpacked")),
+            ("kernels/flash_attn_4", ("", "_varlen")),
+        )
+        for kind in kinds
     ),
     _make_cached("flash_attn", "flash_attn.flash_attn_interface"),
     _make_cached("flash_attn_interface", "flash_attn_interface"),

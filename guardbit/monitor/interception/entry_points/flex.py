@@ -20,7 +20,6 @@ from torch import Tensor
 from guardbit.kernels import flex
 from guardbit.kernels.attention import site_stack
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points import refusals
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, heard
 from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
@@ -133,11 +132,9 @@ def _put_in_place() -> Callable[[], None]:
 
 class _Flex(EntryPoint):
     def why_left_alone(self) -> str | None:
-        """See `EntryPoint.why_left_alone`. On GPUs it is always compiled."""
+        """See `EntryPoint.why_left_alone`."""
         if _HOME not in sys.modules:
             return None
-        if torch.cuda.is_available() and not refusals.COMPILED_IS_TRIED_ON_GPUS:
-            return "GuardBit has not been tried with it on machines with GPUs"
         if not flex.is_supported():
             return f"GuardBit does not know how PyTorch {torch.__version__} computes it"
         return None

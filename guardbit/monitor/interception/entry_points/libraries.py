@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines import LIBRARIES, library_engine
+from guardbit.kernels.engines import LIBRARIES, home_of, library_engine
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
     Refusal,
+    as_given,
     call,
     heads_first,
     is_unread,
@@ -31,7 +32,6 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
     why_now,
     why_tensors,
-    why_untried,
 )
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -70,6 +70,8 @@ _ENGINES = {
 
 _UNREAD = AttentionSpec(1.0)
 
+_NOT_COMPILED = "it compiles a kernel of the hub, which GuardBit has to try in eager calls first"
+
 
 class _Inputs(NamedTuple):
     """q, k and v, `(B, H, N, D)`."""
@@ -94,10 +96,18 @@ class LibraryEntryPoint(EntryPoint):
     is_packed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     missing: str | None = None
+    _others: dict[tuple[object, ...], str | None] = field(default_factory=dict)
+
+    @property
+    def is_of_hub(self) -> bool:
+        """Whether it is found by its shape, so that what it does is to be looked at."""
+        return self.engine.startswith("kernels/")
 
     def find(self) -> bool:
         """See `EntryPoint.find`; learns what the function takes."""
         was_known = self.original is not None
+        if self.is_of_hub and not was_known:
+            self.home = home_of(self.engine)
         if not super().find():
             return False
         if not was_known:
@@ -112,6 +122,44 @@ class LibraryEntryPoint(EntryPoint):
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """What a call was given, by name."""
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
+
+    def why_other(
+        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """See `EntryPoint.why_other`; found out once a configuration."""
+        if not self.is_of_hub:
+            return None
+        q, k, _, spec, *_ = bound
+        key = (
+            q.device, q.dtype, q.size(3), q.size(1) == k.size(1), spec.causal, spec.extras,
+            tuple(n < 0 for n in spec.window), bound.library,
+        )  # fmt: skip
+        if key not in self._others:
+            try:
+                self._others[key] = self._difference(bound, args, kwargs)
+            except Exception as error:
+                self._others[key] = f"its function could not be compared with its kernel: {error}"
+        return self._others[key]
+
+    @torch.no_grad()
+    def _difference(
+        self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        assert self.original is not None
+        assert bound.library is not None
+        q, k, v, spec, layout, *_ = bound
+        if spec.dropout_p > 0:
+            return "it drops entries of P, so that its function cannot be compared with its kernel"
+        out, lse = bound.library.forward(q, k, v, spec, True, None)
+        assert lse is not None
+        ours = self.returns(as_given(out, layout), lse, *args, **kwargs)
+        theirs = self.original(*args, **kwargs)
+        # With P, if it is asked for, nobody computes gradients.
+        each = [x[:2] if isinstance(x, tuple) else (x,) for x in (ours, theirs)]
+        is_same = isinstance(ours, tuple) == isinstance(theirs, tuple)
+        if is_same and all(torch.equal(x, y) for x, y in zip(*each, strict=True)):
+            return None
+        return "its function does not return what its kernel does, so that it is another one"
 
     def understand(self, *args: Any, **kwargs: Any) -> Bound | Refusal:
         """Binds a call, see `EntryPoint`."""
@@ -134,13 +182,13 @@ class LibraryEntryPoint(EntryPoint):
         q, k, v = inputs
         why = (
             self.missing
+            or (_NOT_COMPILED if self.is_of_hub and torch.compiler.is_compiling() else None)
             or unknown
             or _why_inputs(q, k, v)
             or why_groups(q, k, are_allowed=asked.get("enable_gqa", True))
             or _why_asked(asked)
             or _why_window(asked, self.defaults)
             or why_now(q, k, v)
-            or why_untried(q)
             or (_why_documents(asked, q) if self.is_packed else None)
         )
         if why is not None:

@@ -98,15 +98,3 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return CAPTURED
     return None
-
-
-#: Whether compiled calls of functions other than PyTorch's `scaled_dot_product_attention` have been
-#: run on GPUs. What fails in a compiler ends training, so until then they stay as they are there.
-COMPILED_IS_TRIED_ON_GPUS = False
-
-
-def why_untried(q: Tensor) -> str | None:
-    """Why a compiled call of a library's function stays with the library for now, or None."""
-    if torch.compiler.is_compiling() and q.is_cuda and not COMPILED_IS_TRIED_ON_GPUS:
-        return "it compiles a library's function on a GPU, which GuardBit has not been tried with"
-    return None

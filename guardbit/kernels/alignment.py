@@ -1,0 +1,93 @@
+"""Tells PyTorch's compiler that what our ops return begins at an address it can load 16 bytes from.
+
+Inductor takes the outputs of an op for unaligned as soon as one of its inputs may be, and an input
+of the graph that lies on the CPU always may (`FallbackKernel.create`). Ours have the site's number
+there. So whatever reads dq, dk and dv loads them number by number: 1.1 % of a training step of
+GPT-2 small on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+_log = logging.getLogger("guardbit")
+
+_BYTES = 16
+_LOWERINGS = "torch._inductor.lowering"
+_told: set[OpOverload] = set()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, or a copy if it does not begin where the compiler is told that it does."""
+    return x.clone() if x.data_ptr() % _BYTES else x
+
+
+def promise_aligned_outputs(*ops: OpOverload) -> None:
+    """Lets Inductor load what some ops return 16 bytes at a time; does nothing without Inductor.
+
+    To be called whenever the ops are traced: only then is it known that Inductor is in use. What
+    the ops return must have gone through `aligned`.
+    """
+    if _LOWERINGS not in sys.modules or _told.issuperset(ops):
+        return
+    _told.update(ops)
+    try:
+        for op in ops:
+            _wrap(op)
+    except Exception as error:  # its insides changed: the graphs are then right, and slower
+        _log.debug("Inductor cannot be told of aligned outputs: %r", error)
+
+
+def _wrap(op: OpOverload) -> None:
+    """Puts a lowering of ours around the one that Inductor makes for an op it does not know."""
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    if op not in lowering.lowerings:
+        constraint = lowering.tag_to_layout_constraint(
+            get_layout_constraint_tag(op, with_default=True)
+        )  # fmt: skip
+        lowering.make_fallback(op, layout_constraint=constraint, warn=False)
+    lowering.lowerings[op] = _without_inputs_on_the_cpu(lowering.lowerings[op])
+
+
+def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:
+    """A lowering for which inputs on the CPU are aligned, beside some on a GPU."""
+
+    @functools.wraps(lower)
+    def lowered(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor import ir
+        from torch._inductor.virtualized import V
+
+        tensors = [x for x in pytree.tree_leaves(args) if isinstance(x, ir.TensorBox)]
+        if not any(map(_is_on_gpu, tensors)):
+            return lower(*args, **kwargs)
+        unaligned = V.graph.unaligned_buffers
+        names = [_name_of_input(x) for x in tensors if not _is_on_gpu(x)]
+        hidden = [name for name in names if name is not None and name in unaligned]
+        for name in hidden:
+            unaligned.discard(name)
+        try:
+            return lower(*args, **kwargs)
+        finally:
+            unaligned.update(hidden)
+
+    return lowered
+
+
+def _is_on_gpu(x: Any) -> bool:
+    return x.get_device().type != "cpu"
+
+
+def _name_of_input(x: Any) -> str | None:
+    """The name of an input of the graph, None for what the graph computes."""
+    buffer = getattr(x.data, "data", None)
+    return getattr(buffer, "name", None)

@@ -1,0 +1,132 @@
+"""Heads' rows of a weight of which each rank has a shard, as FSDP2 shares it out.
+
+What is exchanged are Gram matrices, which are far smaller than the weight: each head's is computed
+by one rank. A head whose rows lie on several ranks is put together first, and it alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
+
+
+class HeadShards:
+    """What a rank has of each head's rows, FP32.
+
+    Where the input axis is sharded it has some columns of all heads; their Gram matrices add up to
+    those of the whole rows. Else it has some rows, and counts the heads whose first row is here.
+
+    Args:
+        rows: The heads' rows in the whole parameter.
+        axis: The axis of the parameter that is sharded: its input axis, or the first of the others.
+            Ranks have chunks of it, as `torch.chunk` makes them.
+        group: The ranks that have the shards, in their order.
+    """
+
+    def __init__(self, rows: HeadRows, axis: int, group: ProcessGroup) -> None:
+        self._rows = rows
+        self._group = group
+        self._device = rows.rows.device
+        own = group.rank()
+        size = -(-rows.shape[axis] // group.size())
+        self._is_whole_rows = axis != rows.input_axis
+        if not self._is_whole_rows:
+            self._counted = torch.arange(len(rows.rows), device=self._device)
+            return
+        others = (n for i, n in enumerate(rows.shape) if i not in (axis, rows.input_axis))
+        size *= math.prod(others)
+        holder = rows.rows // size
+        self._is_here = holder == own
+        self._local = rows.rows - own * size
+        is_split = (holder != holder[:, :1]).any(dim=1)
+        self._split = is_split.nonzero()[:, 0]
+        self._whole = (self._is_here[:, 0] & ~is_split).nonzero()[:, 0]
+        self._own_split = self._is_here[self._split, 0].nonzero()[:, 0]
+        self._counted = torch.cat([self._whole, self._split[self._own_split]])
+
+    def gram_matrices(self, shard: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Gram matrices of all heads; all ranks of the group call it together.
+
+        Args:
+            shard: What this rank has of the current parameter.
+            of: Gram matrices `(H, d_head, d_head)` of heads' rows `(H, d_head, d_model)`, FP32.
+        """
+        own = of(self._counted_rows(shard.movedim(self._rows.input_axis, -1).flatten(0, -2)))
+        grams = own.new_zeros(len(self._rows.rows), *own.shape[1:])
+        grams.index_copy_(0, self._counted, own)
+        torch.distributed.all_reduce(grams, group=self._group)
+        return grams
+
+    def _counted_rows(self, matrix: Tensor) -> Tensor:
+        if not self._is_whole_rows:
+            return matrix[self._rows.rows].float()
+        whole = matrix[self._local[self._whole]].float()
+        if not len(self._split):
+            return whole
+        is_here = self._is_here[self._split]
+        split = matrix.new_zeros(*is_here.shape, matrix.size(1), dtype=torch.float32)
+        split[is_here] = matrix[self._local[self._split][is_here]].float()
+        torch.distributed.all_reduce(split, group=self._group)
+        return torch.cat([whole, split[self._own_split]])
+
+
+def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards | None:
+    """How the ranks share out heads' rows, or None where the weight is to be read as a whole.
+
+    Args:
+        rows: The rows, of the heads of this rank where ranks share the heads.
+        parameter: The parameter they are in.
+        is_shared: Whether tensor parallelism shares the heads out over the mesh's last dimension.
+
+    Raises:
+        LayoutUnavailable: The parameter has another shape than when its rows were found.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if not _has_shape(rows, parameter, is_shared):
+        raise LayoutUnavailable(
+            f"the heads' rows were found in '{rows.parameter}' of shape {rows.shape}, which now is"
+            f" a part of {tuple(parameter.shape)}"
+        )
+    sharded = [
+        (dim, at)
+        for dim, at in enumerate(placements[:-1] if is_shared else placements)
+        if not at.is_replicate()
+    ]
+    if len(sharded) != 1:
+        return None
+    dim, at = sharded[0]
+    axis = _axis(at)
+    first = min(i for i in range(len(rows.shape)) if i != rows.input_axis)
+    if axis not in (first, rows.input_axis):
+        return None
+    # FSDP takes the part that tensor parallelism has left on this rank into shards; other orders
+    # are not known.
+    if is_shared and (axis == _axis(placements[-1])) != isinstance(at, _StridedShard):
+        return None
+    return HeadShards(rows, axis, mesh.get_group(dim))
+
+
+def _axis(placement: Placement) -> int | None:
+    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+
+
+def _has_shape(rows: HeadRows, parameter: DTensor, is_shared: bool) -> bool:
+    shape = list(parameter.shape)
+    axis = _axis(parameter.placements[-1]) if is_shared else None
+    if axis is not None:
+        parts = parameter.device_mesh.size(-1)
+        if shape[axis] % parts:
+            return False
+        shape[axis] //= parts
+    return tuple(shape) == rows.shape

@@ -1,0 +1,194 @@
+"""One of the ranks that have shards of a model's weights; started by `test_fsdp`.
+
+    python -m torch.distributed.run --nproc-per-node 2 fsdp_run.py FOLDER
+    python -m torch.distributed.run --nproc-per-node 4 fsdp_run.py FOLDER    # shared heads
+
+Trains over gloo under FSDP2, once for each of `MODELS`, and writes what each rank saw to
+FOLDER/MODEL/RANK.json.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from guardbit import MonitorSession
+
+SIZE, WIDTH, STEPS = 16, 34, 3
+WANTED = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
+
+
+class Separate(nn.Module):
+    """W_Q and W_K of their own, `(out, in)`."""
+
+    def __init__(self, heads, key_heads, biased=False):
+        super().__init__()
+        self.q = nn.Linear(WIDTH, heads * SIZE, bias=biased)
+        self.k, self.v = (nn.Linear(WIDTH, key_heads * SIZE, bias=biased) for _ in "kv")
+        self.out = nn.Linear(heads * SIZE, WIDTH)
+
+    def forward(self, x):
+        q, k, v = (
+            project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def by_hand(self, weights):
+        """W_Q and W_K by head, from whole weights by name."""
+        return [weights[name].unflatten(0, (-1, SIZE)) for name in ("q.weight", "k.weight")]
+
+
+class Fused(nn.Module):
+    """W_Q, W_K and W_V below one another, as in nanoGPT; transposed as in Conv1D if so asked."""
+
+    def __init__(self, heads, is_transposed=False):
+        super().__init__()
+        self.heads, self.is_transposed = heads, is_transposed
+        shape = (3 * heads * SIZE, WIDTH)
+        self.qkv = nn.Parameter(0.1 * torch.randn(shape[::-1] if is_transposed else shape))
+        self.out = nn.Linear(heads * SIZE, WIDTH)
+
+    def forward(self, x):
+        y = x @ self.qkv if self.is_transposed else x @ self.qkv.mT
+        q, k, v = (
+            part.unflatten(-1, (self.heads, SIZE)).transpose(1, 2)
+            for part in y.split(self.heads * SIZE, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+    def by_hand(self, weights):
+        """As of `Separate`."""
+        whole = weights["qkv"].mT if self.is_transposed else weights["qkv"]
+        return [part.unflatten(0, (-1, SIZE)) for part in whole.chunk(3)[:2]]
+
+
+#: Heads that are whole on a rank, or not; rows that all lie on one rank; shards of the columns.
+MODELS = {
+    "whole": lambda: Separate(4, 2),
+    "straddling": lambda: Separate(3, 1, biased=True),
+    "fused": lambda: Fused(4),
+    "fused straddling": lambda: Fused(3),
+    "columns": lambda: Fused(3, is_transposed=True),
+    "sharded along the second axis": lambda: Separate(4, 2),
+}
+
+
+def model_of(name, mesh):
+    torch.manual_seed(0)
+    model = nn.Sequential(MODELS[name]())
+    data = mesh["data"]
+    if mesh.ndim == 2:
+        plan = {n: ColwiseParallel() for n in "qkv"} | {"out": RowwiseParallel()}
+        parallelize_module(model[0], mesh["heads"], plan)
+    along_second = name == "sharded along the second axis"
+    place = (lambda p: Shard(1) if p.ndim > 1 else None) if along_second else None
+    fully_shard(model[0], mesh=data, shard_placement_fn=place)
+    fully_shard(model, mesh=data)
+    return model
+
+
+def whole_weights(model):
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().double()
+        for name, p in model[0].named_parameters()
+    }
+
+
+def batch(step, place):
+    generator = torch.Generator().manual_seed(100 * place + step)
+    return torch.randn(2, 12, WIDTH, generator=generator)
+
+
+def steps(model, place, session=None, samples=None):
+    """Loss of each step, the norms by hand of all heads, and what was exchanged to measure them."""
+    losses, norms, exchanged = [], [], []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        if session is not None:
+            session.begin_batch(step)
+        loss = model(batch(step, place)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        query, key = model[0].by_hand(whole_weights(model))
+        key = key.repeat_interleave(len(query) // len(key), dim=0)
+        norms.append(
+            [torch.linalg.matrix_norm(w, 2).tolist() for w in (query, key, query.mT @ key)]
+        )
+        if session is not None:
+            with Exchanges() as exchanges:
+                session.end_step()
+            exchanged.append(exchanges.numbers)
+            samples += [(s.step, s.indicator, s.values) for s in session.samples]
+    return losses, norms, exchanged
+
+
+class Exchanges:
+    """What is gathered from DTensors, and summed over ranks, in numbers each time."""
+
+    def __enter__(self):
+        self.numbers = {"gathered": [], "summed": []}
+        self.full_tensor, self.all_reduce = DTensor.full_tensor, torch.distributed.all_reduce
+
+        def full_tensor(x, *args, **kwargs):
+            self.numbers["gathered"].append(x.numel())
+            return self.full_tensor(x, *args, **kwargs)
+
+        def all_reduce(x, *args, **kwargs):
+            self.numbers["summed"].append(x.numel())
+            return self.all_reduce(x, *args, **kwargs)
+
+        DTensor.full_tensor, torch.distributed.all_reduce = full_tensor, all_reduce
+        return self
+
+    def __exit__(self, *_):
+        DTensor.full_tensor, torch.distributed.all_reduce = self.full_tensor, self.all_reduce
+
+
+def train(folder, name, mesh):
+    place = mesh["data"].get_local_rank()
+    plain, _, _ = steps(model_of(name, mesh), place)
+    model = model_of(name, mesh)
+    session = MonitorSession(model, every_n_train_steps=1, strict=True, indicators=WANTED)
+    samples = []
+    watched, norms, exchanged = steps(model, place, session, samples)
+    session.close()
+    found = {
+        "plain": plain,
+        "watched": watched,
+        "norms": norms,
+        "exchanged": exchanged,
+        "samples": samples,
+    }
+    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    torch.distributed.init_process_group("gloo")
+    is_shared = torch.distributed.get_world_size() == 4
+    shape, names = ((2, 2), ("data", "heads")) if is_shared else ((2,), ("data",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for name in ["whole"] if is_shared else MODELS:
+        path = Path(folder) / name
+        path.mkdir(exist_ok=True)
+        train(path, name, mesh)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

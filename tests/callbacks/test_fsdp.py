@@ -1,0 +1,87 @@
+"""Norms of weights that FSDP2 shards, from the shards: what is exchanged are no whole weights."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+path = Path(__file__).with_name("fsdp_run.py")
+specification = importlib.util.spec_from_file_location("fsdp_run", path)
+script = importlib.util.module_from_spec(specification)
+specification.loader.exec_module(script)
+
+HEAD = script.SIZE * script.WIDTH
+#: Rows of heads that lie on both ranks of two, which are put together: of W_Q and of W_K.
+PUT_TOGETHER = {
+    "straddling": [HEAD, HEAD],  # of heads of 16 rows in 24 a rank, and the one of 8 a rank
+    "fused straddling": [HEAD],  # the second of W_K, in 72 of 144 rows a rank
+}
+
+
+def run(folder, ranks):
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), path]
+    finished = subprocess.run(
+        [sys.executable, *command, folder],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Two ranks share the heads, and two the weights of these."""
+    return run(tmp_path_factory.mktemp("four"), 4)
+
+
+def seen(folder):
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+def check_norms(ranks):
+    for rank in ranks:
+        assert rank["watched"] == rank["plain"]
+        assert rank["samples"] == ranks[0]["samples"]
+        samples = {(step, name): values for step, name, values in rank["samples"]}
+        assert set(samples) == {(step, n) for step in range(script.STEPS) for n in script.WANTED}
+        for step, norms in enumerate(rank["norms"]):
+            for name, expected in zip(script.WANTED, norms, strict=True):
+                # FP32 against FP64 singular values.
+                np.testing.assert_allclose(samples[step, name], expected, rtol=1e-5)
+    assert ranks[0]["plain"] != ranks[1]["plain"], "each has other data"
+    assert ranks[0]["norms"][0] != ranks[0]["norms"][-1], "the weights are trained"
+
+
+@pytest.mark.parametrize("name", script.MODELS)
+def test_norms_are_those_of_slices_of_the_whole_weights(two, name):
+    check_norms(seen(two / name))
+
+
+@pytest.mark.parametrize("name", script.MODELS)
+def test_only_gram_matrices_and_heads_that_straddle_are_exchanged(two, name):
+    grams = {script.SIZE**2 * heads for heads in (1, 2, 3, 4)}
+    for rank in seen(two / name):
+        first, *later = rank["exchanged"]
+        assert first["gathered"], "where the rows lie is found out with whole weights"
+        for numbers in later:
+            assert numbers["gathered"] == []
+            weights = [n for n in numbers["summed"] if n >= script.SIZE**2]
+            assert [n for n in weights if n not in grams] == PUT_TOGETHER.get(name, [])
+            assert len([n for n in weights if n in grams]) == 2
+
+
+def test_norms_where_the_heads_are_shared_out_too(four):
+    ranks = seen(four / "whole")
+    assert len(ranks) == 4
+    check_norms([ranks[0], ranks[2], ranks[1], ranks[3]])  # two and two have the same data
+    for rank in ranks:
+        assert [numbers["gathered"] for numbers in rank["exchanged"][1:]] == [[], []]

@@ -1,0 +1,91 @@
+"""Compiled graphs load what the op returns 16 bytes at a time, and hold it to that."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+import guardbit
+from guardbit.kernels import alignment, op
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def code_of_a_step(device):
+    """The graphs of forward and backward, as Inductor wrote them."""
+    model = Attention().to(device)
+    inst = guardbit.instrument(model)
+    try:
+        x = torch.randn(2, 32, 64, device=device)
+        compiled = torch.compile(model, fullgraph=True)
+        _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+    return codes
+
+
+def promised(code):
+    """How many of the op's outputs are held to an alignment, and how many are not."""
+    ours = r"torch\.ops\.guardbit\.attention(_backward)?\.default"
+    held = len(re.findall(rf"assert_alignment\(\w+, 16, '{ours}'\)", code))
+    return held, len(re.findall(rf"\(op: {ours}\) is assumed to be not aligned", code))
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """A compiler that has not been told yet, and compiles anew."""
+    from torch._inductor import lowering
+
+    ops = (op._without_dropout, op._backward)
+    monkeypatch.setattr(alignment, "_told", set())
+    for each in ops:
+        monkeypatch.delitem(lowering.lowerings, each, raising=False)
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+)  # fmt: skip
+def test_the_number_of_the_site_does_not_make_the_outputs_unaligned(device, fresh, monkeypatch):
+    if device == "cpu":
+        # On the CPU nothing is aligned for the compiler; tensors of numbers pass for a GPU's here.
+        monkeypatch.setattr(alignment, "_is_on_gpu", lambda x: x.get_dtype().is_floating_point)
+    forward, backward = code_of_a_step(device)
+    assert promised(forward)[0] >= 2 and promised(forward)[1] == 0
+    # On the CPU dq, dk and dv are of the number 64, and of q, k, v, which are inputs.
+    assert sum(promised(backward)) >= 3
+    if device == "cuda":
+        assert promised(backward)[1] == 0
+
+
+def test_without_us_it_would(fresh, monkeypatch):
+    monkeypatch.setattr(alignment, "_is_on_gpu", lambda x: False)
+    forward, _ = code_of_a_step("cpu")
+    assert promised(forward)[0] == 0 and promised(forward)[1] >= 2
+
+
+def test_what_is_not_aligned_is_copied():
+    memory = torch.arange(64, dtype=torch.float32)
+    whole, shifted = memory[:8], memory[1:9]
+    assert alignment.aligned(whole) is whole
+    copy = alignment.aligned(shifted)
+    assert copy.data_ptr() % 16 == 0
+    assert torch.equal(copy, shifted)

@@ -1,0 +1,170 @@
+"""FlashAttention as a kernel of Hugging Face's hub: found by its shape; tried, then trusted."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import modeling_flash_attention_utils as flash_utils
+from transformers.integrations import hub_kernels
+
+import guardbit
+from tests.monitor.entry_points.library_models import LIBRARY, build, by_name_of, install
+from tests.monitor.entry_points.test_hugging_face_flash import LOADED, model_of, padded
+
+FUNC = "kernels/flash_attn_3.flash_attn_func"
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch):
+    """The stand-ins; of flash_attn itself there are none here."""
+    borrower, take_back = install(monkeypatch)
+    for entry in LIBRARY:
+        monkeypatch.setattr(entry, "_others", {})
+    yield borrower
+    take_back()
+
+
+def by_name(name):
+    return next(entry for entry in LIBRARY if entry.name == name)
+
+
+class Nanochat(nn.Module):
+    """nanochat, gpt.py and flash_attention.py: the kernel's module is held, and asked each time."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.c_q, self.c_k, self.c_v = (nn.Linear(64, 16 * n) for n in (4, 2, 2))
+        # There a variable of a module.
+        self.flash = SimpleNamespace(fa3=kernel)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 16)) for f in (self.c_q, self.c_k, self.c_v))
+        q, k = (torch.nn.functional.rms_norm(y, (16,)) for y in (q, k))
+        y = self.flash.fa3.flash_attn_func(q, k, v, causal=True, window_size=(8, 0))
+        return y.flatten(2)
+
+
+def test_a_kernel_that_is_asked_of_its_module_is_watched_and_switched(tiny):
+    torch.manual_seed(0)
+    kernel = sys.modules["flash_attn3_77c1.flash_attn_interface"]
+    model = nn.Sequential(Nanochat(kernel)).bfloat16()
+    x = torch.randn(2, 12, 64).bfloat16()
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        site = inst.sites["0"]
+        assert (site.entry, site.refusal) == (FUNC, None)
+        assert torch.equal(site.query_weight(3), model[0].c_q.weight[48:].float())
+        inst.switch("0", "exact_delta", heads=[1])
+        switched = tiny.step(model, x)
+        assert torch.equal(switched["loss"], before["loss"])
+        assert not torch.equal(switched["0.c_q.weight"][16:32], before["0.c_q.weight"][16:32])
+        assert torch.equal(switched["0.c_q.weight"][32:], before["0.c_q.weight"][32:])
+    finally:
+        inst.remove()
+
+
+def other_bits(q, k, v, **options):
+    return 2 * _original(q, k, v, **options)
+
+
+def raises(q, k, v, **options):
+    if q.grad_fn is None or not torch.is_grad_enabled():
+        raise RuntimeError("not now")
+    return _original(q, k, v, **options)
+
+
+def more_values(q, k, v, **options):
+    out = _original(q, k, v, **options)
+    return out, out
+
+
+_original = None
+OTHERS = {
+    "other bits": (other_bits, "does not return what its kernel does"),
+    "more values": (more_values, "does not return what its kernel does"),
+    "an error": (raises, "could not be compared with its kernel: not now"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_function_that_does_something_else_keeps_its_bits_and_is_refused(
+    case, libraries, tiny, monkeypatch
+):
+    function, why = OTHERS[case]
+    entry = by_name(FUNC)
+    monkeypatch.setitem(globals(), "_original", entry.original)
+    monkeypatch.setattr(entry, "original", function)
+    monkeypatch.setattr(libraries, by_name_of(entry), function)
+    model, x = build(entry)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        with pytest.raises(ValueError, match=why):
+            inst.switch("0", "exact_delta")
+        assert tiny.equal(tiny.step(model, x), before)
+    finally:
+        inst.remove()
+
+
+def test_a_module_of_that_name_without_kernels_is_none(monkeypatch):
+    """As vLLM's, which only has a forward."""
+    module = type(sys)("vllm.vllm_flash_attn.flash_attn_interface")
+    module.flash_attn_varlen_func = lambda q, k, v: q
+    for name in [name for name in sys.modules if name.startswith("flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entry = by_name("kernels/flash_attn_3.flash_attn_varlen_func")
+    monkeypatch.setattr(entry, "original", None)
+    assert not entry.find()
+
+
+# The compiler says so of the stand-in's own function and tensors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_call_stays_with_the_kernel_and_says_so(tiny):
+    model, x = build(by_name(FUNC))
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        compiled = torch.compile(model, backend="eager")
+        assert tiny.equal(tiny.step(model, x, run=compiled), before)
+        assert "it compiles a kernel of the hub" in inst.sites["0"].refusal
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("implementation", ["kernels-community/flash-attn2", "flash_attention_2"])
+def test_hugging_face_models_on_a_kernel_of_the_hub(implementation, tiny, monkeypatch):
+    """`flash_attention_2` takes the hub's where flash_attn is not installed."""
+    kernel = sys.modules["flash_attn2_0f3a"]
+    monkeypatch.setattr(flash_utils, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(hub_kernels, "load_and_register_attn_kernel", lambda *_, **__: kernel)
+    for name in ("_loaded_implementation", "_process_flash_kwargs_fn", *LOADED):
+        monkeypatch.setattr(flash_utils, name, None)
+    functions = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    masks = transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(
+        functions._global_mapping, implementation, functions["flash_attention_2"]
+    )  # fmt: skip
+    monkeypatch.setitem(masks._global_mapping, implementation, masks["flash_attention_2"])
+    model, batch = model_of("Llama", implementation), padded()
+    before = tiny.step(model, **batch)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, **batch), before)
+        (site,) = inst.sites.values()
+        assert (site.entry, site.refusal) == ("kernels/flash_attn_2.flash_attn_varlen_func", None)
+        inst.switch("*", "exact_delta")
+        switched = tiny.step(model, **batch)
+        assert inst.stabilizers()[site.name] == ["exact_delta"] * 4
+        assert torch.equal(switched["loss"], before["loss"])
+        assert not tiny.equal(switched, before)
+    finally:
+        inst.remove()

@@ -1,0 +1,58 @@
+"""The code of pages of the documentation runs as it stands."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from guardbit import read_metadata, read_run
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(page, blocks):
+    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert len(found) == blocks
+    namespace = {"__name__": "page"}
+    for block in found:
+        exec(compile(block, page, "exec"), namespace)
+    return namespace
+
+
+def test_own_attention():
+    run("own_attention.md", blocks=2)
+
+
+def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    forward = torch.nn.TransformerEncoder.forward
+    losses = []
+
+    def noted(module, x):
+        out = forward(module, x)
+        losses.append((out - x.roll(1, dims=1)).detach().square().mean())
+        return out
+
+    monkeypatch.setattr(torch.nn.TransformerEncoder, "forward", noted)
+    with caplog.at_level("INFO", "guardbit"):
+        for end in (10, 20):
+            run("plain_loop.md", blocks=1)
+            frame = read_run("runs/plain")
+            recorded = frame[frame["indicator"] == "loss"].set_index("step")["value"]
+            assert list(recorded.index) == list(range(end))
+            # Sums of four numbers of FP32.
+            means = torch.stack(losses).view(end, 4).mean(1).tolist()
+            assert recorded.tolist() == pytest.approx(means, rel=1e-6)
+            assert (frame["indicator"] == "grad_norm").sum() == end
+            sampled = frame[frame["indicator"] == "w_q_spectral_norm"]["step"]
+            assert sorted(set(sampled)) == list(range(0, end, 5))
+    said = re.search(r"GuardBit: .*", (DOCS / "plain_loop.md").read_text())[0]
+    assert caplog.messages.count(said) == 2
+    assert {row["watched"] for row in read_metadata("runs/plain")["coverage"].values()} == {2}
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_links_of_pages_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#:]+)\)", (DOCS / page).read_text()):
+        assert (DOCS / link).exists(), link
