@@ -78,22 +78,22 @@ _STATE_FORMAT = 2
 
 
 class _Seen(NamedTuple):
-    """What a rank tells the others of its part of the model, after a sampled step.
+    """What a rank reports of its part of the model to the others, after a sampled step.
 
     Attributes:
         samples: What it measured.
         refusals: Why no call so far could be switched, or None, by site.
         asked: The stabilizers asked for, by site.
         facts: What the run's metadata says of its sites.
-        told: What it told by itself since the last sampled step: what it did not see, and what its
-            switched heads ran.
+        recorded: The events that it recorded by itself since the last sampled step: attention that
+            it did not see, and what its switched heads ran.
     """
 
     samples: list[Sample]
     refusals: dict[str, str | None]
     asked: dict[str, list[str]]
     facts: dict[str, dict[str, Any]]
-    told: list[Event]
+    recorded: list[Event]
 
 
 class MonitorSession:
@@ -241,7 +241,7 @@ class MonitorSession:
         self.end_step()
 
     def begin_batch(self, step: int) -> None:
-        """Is told that a micro-batch of optimizer step `step` begins.
+        """Begins a micro-batch of optimizer step `step`.
 
         Once the session is closed, nothing happens any more.
 
@@ -269,15 +269,15 @@ class MonitorSession:
         self.attempt("random numbers", lambda: switchboard.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
-        told = self._journal.open(
+        verdict = self._journal.open(
             step,
             lambda: self._remembered(step),
             is_resumed=self._last_ended is not None,
             try_again=self._is_sampled and is_new,
         )
-        if told is not None:
+        if verdict is not None:
             # A new verdict is recorded only if it differs from the one the folder ends with.
-            self._verdict = told
+            self._verdict = verdict
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._is_sampled):
@@ -324,7 +324,7 @@ class MonitorSession:
         return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
     def end_step(self) -> list[Alarm]:
-        """Is told that the optimizer step is done; on sampled steps measures, judges and acts.
+        """Ends the optimizer step; on sampled steps measures, judges and acts.
 
         On a GPU, in a single process, what is measured is judged when the next step has ended: by
         then it is there, and the device does not run dry while the host reads it.
@@ -462,10 +462,10 @@ class MonitorSession:
             self.attempt("metrics", lambda: self._describe(facts))
         if several and len(seen) == 1:
             self._compare_weights(samples)
-        told = list(seen[0].told)
-        for event in (event for one in seen[1:] for event in one.told):
-            if event not in told:
-                told.append(event)
+        recorded = list(seen[0].recorded)
+        for event in (event for one in seen[1:] for event in one.recorded):
+            if event not in recorded:
+                recorded.append(event)
                 self.record(event)
         return seen
 
@@ -565,7 +565,7 @@ class MonitorSession:
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
-        """Switches heads by hand, from their next call on, and tells so.
+        """Switches heads by hand, from their next call on, and records it.
 
         Within a step it is done when that has ended, because a forward and its recomputation must
         be alike. A policy that has switched the same heads before may undo it after its quiet
@@ -576,7 +576,7 @@ class MonitorSession:
                 once the first step is done.
             stabilizer: One name of `guardbit.STABILIZERS`; "none" gives heads back.
             heads: The heads; None for all.
-            why: For the journal.
+            why: The reason, for the recorded event.
 
         Raises:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
@@ -840,7 +840,7 @@ class MonitorSession:
     # --- telling ---------------------------------------------------------------------------------
 
     def _remembered(self, step: int) -> Iterator[Event]:
-        """What a run that goes on in a new folder tells first: alarms and switches it knows of."""
+        """The alarms and switches so far; a run that goes on in a new folder records them first."""
         for alarm in self._first_alarms.values():
             yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
         for site, names in self._asked().items():

@@ -9,7 +9,7 @@ import pandas as pd
 from guardbit.records import RUN_INDICATORS
 from guardbit.store.logged import LOGGED_KEYS
 
-#: A logger is told the largest value over all heads only; this site stands for that head.
+#: Loggers get only the largest value over all heads; this site stands for that head.
 SITE = "largest over all heads"
 
 _FILES = "*tfevents*"

@@ -17,7 +17,7 @@ from guardbit.records import Role
 class LossDeparture:
     """The loss has left its best level: whatever the cause, the run is failing.
 
-    It is no early sign; it dates the failure, and tells a divergence without any sign in the
+    It is no early sign. It dates the failure, and separates a divergence without any sign in the
     heads from a stable run. The statistic is the median of the last `samples` losses less the
     smallest such median so far. What is not finite, -inf too, counts as the largest number.
 
