@@ -7,9 +7,9 @@ from typing import cast
 
 import pandas as pd
 
+from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards.marks import first_events, heads_of_events, mark_of
 from guardbit.dashboards.tables import by_head, of_run
-from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS
 
 #: Samples that the run's "before" and "after" average over: enough to damp one sample's noise.
 SAMPLES_AVERAGED = 5

@@ -14,8 +14,8 @@ from typing import cast
 import numpy as np
 import pandas as pd
 
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.dashboards.layers import Layers, is_shared
-from guardbit.records import HEAD_INDICATORS
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
 

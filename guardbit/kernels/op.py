@@ -208,7 +208,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor,
     )
     out, residual = ran.out, ran.residual
     if traced:
-        out = heads.laid_out_as(out, q)
+        out = heads.laid_out_as(out, heads.empty_out(q, request.v))
     if residual is not None:
         residual = heads.laid_out_as(residual, q)
     elif traced and request.keeps_residual:
@@ -232,7 +232,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     q = request.q
     kept = request.traced and request.keeps_residual
     return (
-        torch.empty_like(q),
+        heads.empty_out(q, request.v),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
         torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
         request.site.new_empty(_NUM_KERNEL_FACTS + q.size(1), dtype=torch.int64),

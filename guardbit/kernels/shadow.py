@@ -48,7 +48,7 @@ from guardbit.kernels.primitives import (
     widen,
     with_sink,
 )
-from guardbit.kernels.reference import Shadow
+from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
 
 # Rows of a program that sums up the bias of delta.
@@ -263,6 +263,7 @@ def shadow_kernel(
     SINKS: tl.constexpr,
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
+    ONLY_MAXIMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -272,7 +273,8 @@ def shadow_kernel(
 ):
     """One program: ROWS of the `count` rows of one head; heavy causal tiles come first.
 
-    The keys are passed twice: the counts need the row's maximum first.
+    The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
+    of the outputs row_max and largest are written.
     """
     row_tiles = tl.cdiv(count, ROWS)
     program = tl.program_id(0)
@@ -329,6 +331,12 @@ def shadow_kernel(
     largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
     largest_base = largest_pointer + place.to(tl.int64) * count + first
     tl.store(largest_base + tl.arange(0, ROWS), largest, mask=tl.arange(0, ROWS) < count - first)
+    if ONLY_MAXIMA:
+        # As below, where the sum of a row shows its NaN: the largest size does as well.
+        row_max = tl.where(largest != largest, float("nan"), row_max * scale)
+        row_max_base = row_max_pointer + place.to(tl.int64) * count
+        tl.store(row_max_base + places, row_max, mask=places < count)
+        return
     # 0 instead of the -inf of a row that sees no key.
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
@@ -438,20 +446,65 @@ def shadow(
             is not on a CUDA device.
     """
     launch.check_tensors(q=q, k=k, v=v)
-    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
-    batch, heads, all_rows, head_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
-    count = all_rows if rows is None else len(rows)
-    shape = (batch, heads, count)
-    out = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
+    shape = (*q.shape[:2], q.shape[2] if rows is None else len(rows))
+    out = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
+    _launch(q, k, v, spec, eps, rows, result)
+    return result
+
+
+def row_maxima(
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, rows: Tensor | None = None
+) -> RowMaxima:
+    """The maxima of `shadow` alone, from one pass over the keys and no values.
+
+    The products are those of `shadow`, and so are the bits, but where an explicit mask all but
+    hides a key whose score is NaN: row_max is then of the other keys.
+
+    Args:
+        q: (B, H, N, D), BF16 or FP16; any strides.
+        k: (B, H_kv, M, D).
+        spec: What the call asks for.
+        rows: INT64 (R,), see `shadow`; None for all N.
+
+    Returns:
+        See `RowMaxima`.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: See `shadow`.
+    """
+    launch.check_tensors(q=q, k=k)
+    shape = (*q.shape[:2], q.shape[2] if rows is None else len(rows))
+    row_max, largest = (torch.empty(shape, device=q.device) for _ in range(2))
+    nowhere = row_max  # what is not written
+    result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
+    _launch(q, k, k, spec, 0.0, rows, result, only_maxima=True)
+    return RowMaxima(row_max, largest)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    eps: float,
+    rows: Tensor | None,
+    result: Shadow,
+    only_maxima: bool = False,
+) -> None:
+    """Fills a shadow, or the maxima of one."""
+    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
+    batch, heads, all_rows, head_dim = q.shape
+    kv_heads, keys, value_dim = v.shape[1:]
+    entropy, count = result.entropy, result.row_max.shape[2]
     whole_shape = (batch, heads, all_rows, keys)
     dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
     ranges, is_ranged = range_arguments(spec, whole_shape, entropy)
-    if not out.numel():
-        return result
+    if not result.out.numel():
+        return
 
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     size = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
@@ -468,11 +521,12 @@ def shadow(
             ranges,
             launch.sinks_of(spec, entropy),
             entropy if rows is None else rows.contiguous(),
-            out,
-            row_max,
+            result.out,
+            result.row_max,
             entropy,
-            *counts,
-            largest,
+            result.maxima,
+            result.maxima_bf16,
+            result.largest,
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],
@@ -496,6 +550,7 @@ def shadow(
             SINKS=spec.sinks is not None,
             MASK=kind,
             NEGATIVE_SCALE=scale < 0,
+            ONLY_MAXIMA=only_maxima,
             HEAD_DIM=head_dim,
             WIDTH=width,
             VALUE_DIM=value_dim,
@@ -505,7 +560,6 @@ def shadow(
             **size.options,
             **launch.COMPILER_OPTIONS,
         )
-    return result
 
 
 @triton.jit(do_not_specialize=["heads", "count", "rows"])

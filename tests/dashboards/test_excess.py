@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.dashboards import ranking
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
-from guardbit.records import HEAD_INDICATORS
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 

@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import (
     DeltaBias,
     Detectors,
@@ -15,7 +16,7 @@ from guardbit.monitor.detectors import (
     NormGrowth,
 )
 from guardbit.monitor.replay import replay, samples
-from guardbit.records import INDICATORS, Sample
+from guardbit.records import Sample
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = "fails-sdpa-lr1.5e-3"

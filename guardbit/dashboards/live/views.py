@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
-from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
+from guardbit.records import Event
 from guardbit.store.bounds import MAX_LAYERS
 
 Integers = npt.NDArray[np.integer]
@@ -31,6 +32,14 @@ _MOST_EVENTS = 200
 _TYPICAL_HEADS = 1024
 #: Maps of earlier steps that are kept.
 _KEPT_MAPS = 32
+#: What the page calls each indicator, and which have no place on a log scale.
+_CATALOG: Json = {
+    one.name: {
+        "label": f"{one.label} ({one.unit})" if one.unit else one.label,
+        "is_signed": one.is_signed,
+    }
+    for one in CATALOG
+}
 
 
 class RunViews:
@@ -111,6 +120,7 @@ class RunViews:
                 for name in RUN_INDICATORS
                 if name in history.run_high
             },
+            "catalog": _CATALOG,
             "palette": {
                 "heat": HEAT_STOPS,
                 "most": MOST_EXCESS,

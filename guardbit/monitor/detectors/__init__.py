@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors.evidence import measured_errors
 from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, role_of
 from guardbit.monitor.detectors.rules import (
@@ -29,7 +30,7 @@ from guardbit.monitor.detectors.rules import (
     NormGrowth,
 )
 from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
-from guardbit.records import INDICATORS, SUBJECTS, Alarm, Role, Sample
+from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 __all__ = [
     "DEFAULT_RULES",
