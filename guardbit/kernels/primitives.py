@@ -330,9 +330,10 @@ def mark_above(x, threshold):
 
 @triton.jit
 def partial_sums(x):
-    """Sums each row's columns eight apart, (R, C) to (R, 8): no thread of a product's needs others.
+    """Sums each row's columns eight apart, (R, C) to (R, 8).
 
-    The eight sums, added up after the loop over the keys, spare an exchange among threads a tile.
+    In the layout of a matrix product each thread can do that alone. The caller adds up the eight
+    sums after the loop over the keys, which saves an exchange between threads for every tile.
     """
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)
 
