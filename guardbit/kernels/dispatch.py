@@ -90,14 +90,14 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> Shadow:
     """O and row statistics to FP32 accuracy, see `reference.shadow`.
 
     With dropout always in plain torch: Triton's kernel drops nothing.
     """
-    settings: dict[str, Any] = {"spec": spec, "eps": eps, "rows": rows}
+    settings: dict[str, Any] = {"spec": spec, "eps": eps, "query_ids": query_ids}
     if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import shadow as kernels
 
@@ -111,14 +111,14 @@ def delta_bias(
     exact: Tensor,
     *,
     residual: Tensor | None,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The error of delta that adds up, see `reference.delta_bias`."""
     if on_triton("auto", out):
         from guardbit.kernels import shadow as kernels
 
-        return kernels.delta_bias(d_out, out, exact, residual=residual, rows=rows)
-    return reference.delta_bias(d_out, out, exact, residual=residual, rows=rows)
+        return kernels.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)
+    return reference.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)
 
 
 def exact_query_gradient(
@@ -128,14 +128,14 @@ def exact_query_gradient(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     dropout: Dropout | None,
 ) -> Tensor:
     """DQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
 
     With dropout always in plain torch, as `shadow`.
     """
-    settings: dict[str, Any] = {"spec": spec, "heads": heads}
+    settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids}
     if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
         from guardbit.kernels import audit
 
@@ -151,15 +151,15 @@ def exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
     """Delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
-        return delta.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        return delta.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        return reference.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids)
 
 
 def carry_exact_delta(
@@ -171,24 +171,24 @@ def carry_exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
     """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
-        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out
+        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, head_ids=head_ids).out
     with torch.autocast(q.device.type, enabled=False):
         exact = reference.exact_delta(
-            d_out, q, k, v, lse, spec=spec, heads=heads, unseeing=math.nan
+            d_out, q, k, v, lse, spec=spec, head_ids=head_ids, unseeing=math.nan
         )  # fmt: skip
         carried = torch.empty_like(out).copy_(out)
-        reference.write_carrier(carried, d_out, exact, heads)
+        reference.write_carrier(carried, d_out, exact, head_ids)
     return carried
 
 
 def carry_compensated_delta(
-    d_out: Tensor, out: Tensor, residual: Tensor, *, heads: Sequence[int], into: Tensor | None
+    d_out: Tensor, out: Tensor, residual: Tensor, *, head_ids: Sequence[int], into: Tensor | None
 ) -> Tensor:
     """O with the delta of O and its residual in some heads' rows, see `reference.write_carrier`.
 
@@ -196,23 +196,23 @@ def carry_compensated_delta(
         d_out: Gradient of the output.
         out: The output.
         residual: What rounding took from it, INT8, of all heads.
-        heads: The heads whose rows carry their delta.
+        head_ids: The heads whose rows carry their delta.
         into: Where their rows are written; None for a copy of `out`.
     """
     triton = on_triton("auto", out)
     carried = torch.empty_like(out) if into is None else into
     # Triton's kernel writes all rows of its heads, torch only those that can carry their delta.
-    if into is None and not (triton and len(heads) == out.size(1)):
+    if into is None and not (triton and len(head_ids) == out.size(1)):
         carried.copy_(out)
     if triton:
         from guardbit.kernels import compensated
 
-        compensated.carry_compensated_delta(d_out, out, residual, carried, heads=heads)
+        compensated.carry_compensated_delta(d_out, out, residual, carried, head_ids=head_ids)
         return carried
-    index = device_constant(tuple(heads), torch.int64, out.device)
+    index = device_constant(tuple(head_ids), torch.int64, out.device)
     rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
-    reference.write_carrier(carried, d_out, delta, heads)
+    reference.write_carrier(carried, d_out, delta, head_ids)
     return carried
 
 

@@ -91,9 +91,9 @@ class _Shared(NamedTuple):
             self.program, self.scale, len(self.q), self.tensors, self.numbers
         )
 
-    def used(self, heads: tuple[int, ...]) -> Tensor:
+    def used(self, head_ids: tuple[int, ...]) -> Tensor:
         """The delta `(B, C, N)` that FlexAttention's backward takes by itself, FP32."""
-        index = device_constant(heads, torch.int64, self.q.device)
+        index = device_constant(head_ids, torch.int64, self.q.device)
         d_out, out = (x.index_select(1, index).float() for x in (self.d_out, self.out))
         return (d_out * out).sum(-1)
 
@@ -149,17 +149,17 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     """The gradient of LSE that makes the backward use the exact delta of the switched heads."""
     call = _Shared(*arguments)
     found = torch.zeros_like(call.lse)
-    heads = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
-    if not heads:
+    head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
+    if not head_ids:
         return found
     state = site_state(int(call.site))
     try:
         natural = call.lse * _LN2
         delta = dispatch.exact_delta(
-            call.d_out, call.q, call.k, call.v, natural, spec=call.spec, heads=heads
+            call.d_out, call.q, call.k, call.v, natural, spec=call.spec, head_ids=head_ids
         )
-        index = device_constant(heads, torch.int64, call.q.device)
-        found.index_copy_(1, index, reference.lse_gradient(call.used(heads), delta) * _LN2)
+        index = device_constant(head_ids, torch.int64, call.q.device)
+        found.index_copy_(1, index, reference.lse_gradient(call.used(head_ids), delta) * _LN2)
     except Exception as error:
         state.fall_back(error)
         return torch.zeros_like(call.lse)
@@ -199,10 +199,10 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
 def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
     """A call as observers hear of it."""
     names, carried = call.stabilizers, call.out
-    heads = tuple(h for h, name in enumerate(names) if name == "exact_delta")
-    if heads:
-        index = device_constant(heads, torch.int64, call.q.device)
-        delta = call.used(heads) - d_lse.index_select(1, index) / _LN2
+    head_ids = tuple(h for h, name in enumerate(names) if name == "exact_delta")
+    if head_ids:
+        index = device_constant(head_ids, torch.int64, call.q.device)
+        delta = call.used(head_ids) - d_lse.index_select(1, index) / _LN2
         d_out = call.d_out.index_select(1, index)
         carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
     return AttentionCall(

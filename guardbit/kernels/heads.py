@@ -122,7 +122,7 @@ def forward(
                 eps=options.eps,
                 seed=options.seed,
                 offset=random_offset(),
-                heads=plan.own if out is not None else None,
+                head_ids=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )
             if result.residual is not None and out is not None:
@@ -251,14 +251,14 @@ def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
     carried, state = ran.out, call.state
     if plan.exact:
         carried = dispatch.carry_exact_delta(
-            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, heads=plan.exact
+            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, head_ids=plan.exact
         )
         state.launches["backward", "exact_delta"] += 1
     if plan.compensated and ran.shared:
         assert ran.residual is not None
         into = None if carried is ran.out else carried
         carried = dispatch.carry_compensated_delta(
-            d_out, ran.out, ran.residual, heads=plan.compensated, into=into
+            d_out, ran.out, ran.residual, head_ids=plan.compensated, into=into
         )
         state.launches["backward", "compensated"] += 1
     if carried is not ran.out:
@@ -297,7 +297,7 @@ def _by_ours(
 
 
 def _chosen(
-    heads: tuple[int, ...],
+    head_ids: tuple[int, ...],
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -308,25 +308,25 @@ def _chosen(
 ) -> tuple[Tensor | None, ...]:
     """Takes some query heads, each with a key head of its own."""
     group = q.size(1) // k.size(1)
-    index = device_constant(heads, torch.int64, q.device)
-    key_index = device_constant(tuple(h // group for h in heads), torch.int64, q.device)
+    index = device_constant(head_ids, torch.int64, q.device)
+    key_index = device_constant(tuple(h // group for h in head_ids), torch.int64, q.device)
     k, v = k.index_select(1, key_index), v.index_select(1, key_index)
     d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
     return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
 
 
-def _merge(rest: Gradients, own: Gradients, heads: tuple[int, ...]) -> Gradients:
+def _merge(rest: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
     """Puts the chosen heads' gradients among the others', in place."""
     dq, dk, dv = rest[:3]
-    dq.index_copy_(1, device_constant(heads, torch.int64, dq.device), own.dq)
+    dq.index_copy_(1, device_constant(head_ids, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):
         # One query head of a group at a time: adding two in one go would be atomic, in any order.
-        places = tuple(place for place, head in enumerate(heads) if head % group == member)
+        places = tuple(place for place, head in enumerate(head_ids) if head % group == member)
         if not places:
             continue
         chosen = device_constant(places, torch.int64, dk.device)
-        key_heads = tuple(heads[place] // group for place in places)
+        key_heads = tuple(head_ids[place] // group for place in places)
         index = device_constant(key_heads, torch.int64, dk.device)
         for whole, part in ((dk, own.dk), (dv, own.dv)):
             whole.index_add_(1, index, part.index_select(1, chosen))

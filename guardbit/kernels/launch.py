@@ -64,9 +64,9 @@ def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
     return device_constant(tuple(codes), torch.int8, device)
 
 
-def device_numbers(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers of some heads, INT32 `(C,)`."""
-    return device_constant(heads, torch.int32, device)
+def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copies the numbers of some heads to the device, INT32 `(C,)`."""
+    return device_constant(head_ids, torch.int32, device)
 
 
 def signed(seed: int) -> int:
@@ -126,7 +126,7 @@ def empty_as(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def is_describable(x: Tensor) -> bool:
+def can_use_tma(x: Tensor) -> bool:
     """Whether the copy engine of Hopper takes x `(B, H, M, D)`: what it asks of addresses."""
     unit = 16 // x.element_size()
     return (
@@ -137,7 +137,7 @@ def is_describable(x: Tensor) -> bool:
     )
 
 
-def described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def tma_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
     """Describes x `(B, H, M, D)`, of which a kernel loads `rows` rows of a head; 0 beyond M, D."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 

@@ -285,23 +285,25 @@ def count_above(x, threshold):
 
 
 @triton.jit
-def kept_entries(word, rows, place, first_key, threshold, KEYS: tl.constexpr):
+def kept_entries(philox_key, positions, batch_head, first_key, threshold, BLOCK_N: tl.constexpr):
     """Which entries of P dropout keeps, as `guardbit.kernels.reference.Dropout` has it.
 
     Args:
-        word: Key of the random numbers, 64 bits.
-        rows: (R,), positions of the queries.
-        place: Number of the query head among those of all batches.
-        first_key: First of KEYS keys, a multiple of 8.
+        philox_key: Key of the random numbers, 64 bits.
+        positions: (R,), positions of the queries.
+        batch_head: Number of the query head among those of all batches.
+        first_key: First of BLOCK_N keys, a multiple of 8.
         threshold: What is below is dropped.
-        KEYS: A multiple of 8.
+        BLOCK_N: A multiple of 8.
 
     Returns:
-        (R, KEYS) boolean.
+        (R, BLOCK_N) boolean.
     """
-    groups = first_key // 8 + tl.arange(0, KEYS // 8)[None, :]
+    groups = first_key // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
     last = tl.full((), 0, tl.uint32)
-    return random_halves(word, groups, rows[:, None], place, last) >= threshold.to(tl.uint32)
+    return random_halves(philox_key, groups, positions[:, None], batch_head, last) >= threshold.to(
+        tl.uint32
+    )
 
 
 @triton.jit

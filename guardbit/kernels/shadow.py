@@ -52,7 +52,7 @@ from guardbit.kernels.reference import Shadow
 from guardbit.kernels.spec import AttentionSpec
 
 # Rows of a program that sums up the bias of delta.
-_BIAS_ROWS = 64
+_BIAS_BLOCK_M = 64
 
 # As bits: below those of every size.
 _MINUS_INFINITY = tl.constexpr(-0x800000)
@@ -99,8 +99,8 @@ def _row_maxima(
     end_seen,
     start,
     end,
-    rows,
-    keys,
+    seqlen_q,
+    seqlen_k,
     shift,
     inner_scale,
     inverse_scale,
@@ -111,32 +111,32 @@ def _row_maxima(
     MASK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Takes the keys from `start` to `end` into the highest s and the largest |s|, eight a row.
 
     |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last.
     """
-    for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
             scores, seen, counted = add_mask(
-                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
-                MASK, MASKED,
+                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
+                inverse_scale, MASK, MASKED,
             )  # fmt: skip
         sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         if MASK != NO_MASK:
             scores = tl.where(seen, scores, float("-inf"))
             sizes = tl.where(counted, sizes, _MINUS_INFINITY)
         if MASKED:
-            columns = first + tl.arange(0, KEYS)
+            columns = first + tl.arange(0, BLOCK_N)
             if RANGED:
                 visible = within(columns, first_seen, end_seen)
             else:
-                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
             sizes = tl.where(visible, sizes, _MINUS_INFINITY)
         highest = tl.maximum(highest, partial_maxima(scores))
@@ -148,7 +148,7 @@ def _row_maxima(
 def _attend(
     accumulator,
     row_sum,
-    weighted,
+    sum_p_log_p,
     maxima,
     maxima_bf16,
     q,
@@ -166,8 +166,8 @@ def _attend(
     tied_bf16,
     start,
     end,
-    rows,
-    keys,
+    seqlen_q,
+    seqlen_k,
     shift,
     inner_scale,
     scale_log2,
@@ -181,7 +181,7 @@ def _attend(
     WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
 
@@ -189,32 +189,32 @@ def _attend(
     `reference`, up to the rounding of that; tied and tied_bf16 are the least that count.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
-    for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, MASKED)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, seqlen_k, BLOCK_N, VALUE_DIM, VALUE_WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
             scores, seen, _ = add_mask(
-                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
-                MASK, MASKED,
+                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
+                inverse_scale, MASK, MASKED,
             )  # fmt: skip
         exponents = tl.fma(scores, scale_log2, -reference[:, None])
         if MASK != NO_MASK:
             exponents = tl.where(seen, exponents, _NOTHING)
         if MASKED:
-            columns = first + tl.arange(0, KEYS)
+            columns = first + tl.arange(0, BLOCK_N)
             if RANGED:
                 visible = within(columns, first_seen, end_seen)
             else:
-                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
+                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
             exponents = tl.where(visible, exponents, _NOTHING)
         maxima += partial_sums(mark_above(exponents, tied[:, None]))
         maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
         probabilities = tl.exp2(exponents)
         row_sum += partial_sums(probabilities)
-        weighted += partial_sums(probabilities * exponents)
+        sum_p_log_p += partial_sums(probabilities * exponents)
         if dtype == tl.float16:
             probabilities *= _FP16_RANGE
         high = round_nearest(probabilities, dtype)
@@ -222,10 +222,10 @@ def _attend(
         # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
         # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
         accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
-    return accumulator, row_sum, weighted, maxima, maxima_bf16
+    return accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16
 
 
-@triton.jit(do_not_specialize=["heads", "group", "count", "rows", "keys", "shift"])
+@triton.jit(do_not_specialize=["num_heads", "group", "count", "seqlen_q", "seqlen_k", "shift"])
 def shadow_kernel(
     q_pointer,
     k_pointer,
@@ -233,7 +233,7 @@ def shadow_kernel(
     mask_pointer,
     ranges_pointer,
     sinks_pointer,
-    rows_pointer,
+    query_ids_pointer,
     out_pointer,
     row_max_pointer,
     entropy_pointer,
@@ -244,11 +244,11 @@ def shadow_kernel(
     k_strides,
     v_strides,
     mask_strides,
-    heads,
+    num_heads,
     group,
     count,
-    rows,
-    keys,
+    seqlen_q,
+    seqlen_k,
     shift,
     inner_scale,
     scale,
@@ -256,7 +256,7 @@ def shadow_kernel(
     inverse_scale,
     eps,
     eps_log2,
-    CHOSEN: tl.constexpr,
+    HAS_QUERY_IDS: tl.constexpr,
     CAUSAL: tl.constexpr,
     RANGED: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -267,19 +267,19 @@ def shadow_kernel(
     WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """One program: ROWS of the `count` rows of one head; heavy causal tiles come first.
+    """One program: BLOCK_M of the `count` rows of one head; heavy causal tiles come first.
 
     The keys are passed twice: the counts need the row's maximum first.
     """
-    row_tiles = tl.cdiv(count, ROWS)
+    row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = place // heads
-    head = place % heads
+    batch_head = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
     key_head = head // group
     dtype: tl.constexpr = q_pointer.dtype.element_ty
 
@@ -289,46 +289,48 @@ def shadow_kernel(
     mask_base = mask_pointer
     if MASK != NO_MASK:
         mask_base = head_of(mask_pointer, mask_strides, batch, head)
-    places = first + tl.arange(0, ROWS)
+    places = first + tl.arange(0, BLOCK_M)
     positions = places
-    if CHOSEN:
+    if HAS_QUERY_IDS:
         # Past the end, the last one again.
-        positions = tl.load(rows_pointer + tl.minimum(places, count - 1)).to(tl.int32)
-    q = load_rows(q_base, positions, q_strides[2], rows, HEAD_DIM, WIDTH)
+        positions = tl.load(query_ids_pointer + tl.minimum(places, count - 1)).to(tl.int32)
+    q = load_rows(q_base, positions, q_strides[2], seqlen_q, HEAD_DIM, WIDTH)
     if NEGATIVE_SCALE:
         q = (-q.to(tl.float32)).to(dtype)
     first_seen, end_seen, whole = 0, 0, 0
     if RANGED:
-        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
-        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
         leading_end = tl.minimum(whole, end)
     else:
-        whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
-        _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
+        whole_end, _ = visible_keys(tl.min(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
+        _, end = visible_keys(tl.max(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
 
-    highest = tl.full((ROWS, 8), float("-inf"), tl.float32)
-    largest = tl.full((ROWS, 8), _MINUS_INFINITY, tl.int32)
+    highest = tl.full((BLOCK_M, 8), float("-inf"), tl.float32)
+    largest = tl.full((BLOCK_M, 8), _MINUS_INFINITY, tl.int32)
     if RANGED:
         highest, largest = _row_maxima(
             highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-            first_seen, end_seen, start, leading_end, rows, keys, shift, inner_scale, inverse_scale,
-            True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
+            first_seen, end_seen, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale,
+            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
         )  # fmt: skip
     highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        first_seen, end_seen, whole, whole_end, rows, keys, shift, inner_scale, inverse_scale,
-        False, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions, first_seen,
+        end_seen, whole, whole_end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, False,
+        CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
     )  # fmt: skip
     highest, largest = _row_maxima(
         highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        first_seen, end_seen, whole_end, end, rows, keys, shift, inner_scale, inverse_scale,
-        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
+        first_seen, end_seen, whole_end, end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale,
+        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
     )  # fmt: skip
     row_max = tl.max(highest, 1)
     # Stored at once, to free its registers.
     largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
-    largest_base = largest_pointer + place.to(tl.int64) * count + first
-    tl.store(largest_base + tl.arange(0, ROWS), largest, mask=tl.arange(0, ROWS) < count - first)
+    largest_base = largest_pointer + batch_head.to(tl.int64) * count + first
+    tl.store(
+        largest_base + tl.arange(0, BLOCK_M), largest, mask=tl.arange(0, BLOCK_M) < count - first
+    )
     # 0 instead of the -inf of a row that sees no key.
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
@@ -340,45 +342,45 @@ def shadow_kernel(
     tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
     tied = moved - eps_log2
 
-    accumulator = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-    row_sum = tl.zeros((ROWS, 8), tl.float32)
-    weighted = tl.zeros((ROWS, 8), tl.float32)
-    maxima = tl.zeros((ROWS, 8), tl.float32)
-    maxima_bf16 = tl.zeros((ROWS, 8), tl.float32)
+    accumulator = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
+    sum_p_log_p = tl.zeros((BLOCK_M, 8), tl.float32)
+    maxima = tl.zeros((BLOCK_M, 8), tl.float32)
+    maxima_bf16 = tl.zeros((BLOCK_M, 8), tl.float32)
     if RANGED:
-        accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-            accumulator, row_sum, weighted, maxima, maxima_bf16,
-            q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-            first_seen, end_seen, reference, tied, tied_bf16, start, leading_end, rows, keys,
-            shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
-            HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, q, k_base, v_base, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, reference,
+            tied, tied_bf16, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale, scale_log2,
+            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM,
+            VALUE_WIDTH, BLOCK_N,
         )  # fmt: skip
-    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16,
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, rows, keys,
+        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, seqlen_q, seqlen_k,
         shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
     )  # fmt: skip
-    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16,
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
         q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, rows, keys,
+        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, seqlen_q, seqlen_k,
         shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
     )  # fmt: skip
 
     # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
     row_sum = tl.sum(row_sum, 1)
-    weighted = tl.sum(weighted, 1)
+    sum_p_log_p = tl.sum(sum_p_log_p, 1)
     if SINKS:
         moved_by, sink = with_sink(sinks_pointer, head, reference)
         decay, share = tl.exp2(moved_by), tl.exp2(sink)
-        weighted = (weighted + moved_by * row_sum) * decay + share * sink
+        sum_p_log_p = (sum_p_log_p + moved_by * row_sum) * decay + share * sink
         row_sum = row_sum * decay + share
         accumulator *= decay[:, None]
     row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    entropy = tl.log(row_sum) - weighted / row_sum * LN_2
+    entropy = tl.log(row_sum) - sum_p_log_p / row_sum * LN_2
     if dtype == tl.float16:
         accumulator *= 1.0 / _FP16_RANGE
     out = accumulator / row_sum[:, None]
@@ -388,14 +390,16 @@ def shadow_kernel(
     counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
 
     inside = places < count
-    place_start = place.to(tl.int64) * count
-    out_base = out_pointer + place_start * VALUE_DIM
-    store_tile(out_base, first, VALUE_DIM, count, out, ROWS, VALUE_DIM, VALUE_WIDTH)
-    tl.store(row_max_pointer + place_start + places, row_max, mask=inside)
-    tl.store(entropy_pointer + place_start + places, entropy, mask=inside)
-    tl.store(maxima_pointer + place_start + places, tl.sum(maxima, 1) * counted, mask=inside)
+    batch_head_start = batch_head.to(tl.int64) * count
+    out_base = out_pointer + batch_head_start * VALUE_DIM
+    store_tile(out_base, first, VALUE_DIM, count, out, BLOCK_M, VALUE_DIM, VALUE_WIDTH)
+    tl.store(row_max_pointer + batch_head_start + places, row_max, mask=inside)
+    tl.store(entropy_pointer + batch_head_start + places, entropy, mask=inside)
+    tl.store(maxima_pointer + batch_head_start + places, tl.sum(maxima, 1) * counted, mask=inside)
     tl.store(
-        maxima_bf16_pointer + place_start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside
+        maxima_bf16_pointer + batch_head_start + places,
+        tl.sum(maxima_bf16, 1) * counted,
+        mask=inside,
     )
 
 
@@ -406,7 +410,7 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float = 1e-3,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
 
@@ -426,8 +430,8 @@ def shadow(
         v: (B, H_kv, M, E).
         spec: What the call asks for.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
-            all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N. That each lies in 0 to N - 1
+            is not checked.
 
     Returns:
         See `Shadow`.
@@ -439,35 +443,35 @@ def shadow(
     """
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
-    batch, heads, all_rows, head_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
-    count = all_rows if rows is None else len(rows)
-    shape = (batch, heads, count)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    count = seqlen_q if query_ids is None else len(query_ids)
+    shape = (batch, num_heads, count)
     out = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
-    whole_shape = (batch, heads, all_rows, keys)
+    whole_shape = (batch, num_heads, seqlen_q, seqlen_k)
     dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
     ranges, is_ranged = range_arguments(spec, whole_shape, entropy)
     if not out.numel():
         return result
 
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
-    size = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
+    tile = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
     if kind != NO_MASK.value or is_ranged or spec.softcap > 0:
-        size = size.for_mask
+        tile = tile.for_mask
     inner_scale, scale = launch.factors(spec)
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
-        shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
+        shadow_kernel[(triton.cdiv(count, tile.block_m) * batch * num_heads,)](
             q,
             k,
             v,
             dense,
             ranges,
             launch.sinks_of(spec, entropy),
-            entropy if rows is None else rows.contiguous(),
+            entropy if query_ids is None else query_ids.contiguous(),
             out,
             row_max,
             entropy,
@@ -477,19 +481,19 @@ def shadow(
             k.stride()[:3],
             v.stride()[:3],
             dense_strides,
-            heads,
-            heads // kv_heads,
+            num_heads,
+            num_heads // kv_heads,
             count,
-            all_rows,
-            keys,
-            causal_shift(spec.causal, all_rows, keys),
+            seqlen_q,
+            seqlen_k,
+            causal_shift(spec.causal, seqlen_q, seqlen_k),
             inner_scale,
             size_of_scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
             eps,
             eps * math.log2(math.e),
-            CHOSEN=rows is not None,
+            HAS_QUERY_IDS=query_ids is not None,
             CAUSAL=spec.causal is not False and not is_ranged,
             RANGED=is_ranged,
             SOFTCAP=spec.softcap > 0,
@@ -500,58 +504,58 @@ def shadow(
             WIDTH=width,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=value_width,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            **size.options,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
             **launch.COMPILER_OPTIONS,
         )
     return result
 
 
-@triton.jit(do_not_specialize=["heads", "count", "rows"])
+@triton.jit(do_not_specialize=["num_heads", "count", "seqlen_q"])
 def delta_bias_kernel(
     d_out_pointer,
     out_pointer,
     residual_pointer,
     exact_pointer,
-    rows_pointer,
+    query_ids_pointer,
     bias_pointer,
     size_pointer,
     d_out_strides,
     out_strides,
     residual_strides,
-    heads,
+    num_heads,
     count,
-    rows,
-    CHOSEN: tl.constexpr,
+    seqlen_q,
+    HAS_QUERY_IDS: tl.constexpr,
     COMPENSATED: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """One program: the share of ROWS of the `count` rows of one head in the two sums."""
-    row_tiles = tl.cdiv(count, ROWS)
+    """One program: the share of BLOCK_M of the `count` rows of one head in the two sums."""
+    row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
-    place = program // row_tiles
-    first = program % row_tiles * ROWS
-    batch = place // heads
-    head = place % heads
-    places = first + tl.arange(0, ROWS)
+    batch_head = program // row_tiles
+    first = program % row_tiles * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    places = first + tl.arange(0, BLOCK_M)
     positions = places
-    if CHOSEN:
-        chosen = tl.load(rows_pointer + places, mask=places < count, other=-1)
+    if HAS_QUERY_IDS:
+        chosen = tl.load(query_ids_pointer + places, mask=places < count, other=-1)
         positions = chosen.to(tl.int32)
 
     d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
-    d_out = load_rows(d_out_base, positions, d_out_strides[2], rows, HEAD_DIM, WIDTH)
+    d_out = load_rows(d_out_base, positions, d_out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
     out_base = head_of(out_pointer, out_strides, batch, head)
-    rounded = load_rows(out_base, positions, out_strides[2], rows, HEAD_DIM, WIDTH)
-    exact_base = exact_pointer + place.to(tl.int64) * count * HEAD_DIM
-    exact = load_tile(exact_base, first, HEAD_DIM, count, ROWS, HEAD_DIM, WIDTH, True)
+    rounded = load_rows(out_base, positions, out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    exact_base = exact_pointer + batch_head.to(tl.int64) * count * HEAD_DIM
+    exact = load_tile(exact_base, first, HEAD_DIM, count, BLOCK_M, HEAD_DIM, WIDTH, True)
     errors = widen(rounded) - exact
     if COMPENSATED:
         residual_base = head_of(residual_pointer, residual_strides, batch, head)
-        counts = load_rows(residual_base, positions, residual_strides[2], rows, HEAD_DIM, WIDTH)
+        counts = load_rows(residual_base, positions, residual_strides[2], seqlen_q, HEAD_DIM, WIDTH)
         errors += decode_residual(rounded, counts)
     bias = tl.sum(widen(d_out) * errors, 1)
     tl.store(bias_pointer + program, tl.sum(bias, 0))
@@ -564,7 +568,7 @@ def delta_bias(
     exact: Tensor,
     *,
     residual: Tensor | None = None,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
@@ -576,7 +580,7 @@ def delta_bias(
         exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
         residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
             head is compensated.
-        rows: INT64 (R,), see `shadow`; None for all N.
+        query_ids: INT64 (R,), see `shadow`; None for all N.
 
     Returns:
         FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
@@ -587,10 +591,10 @@ def delta_bias(
     """
     launch.check_tensors(d_out=d_out, out=out)
     d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
-    batch, heads, all_rows, head_dim = out.shape
+    batch, num_heads, seqlen_q, head_dim = out.shape
     count = exact.shape[2]
-    row_tiles = triton.cdiv(count, _BIAS_ROWS)
-    sums = torch.empty((2, batch, heads, row_tiles), dtype=torch.float32, device=out.device)
+    row_tiles = triton.cdiv(count, _BIAS_BLOCK_M)
+    sums = torch.empty((2, batch, num_heads, row_tiles), dtype=torch.float32, device=out.device)
     width = launch.padded_width(head_dim)
     counts = launch.rows_adjacent(residual) if residual is not None else out
     if sums.numel():
@@ -600,19 +604,19 @@ def delta_bias(
                 out,
                 counts,
                 exact,
-                exact if rows is None else rows.contiguous(),
+                exact if query_ids is None else query_ids.contiguous(),
                 *sums,
                 d_out.stride()[:3],
                 out.stride()[:3],
                 counts.stride()[:3],
-                heads,
+                num_heads,
                 count,
-                all_rows,
-                CHOSEN=rows is not None,
+                seqlen_q,
+                HAS_QUERY_IDS=query_ids is not None,
                 COMPENSATED=residual is not None,
                 HEAD_DIM=head_dim,
                 WIDTH=width,
-                ROWS=_BIAS_ROWS,
+                BLOCK_M=_BIAS_BLOCK_M,
                 num_warps=4 if width <= 64 else 8,
                 **launch.COMPILER_OPTIONS,
             )

@@ -65,11 +65,11 @@ class AttentionCall:
     @property
     def known_heads(self) -> tuple[int, ...]:
         """The heads whose output can be recomputed: all, or with dropout those that are ours."""
-        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.heads
+        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
 
-    def dropout_of(self, heads: Sequence[int]) -> Dropout | None:
+    def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
         """What was dropped in some of the known heads, for a recomputation of just these."""
-        return None if self.dropout is None else self.dropout._replace(heads=tuple(heads))
+        return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))
 
 
 class _Setting(NamedTuple):

@@ -136,7 +136,7 @@ class AttentionMetrics(Metric):
             call.v,
             spec=call.spec,
             eps=self.eps,
-            rows=rows,
+            query_ids=rows,
             dropout=call.dropout_of(range(heads)) if call.known_heads else None,
         )
         sums: tuple[Tensor, ...] = ()
@@ -172,7 +172,7 @@ class AttentionMetrics(Metric):
             call.k,
             call.v,
             spec=call.spec,
-            heads=heads,
+            head_ids=heads,
             dropout=call.dropout_of(heads),
         )
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
@@ -306,7 +306,7 @@ def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tupl
     if call.d_out is None or call.out is None:
         nothing = torch.full((heads,), torch.nan, device=call.q.device)
         return nothing, nothing
-    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, rows=rows)
+    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
     unknown = [head for head in range(heads) if head not in call.known_heads]
     if unknown:
         for values in sums:

@@ -242,15 +242,15 @@ def test_shadow_and_exact_query_gradient():
     out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
     common = {"spec": AttentionSpec(0.25, True)}
     rows = torch.tensor([0, 7, 29])
-    plain = reference.shadow(q, k, v, rows=rows, **common)
+    plain = reference.shadow(q, k, v, query_ids=rows, **common)
     shadow = reference.shadow(
-        q, k, v, rows=rows, dropout=Dropout(0.3, word, (0, 1, 2, 3), 4), **common
+        q, k, v, query_ids=rows, dropout=Dropout(0.3, word, (0, 1, 2, 3), 4), **common
     )
     torch.testing.assert_close(shadow.out.double(), out[:, :, rows], **FP32_CLOSE)
     for name in ("row_max", "maxima", "maxima_bf16", "entropy"):
         assert torch.equal(getattr(shadow, name), getattr(plain, name)), name
     found = reference.exact_query_gradient(
-        d_out, q, k, v, heads=[3, 1], dropout=Dropout(0.3, word, (3, 1), 4), **common
+        d_out, q, k, v, head_ids=[3, 1], dropout=Dropout(0.3, word, (3, 1), 4), **common
     )
     torch.testing.assert_close(found.double(), dq[:, [3, 1]], **FP32_CLOSE)
 

@@ -109,7 +109,7 @@ def test_chosen_rows_are_those_of_all(causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
     every = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
-    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), rows=rows)
+    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), query_ids=rows)
     check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
@@ -281,7 +281,7 @@ def test_dense_masks(module, name, causal):
     boolean = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask.double()
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
-    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), rows=rows)
+    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), query_ids=rows)
     scores = scores[:, :, rows]
     # Where every key has the lowest number, all weigh alike.
     alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
@@ -318,7 +318,7 @@ def test_layouts_and_strides():
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
-    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), rows=every_other)
+    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), query_ids=every_other)
     assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
 
 
@@ -357,7 +357,12 @@ def test_no_keys_no_rows_no_batch():
         assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), rows=none).out.shape == (1, 2, 0, 16)
+    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
+        1,
+        2,
+        0,
+        16,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -374,7 +379,9 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     used = out.double() if residual is None else out.double() + decode_residual(out, residual)
     picked = slice(None) if rows is None else rows
     error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
-    bias, size = shadow.delta_bias(d_out, out, exact[:, :, picked], residual=residual, rows=rows)
+    bias, size = shadow.delta_bias(
+        d_out, out, exact[:, :, picked], residual=residual, query_ids=rows
+    )
     assert bias.dtype == size.dtype == torch.float64
     # FP32 sums of 80 and of 64 terms; a residual leaves errors of the size of FP32's of out.
     close = {"rtol": 1e-4, "atol": 1e-5 * error.abs().sum((0, 2)).max().item() + 2e-5}

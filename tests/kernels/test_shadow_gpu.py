@@ -102,7 +102,7 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
 
             heads = [3, 0]
             spec = AttentionSpec(scale, causal)
-            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=heads)
+            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=heads)
             right = gradients[0][:, heads]
             assert relative(computed, right) <= 3e-6 or right.norm() <= 1e-6
 
@@ -116,7 +116,7 @@ def test_chosen_rows_delta_bias_and_repetition(width):
     again = shadow.shadow(q, k, v, spec=spec)
     assert all(torch.equal(x, y) for x, y in zip(every, again, strict=True))
     rows = torch.linspace(0, 999, 130, device="cuda").round().long()
-    some = shadow.shadow(q, k, v, spec=spec, rows=rows)
+    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
     for whole, chosen in zip(every, some, strict=True):
         torch.testing.assert_close(chosen, whole[:, :, rows], rtol=1e-6, atol=1e-6)
 
@@ -128,7 +128,7 @@ def test_chosen_rows_delta_bias_and_repetition(width):
     for chosen in (None, rows):
         exact = every.out if chosen is None else some.out
         bias, size = shadow.delta_bias(
-            d_out, result.out, exact, residual=result.residual, rows=chosen
+            d_out, result.out, exact, residual=result.residual, query_ids=chosen
         )
         picked = error if chosen is None else error[:, :, chosen]
         scale = picked.abs().sum((0, 2))
@@ -141,8 +141,8 @@ def test_audit_repeats_its_bits_and_is_far_nearer_than_the_kernels():
     q, k, v, d_out = inputs((1, 4, 2, 2048, 2048, 64))
     options = {"causal": True, "scale": 0.125}
     spec = AttentionSpec(0.125, True)
-    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
-    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
+    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
+    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
     assert torch.equal(computed, again)
     gradients = dense(q, k, v, d_out, True, 0.125)[3]
     names = {"stabilizers": ["none"] * 4}

@@ -61,7 +61,7 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float = 1e-3,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Shadow:
@@ -75,7 +75,7 @@ def shadow(
         v: (B, H_kv, M, E).
         spec: What the call asks for; of its dropout `dropout` tells.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        rows: INT64 (R,), the queries to look at; None for all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
         dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
         chunk: Keys looked at together.
 
@@ -90,18 +90,18 @@ def shadow(
     head_numbers, row_numbers, key_positions = (
         torch.arange(count, device=q.device) for count in shape[1:]
     )
-    rows = row_numbers if rows is None else rows
-    q_chosen = q[:, :, rows].float()
+    query_ids = row_numbers if query_ids is None else query_ids
+    q_chosen = q[:, :, query_ids].float()
     q_rows = fold_groups(q_chosen, kv_heads)
     visible = visible_range(spec, shape, q.device)
 
     def mask_of(keys: slice) -> Tensor:
-        tile = mask_tile(spec, shape, head_numbers, rows, key_positions[keys], visible)
+        tile = mask_tile(spec, shape, head_numbers, query_ids, key_positions[keys], visible)
         return tile.float()
 
     def scores_of(keys: slice, modify: bool = True) -> Tensor:
         def made(scores: Tensor) -> Tensor:
-            tile = head_numbers, rows, key_positions[keys]
+            tile = head_numbers, query_ids, key_positions[keys]
             return modified(scores, spec, *tile) if modify else scores
 
         k_tile = k[:, :, keys].float()
@@ -138,7 +138,7 @@ def shadow(
         weighted_logs += torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
             present = slice(keys.start, keys.start + probabilities.shape[-1])
-            kept = dropout.kept(len(q), rows, present)
+            kept = dropout.kept(len(q), query_ids, present)
             probabilities = (probabilities * dropout.factor).where(kept, 0)
         products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
@@ -168,7 +168,7 @@ def delta_bias(
     exact: Tensor,
     *,
     residual: Tensor | None = None,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
@@ -178,7 +178,7 @@ def delta_bias(
         exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
         residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
             head is compensated.
-        rows: INT64 (R,), the queries to look at; None for all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
 
     Returns:
         FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
@@ -186,8 +186,8 @@ def delta_bias(
     used = out.float()
     if residual is not None:
         used = used + decode_residual(out, residual)
-    if rows is not None:
-        d_out, used = d_out[:, :, rows], used[:, :, rows]
+    if query_ids is not None:
+        d_out, used = d_out[:, :, query_ids], used[:, :, query_ids]
     bias = (d_out.float() * (used - exact)).sum(-1).double()
     return bias.sum(dim=(0, 2)), bias.abs().sum(dim=(0, 2))
 
@@ -200,7 +200,7 @@ def exact_query_gradient(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Tensor:
@@ -216,7 +216,7 @@ def exact_query_gradient(
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
         spec: What the call asks for; of its dropout `dropout` tells.
-        heads: The query heads wanted, C of them.
+        head_ids: The query heads wanted, C of them.
         dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.
 
@@ -227,8 +227,8 @@ def exact_query_gradient(
         IndexError: If a head does not exist.
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    check_heads(heads, q.shape[1])
-    chosen = torch.tensor(list(heads), dtype=torch.int64, device=q.device)
+    check_heads(head_ids, q.shape[1])
+    chosen = torch.tensor(list(head_ids), dtype=torch.int64, device=q.device)
     kv_chosen = chosen // (q.shape[1] // k.shape[1])
     q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
     k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()
