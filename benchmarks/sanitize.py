@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from guardbit.kernels import audit, backward, compensated, delta, forward, shadow
+from guardbit.kernels import audit, backward, compensated, delta, delta_bias, forward, shadow
 from guardbit.kernels.reference import Forward
 from guardbit.kernels.spec import AttentionSpec, Documents
 
@@ -79,7 +79,9 @@ def check_measures(
     """Launches the shadow, the bias of delta, the audit and exact delta."""
     for rows in (None, torch.arange(0, q.shape[2], 3, device="cuda")):
         exact = shadow.shadow(q, k, v, query_ids=rows, spec=spec).out
-        bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, query_ids=rows)
+        bias = delta_bias.delta_bias(
+            d_out, result.out, exact, residual=result.residual, query_ids=rows
+        )
         assert all(x.isfinite().all() for x in (exact, *bias))
     exact = audit.exact_query_gradient(d_out, q, k, v, head_ids=[1, 2], spec=spec)
     assert exact.isfinite().all()

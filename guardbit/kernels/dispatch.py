@@ -65,7 +65,7 @@ def _triton_obstacle(q: Tensor) -> str | None:
             found = ".".join(map(str, capability))
             return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
         return None
-    from guardbit.kernels.primitives import INTERPRET
+    from guardbit.kernels.device.rounding import INTERPRET
 
     return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
 
@@ -115,7 +115,7 @@ def delta_bias(
 ) -> tuple[Tensor, Tensor]:
     """The error of delta that adds up, see `reference.delta_bias`."""
     if on_triton("auto", out):
-        from guardbit.kernels import shadow as kernels
+        from guardbit.kernels import delta_bias as kernels
 
         return kernels.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)
     return reference.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)

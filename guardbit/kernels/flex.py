@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels import dispatch, programs, reference
+from guardbit.kernels import dispatch, flex_functions, reference
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, log, site_state
@@ -87,7 +87,7 @@ class _Shared(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """What the call asks for."""
-        return programs.specification(
+        return flex_functions.specification(
             self.program, self.scale, len(self.q), self.tensors, self.numbers
         )
 
@@ -251,7 +251,7 @@ class _Began(NamedTuple):
     Attributes:
         site: Number of the site, 0-d CPU tensor.
         names: What `_begin` returned.
-        program: Number of its functions, see `programs.register`; None if they are not known.
+        program: Number of its functions, see `flex_functions.register`; None if they are not known.
     """
 
     site: Tensor
@@ -300,7 +300,9 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         kept = dict(options)
         if site is not None:
             try:
-                program = programs.register(score_mod, block_mask[-1], score_closed, mask_closed)
+                program = flex_functions.register(
+                    score_mod, block_mask[-1], score_closed, mask_closed
+                )
             except Exception:  # a graph unlike any that we know
                 program = None
             obstacle = _UNRECORDED if program is None else ""

@@ -12,7 +12,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.primitives import INTERPRET
+from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
+from guardbit.kernels.device.rounding import INTERPRET
+from guardbit.kernels.mask.geometry import dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
@@ -150,3 +152,49 @@ def device_of(x: Tensor) -> AbstractContextManager:
 def capability_of(x: Tensor) -> tuple[int, int] | None:
     """Compute capability of x's device; None on the CPU."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
+def mask_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, tuple[int, ...], int]:
+    """What a kernel needs to load the dense mask of a call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor, given where there is no mask.
+
+    Returns:
+        The mask, booleans as bytes, its four strides, and the kernel's MASK.
+
+    Raises:
+        ValueError: If the mask does not broadcast to `shape`.
+    """
+    if spec.mask is None:
+        return unused, (0, 0, 0, 0), NO_MASK.value
+    mask = dense_mask(spec.mask, shape)
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
+    return mask, mask.stride(), ADDITIVE.value
+
+
+def range_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, bool]:
+    """What a kernel needs to load the range of keys that each query sees, and checks the call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor on the device, given where `causal` says it all.
+
+    Returns:
+        INT32 (2, N), first keys and ends, and the kernel's RANGED.
+
+    Raises:
+        ValueError: If a field of `spec` does not fit `shape`.
+    """
+    if spec.is_ranged:
+        return torch.stack(visible_range(spec, shape, unused.device)), True
+    spec.check_shape(shape)
+    return unused, False

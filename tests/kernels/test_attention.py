@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, op, switchboard
+from guardbit.kernels import dispatch, execution, op, switchboard
 from guardbit.kernels.attention import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -359,7 +359,7 @@ def op_with(backend, site, dropout_p=0.0):
 
     def attention(q, k, v):
         codes = [0] * q.size(1)
-        request = op.Request(
+        request = execution.Request(
             q, k, v, None, site, codes, causal=2, dropout_p=dropout_p, backend=code, training=True
         )
         return op.attention(request)[0]

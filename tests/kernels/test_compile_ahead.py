@@ -56,7 +56,7 @@ POINTERS = {
     },
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask", "sinks"), "fp32"),
-        **dict.fromkeys(("rows", "maxima", "maxima_bf16"), "i64"), "ranges": "i32",
+        **dict.fromkeys(("query_ids", "maxima", "maxima_bf16"), "i64"), "ranges": "i32",
     },
     "audit": {
         **dict.fromkeys(("dq", "mask", "sinks"), "fp32"),
@@ -158,7 +158,9 @@ def compile_all(architecture):
             backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
         ),
         "shadow": (
-            shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True, "MASK": 0},
+            shadow.shadow_kernel,
+            "bf16",
+            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0},
         ),
         # FP16 takes more products than BF16.
         "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),

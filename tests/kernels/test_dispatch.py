@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guardbit.kernels import audit, dispatch, shadow
+from guardbit.kernels import audit, delta_bias, dispatch, shadow
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
 
@@ -24,7 +24,7 @@ def triton_calls(monkeypatch):
         monkeypatch.setattr(module, name, recorded)
 
     recording(shadow, "shadow")
-    recording(shadow, "delta_bias")
+    recording(delta_bias, "delta_bias")
     recording(audit, "exact_query_gradient")
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
     return calls

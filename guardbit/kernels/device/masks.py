@@ -1,4 +1,4 @@
-"""The geometry of masks for the tiles of Triton's kernels."""
+"""Masks inside kernels: which keys the rows of a tile see, and how a dense mask is loaded."""
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
@@ -6,13 +6,10 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from guardbit.kernels.mask.geometry import HIDES, dense_mask, visible_range
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.mask.geometry import HIDES
 
 #: What a kernel's MASK says of its dense mask.
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -189,49 +186,3 @@ def add_mask(
         # What every key of a row has makes no difference, and nothing overflows.
         scores += tl.where(bias < _LOWEST, _LOWEST, bias) * inverse_scale
     return scores, seen, counted
-
-
-def mask_arguments(
-    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
-) -> tuple[Tensor, tuple[int, ...], int]:
-    """What a kernel needs to load the dense mask of a call.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        unused: Any tensor, given where there is no mask.
-
-    Returns:
-        The mask, booleans as bytes, its four strides, and the kernel's MASK.
-
-    Raises:
-        ValueError: If the mask does not broadcast to `shape`.
-    """
-    if spec.mask is None:
-        return unused, (0, 0, 0, 0), NO_MASK.value
-    mask = dense_mask(spec.mask, shape)
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
-    return mask, mask.stride(), ADDITIVE.value
-
-
-def range_arguments(
-    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
-) -> tuple[Tensor, bool]:
-    """What a kernel needs to load the range of keys that each query sees, and checks the call.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        unused: Any tensor on the device, given where `causal` says it all.
-
-    Returns:
-        INT32 (2, N), first keys and ends, and the kernel's RANGED.
-
-    Raises:
-        ValueError: If a field of `spec` does not fit `shape`.
-    """
-    if spec.is_ranged:
-        return torch.stack(visible_range(spec, shape, unused.device)), True
-    spec.check_shape(shape)
-    return unused, False
