@@ -146,7 +146,7 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     spec = spec_of(q, request.mask, request.causal, request.scale, request.dropout_p)
     state = site_state(int(request.site))
     state.requested = _names(tuple(request.stabilizers))
-    state.stock_dropout_p = spec.dropout_p if request.native else 0.0
+    state.native_dropout_p = spec.dropout_p if request.native else 0.0
     state.is_masked = spec.mask is not None
     state.begin_forward()
     if request.training:

@@ -116,7 +116,7 @@ def _begin(
     """
     state = site_state(int(site))
     state.requested = ("none",) * q.size(1)
-    state.stock_dropout_p, state.is_masked = 0.0, False
+    state.native_dropout_p, state.is_masked = 0.0, False
     # Compiled forwards without gradients, such as a backward runs again, do not come here.
     state.begin_forward(is_first=state.ran_at < state.clock.now)
     names, why = _settled(state.running, obstacle)
@@ -191,7 +191,9 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             dq = dq.where((given == 0).all(), torch.nan)
         seen = _seen(call, dq, d_lse)
     except Exception as error:
-        log.warning("site '%s': a call of flex_attention went unseen (%s)", state.name, error)
+        log.warning(
+            "attention module '%s': a call of flex_attention was not seen (%s)", state.name, error
+        )
         return
     state.observer(seen)
 

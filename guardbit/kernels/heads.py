@@ -20,7 +20,7 @@ from torch import Tensor
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.centering import center_keys, shift_of_lse
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.engines import Drawn, Engine, Gradients
+from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
@@ -95,7 +95,7 @@ def forward(
 
     def run_engine() -> tuple[Tensor, Tensor]:
         assert engine is not None
-        out, lse = engine.forward(q, k, v, spec, training, drawn)
+        out, lse = engine.forward(Inputs(q, k, v, spec, drawn, call.wants_mask), training)
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
             return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
@@ -270,9 +270,8 @@ def _by_engine(
     call: Call, engine: Engine, d_out: Tensor, out: Tensor, lse: Tensor, drawn: Drawn | None
 ) -> Gradients:
     out = engine.laid_out(out, call.q)
-    found = engine.backward(
-        d_out, call.q, call.k, call.v, out, lse, call.spec, drawn, call.wants_mask
-    )
+    inputs = Inputs(call.q, call.k, call.v, call.spec, drawn, call.wants_mask)
+    found = engine.backward(inputs, d_out, out, lse)
     call.state.launches["backward", engine.name] += 1
     return found
 

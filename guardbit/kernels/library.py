@@ -157,7 +157,7 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = _call(arguments[:7], numbers)
     q, spec, state = call.q, call.spec, call.state
     state.requested = ("none",) * call.heads
-    state.stock_dropout_p = spec.dropout_p
+    state.native_dropout_p = spec.dropout_p
     state.is_masked = False
     state.begin_forward()
     if numbers.training:

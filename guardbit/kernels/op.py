@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.alignment import promise_aligned_outputs
-from guardbit.kernels.engines import Drawn
+from guardbit.kernels.engines import Drawn, Inputs
 from guardbit.kernels.execution import (
     NUM_KERNEL_FACTS,
     Request,
@@ -189,7 +189,7 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
     ):
         spec = spec_of(q, mask, causal, scale, dropout_p)
         drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
-        return engine.differentiable_backward(d_out, q, k, v, spec, drawn, wants_mask)
+        return engine.differentiable_backward(Inputs(q, k, v, spec, drawn, wants_mask), d_out)
     with torch.no_grad():
         gradients = _backward(d_out, *saved, *arguments)
     return _NotDifferentiable.apply(d_out, q, k, v, *gradients)

@@ -560,12 +560,12 @@ def test_backward_with_a_carrier_is_the_backward_with_exact_delta():
     forward = reference.forward(q, k, v, **common)
     result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, head_ids=[0, 1])
     mine = reference.backward(d_out, q, k, v, result.out, forward.lse, None, **common)
-    stock = reference.backward(d_out, q, k, v, *forward, **common)
+    native = reference.backward(d_out, q, k, v, *forward, **common)
     truth = reference.exact_query_gradient(
         d_out, q, k, v, spec=AttentionSpec(0.25, True), head_ids=[0, 1]
     )
-    assert torch.equal(mine.dv, stock.dv)
-    assert (mine.dq - truth).norm() < 0.3 * (stock.dq - truth).norm()
+    assert torch.equal(mine.dv, native.dv)
+    assert (mine.dq - truth).norm() < 0.3 * (native.dq - truth).norm()
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left"])

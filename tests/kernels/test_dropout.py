@@ -194,7 +194,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
     number = switchboard.add_site()
     options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
     torch.manual_seed(0)
-    stock = torch.nn.functional.scaled_dot_product_attention(
+    native = torch.nn.functional.scaled_dot_product_attention(
         *tensors, dropout_p=0.2, is_causal=True, enable_gqa=True
     )
     whole = run(  # as in a mixed call, where ours draw after PyTorch's kernel
@@ -215,7 +215,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
         rest = [h for h in range(6) if h not in heads]
         assert torch.equal(out[:, heads], whole[0][:, heads])
         assert torch.equal(dq[:, heads], whole[2][:, heads])
-        assert torch.equal(out[:, rest], stock[:, rest])
+        assert torch.equal(out[:, rest], native[:, rest])
     switchboard.remove_site(number)
 
 

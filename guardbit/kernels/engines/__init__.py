@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.engines.cpu_flash import CPUFlash
 from guardbit.kernels.engines.cudnn import CuDNN
 from guardbit.kernels.engines.efficient import Efficient
@@ -38,6 +38,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Gradients",
+    "Inputs",
     "LibraryEngine",
     "Whole",
     "choose",

@@ -32,6 +32,26 @@ class Drawn(NamedTuple):
     generator_state: Tensor
 
 
+class Inputs(NamedTuple):
+    """What an engine computes attention of, forward and backward.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for.
+        drawn: Where its random numbers came from; needed with dropout.
+        wants_mask: Whether the gradient of an additive mask is asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    drawn: Drawn | None = None
+    wants_mask: bool = False
+
+
 class Gradients(NamedTuple):
     """Gradients of one call; `d_mask` and `d_sinks` only where they were asked for."""
 
@@ -67,52 +87,23 @@ class Engine(ABC):
         return f"PyTorch's {self.name} kernel"
 
     @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes out and lse; lse is None where the engine gives none.
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        """Computes out and lse; lse is None where the engine returns none.
 
         Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            spec: What the call asks for.
+            inputs: The call. With dropout it fills `inputs.drawn`.
             training: Whether a gradient will be asked for.
-            drawn: Is filled; needed with dropout.
         """
 
     @abstractmethod
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Computes the gradients.
 
         Args:
+            inputs: The call, as the forward got it, with what the forward drew.
             d_out: Gradient of out.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            out: Output of the forward, or O', which carries another delta, laid out as
-                `laid_out` says.
-            lse: Of the forward.
-            spec: Those of the forward.
-            drawn: That of the forward.
-            wants_mask: Whether the gradient of an additive mask is asked for.
+            out: Output of the forward, or an O' that carries another delta, laid out by `laid_out`.
+            lse: The forward's.
         """
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
 from guardbit.kernels.engines.random import is_capturing, keep, philox_of
-from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
 
@@ -25,16 +24,9 @@ class Efficient(Engine):
 
     backend = SDPBackend.EFFICIENT_ATTENTION
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, drawn, _ = inputs
         out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
             q, k, v, _prepared(spec.mask, q, k), training, spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
@@ -42,19 +34,9 @@ class Efficient(Engine):
         keep(drawn, seed, offset)
         return out, lse
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
+        q, k, v, spec, drawn, wants_mask = inputs
         if drawn is not None and not is_capturing():
             seed, offset = drawn.generator_state.view(torch.int64).unbind()
         else:

@@ -61,13 +61,13 @@ class LibraryEngine(Engine):
         return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
 
 
-def library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+def to_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
     """Views `(B, H, N, D)` as libraries have it."""
     return x.transpose(1, 2) if spec.documents is None else x.squeeze(0).transpose(0, 1)
 
 
-def heads_first(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Undoes `library_layout`."""
+def from_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Undoes `to_library_layout`."""
     return x.transpose(1, 2) if spec.documents is None else x.transpose(0, 1).unsqueeze(0)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines.base import Engine
+from guardbit.kernels.engines.base import Engine, Inputs
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.reference.common import cap_slope, capped, float32_products
@@ -183,7 +183,8 @@ def _measured(
         documents=None if spec.documents is None else _made_up(rows, keys, q.device),
         sinks=None if spec.sinks is None else spec.sinks.detach()[:heads],
     )
-    out, lse = engine.forward(small_q, small_k, small_v, small, True, None)
+    inputs = Inputs(small_q, small_k, small_v, small, wants_mask=wants_mask)
+    out, lse = engine.forward(inputs, training=True)
     assert lse is not None
     lse = lse.reshape(1, heads, -1)[..., :rows]
     d_out = torch.randn(
@@ -192,10 +193,7 @@ def _measured(
     d_out = torch.empty_like(out).copy_(d_out)
 
     def gradients(other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = engine.backward(
-            d_out, small_q, small_k, small_v, engine.laid_out(other, small_q), lse, small, None,
-            wants_mask,
-        )  # fmt: skip
+        found = engine.backward(inputs, d_out, engine.laid_out(other, small_q), lse)
         return found.dq.float(), found.dk.float(), found.dv.float()
 
     def carrier(delta: Tensor) -> Tensor:
