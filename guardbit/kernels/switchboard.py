@@ -130,8 +130,8 @@ class SiteState:
             "triton" counts besides how often ours ran in Triton; else they ran in plain torch.
             Calls that were left to PyTorch's function, see `is_idle`, are not counted.
         requested: One name a head, as the last call asked for; empty before the first.
-        native_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
-            0 where nothing drops, or all heads are always ours.
+        native_dropout_p: Probability with which PyTorch's kernel drops entries in the heads that it
+            computes; 0 without dropout, or where our kernels compute all heads.
         is_masked: Whether the last call had an explicit mask.
         at_rest: Whether calls need not be seen for now.
         failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
@@ -259,8 +259,8 @@ class SiteState:
         if not self._failure_told:
             self._failure_told = True
             log.warning(
-                "attention module '%s': the kernels of its switched heads failed (%s); PyTorch's kernel"
-                " runs in their place, %s",
+                "attention module '%s': the kernels of its switched heads failed (%s);"
+                " PyTorch's kernel runs in their place, %s",
                 self.name,
                 self.failure,
                 "in this call" if passes else "until they are switched anew",
