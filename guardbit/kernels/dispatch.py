@@ -1,4 +1,4 @@
-"""Triton's kernels where they can run, plain torch elsewhere: the one place that chooses.
+"""Chooses between the Triton kernels and plain torch, here and nowhere else.
 
 Triton is imported when it is first needed.
 """
@@ -37,14 +37,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def on_triton(backend: str, q: Tensor) -> bool:
-    """Whether Triton's kernels serve a call, or the plain-torch ones.
+    """Whether a call runs the Triton kernels; otherwise it runs plain torch.
 
     Args:
         backend: One of `BACKENDS`.
         q: Queries of the call; keys and values have the same dtype and device.
 
     Raises:
-        ValueError: If Triton's are asked for and cannot.
+        ValueError: If `backend` is "triton" and they cannot run it.
     """
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
         return False
@@ -74,8 +74,8 @@ def _triton_obstacle(q: Tensor) -> str | None:
 def launcher(
     direction: Literal["forward", "backward"], triton: bool, device_type: str
 ) -> Callable[..., Any]:
-    """Our own forward or backward, see `reference.forward` and `reference.backward`."""
-    if triton:  # takes no notice of autocast, which costs 10 us to leave
+    """Returns our forward or backward, see `reference.forward` and `reference.backward`."""
+    if triton:  # ignores autocast, which takes 10 us to leave
         from guardbit.kernels import backward, forward
 
         return forward.forward if direction == "forward" else backward.backward
@@ -93,9 +93,9 @@ def shadow(
     query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> Shadow:
-    """O and row statistics to FP32 accuracy, see `reference.shadow`.
+    """Computes O and row statistics to FP32 accuracy, see `reference.shadow`.
 
-    With dropout always in plain torch: Triton's kernel drops nothing.
+    With dropout it always runs in plain torch: the Triton kernel drops nothing.
     """
     settings: dict[str, Any] = {"spec": spec, "eps": eps, "query_ids": query_ids}
     if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
@@ -113,7 +113,7 @@ def delta_bias(
     residual: Tensor | None,
     query_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The error of delta that adds up, see `reference.delta_bias`."""
+    """Sums the error of delta, see `reference.delta_bias`."""
     if on_triton("auto", out):
         from guardbit.kernels import delta_bias as kernels
 
@@ -131,9 +131,9 @@ def exact_query_gradient(
     head_ids: Sequence[int],
     dropout: Dropout | None,
 ) -> Tensor:
-    """DQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
+    """Computes dQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
 
-    With dropout always in plain torch, as `shadow`.
+    With dropout it always runs in plain torch, as `shadow` does.
     """
     settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids}
     if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
@@ -153,7 +153,7 @@ def exact_delta(
     spec: AttentionSpec,
     head_ids: Sequence[int],
 ) -> Tensor:
-    """Delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
+    """Computes delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
@@ -173,7 +173,7 @@ def carry_exact_delta(
     spec: AttentionSpec,
     head_ids: Sequence[int],
 ) -> Tensor:
-    """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
+    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
@@ -190,18 +190,20 @@ def carry_exact_delta(
 def carry_compensated_delta(
     d_out: Tensor, out: Tensor, residual: Tensor, *, head_ids: Sequence[int], into: Tensor | None
 ) -> Tensor:
-    """O with the delta of O and its residual in some heads' rows, see `reference.write_carrier`.
+    """Returns an O' whose rows carry the compensated delta of some heads.
+
+    That is the delta of O and its rounding residual, see `reference.write_carrier`.
 
     Args:
         d_out: Gradient of the output.
         out: The output.
-        residual: What rounding took from it, INT8, of all heads.
+        residual: The rounding residual of all heads, INT8.
         head_ids: The heads whose rows carry their delta.
         into: Where their rows are written; None for a copy of `out`.
     """
     triton = on_triton("auto", out)
     carried = torch.empty_like(out) if into is None else into
-    # Triton's kernel writes all rows of its heads, torch only those that can carry their delta.
+    # The Triton kernel writes all rows of its heads; torch only those that can carry their delta.
     if into is None and not (triton and len(head_ids) == out.size(1)):
         carried.copy_(out)
     if triton:
@@ -217,9 +219,9 @@ def carry_compensated_delta(
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody stands between an op and its implementation, which may be called by itself.
+    """Whether an op's implementation may be called directly: no mode or subclass intercepts it.
 
-    The dispatcher takes each of 18 arguments apart and puts it together again.
+    This saves the dispatcher's conversion of each of 18 arguments.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0

@@ -29,27 +29,28 @@ _CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
 
 
 class Request(NamedTuple):
-    """What a call hands the op, in the order of its schema.
+    """The arguments of the op, in the order of its schema.
 
     Attributes:
         q: Queries.
         k: Keys.
         v: Values.
         mask: Boolean or additive, see `AttentionSpec`; None for none.
-        site: Number of the site, a 0-d CPU tensor: the compiler would specialise on a number.
-        stabilizers: One place in `STABILIZERS` a head.
-        causal: Place in (False, True, "top-left").
+        site: Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a
+            Python number.
+        stabilizers: For each head, its stabilizer's index in `STABILIZERS`.
+        causal: Index in (False, True, "top-left").
         scale: Factor of the scores; None for 1 / sqrt(D).
         dropout_p: Probability with which an entry of P is dropped.
         beta: See `guardbit.flash_attention`.
         eps: The same.
         seed: The same.
-        backend: Place in `dispatch.BACKENDS`.
+        backend: Index in `dispatch.BACKENDS`.
         native: Whether PyTorch's function was called, and not `flash_attention`.
         training: Whether a gradient will be asked for.
         wants_mask: Whether the gradient of the mask is asked for.
         traced: Whether a compiler traces the call.
-        keeps_residual: Whether a compiled graph reserves room for what `compensated` keeps.
+        keeps_residual: Whether a compiled graph reserves memory for the residual of `compensated`.
     """
 
     q: Tensor
@@ -104,7 +105,7 @@ def _spec_without_mask(scale: float, causal: int, dropout_p: float) -> Attention
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _kernels(backend: SDPBackend, shared: bool, on_triton: bool, names: tuple[str, ...]) -> Tensor:
-    """What ran, for the backward: see `run_forward`."""
+    """Encodes what ran, for the backward; see `run_forward`."""
     codes = [STABILIZERS.index(name) for name in names]
     return torch.tensor([int(backend.value), int(shared), int(on_triton), *codes])
 
@@ -113,7 +114,7 @@ NUM_KERNEL_FACTS = 3
 
 
 def read_kernels(kernels: Tensor, q: Tensor) -> tuple[Engine | None, bool, bool, tuple[str, ...]]:
-    """Undoes `_kernels`."""
+    """Decodes `_kernels`: engine, shared backward, Triton, and one stabilizer for each head."""
     backend, shared, on_triton, *codes = kernels.tolist()
     backend = SDPBackend(backend)
     engine = None if backend == SDPBackend.ERROR else engines.engine_of(backend, q)
@@ -127,19 +128,21 @@ def _nothing(dtype: torch.dtype, device: torch.device | str) -> Tensor:
 
 
 def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Runs forward.
+    """Runs the forward; arguments as in `Request`.
 
     A compiled graph fixes every shape and stride when it is traced, before anyone knows whether a
-    head will be switched. There (`traced`) `residual` is always allocated where it is kept room
-    for, and the output is laid out as q, as PyTorch's flash kernels do. Elsewhere `residual` is
-    empty unless a head needs it, and the output keeps the layout of the kernel that ran: models may
-    depend on it.
+    head will be switched. So in a traced call `residual` is always allocated if `keeps_residual`,
+    and the output is laid out as q, as PyTorch's flash kernels lay it out. Elsewhere `residual` is
+    empty unless a head needs it, and the output keeps the layout of the kernel that ran, because
+    models may depend on it.
 
-    The last three outputs are for the backward, so that the two always agree, whatever is switched
-    in between: `kernels`, `(3 + H,)` on the CPU, PyTorch's backend, whether its backward serves all
-    heads, whether ours ran in Triton, and one stabilizer a head; with dropout `random`, INT64
-    `(3,)`, seed and offset of PyTorch's kernel and the word of ours, and `generator_state`, UINT8
-    on the CPU, see `engines.Drawn`.
+    Returns:
+        out, lse and residual, and three outputs for the backward, so that forward and backward
+        agree whatever is switched in between: `kernels`, INT64 `(3 + H,)` on the CPU, holds
+        PyTorch's backend, whether its backward serves all heads, whether our kernels ran in Triton,
+        and one stabilizer for each head. With dropout, `random`, INT64 `(3,)`, holds seed and
+        offset of PyTorch's kernel and the Philox key of ours, and `generator_state`, UINT8 on the
+        CPU, is as in `engines.Drawn`.
     """
     request = Request(*arguments)
     q, traced = request.q, request.traced
@@ -191,7 +194,7 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
 
 
 def empty_random_outputs(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """`random` and `generator_state`, uninitialised; empty without dropout."""
+    """Allocates `random` and `generator_state` of `run_forward`; both are empty without dropout."""
     words, state_bytes = (3, engines.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
     return (
         q.new_empty(words, dtype=torch.int64),
@@ -219,7 +222,7 @@ def run_backward(
     wants_mask: bool,
     traced: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs backward; `traced` as for the forward."""
+    """Runs the backward; arguments as in the op's schema, `traced` as for the forward."""
     number = int(site)
     state = site_state(number)
     spec = spec_of(q, mask, causal, scale, dropout_p)

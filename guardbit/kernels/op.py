@@ -83,10 +83,10 @@ def _attention_with_dropout_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 @lru_cache
 def _forbid_merging() -> None:
-    """Keeps the compiler from taking two calls alike for one: the tag does not.
+    """Keeps the compiler from merging two equal calls, which the tag does not prevent.
 
-    Its elimination of common subexpressions knows random ops by a list of its own (`fx_graph_cse`
-    of torch 2.11 to 2.13). Done when the op is first traced, because the import takes 0.4 s.
+    Its elimination of common subexpressions has its own list of random ops (`fx_graph_cse` of torch
+    2.11 to 2.13). This runs when the op is first traced, because the import takes 0.4 s.
     """
     from torch._functorch.compile_utils import rand_ops
 
@@ -106,14 +106,14 @@ def _attention_backward_fake(
 
 
 class _Attention(torch.autograd.Function):
-    # Registered by hand: `torch.library.register_autograd` converts the op's schema argument by
-    # argument at every call, which doubles the host's time for a forward (425 against 226 us).
-    # What has no gradient comes as one argument, as `apply` looks at each of them.
+    # Registered by hand: `torch.library.register_autograd` converts every argument of the schema at
+    # every call, which doubles the host's time for a forward (425 against 226 us). Arguments that
+    # have no gradient come as one tuple, because `apply` looks at each argument.
     @staticmethod
     def forward(ctx, q, k, v, mask, others):
         request = Request(q, k, v, mask, *others)
         outputs = _below_autograd(request)
-        # A plain tensor: who offloads what is saved may write it to disk.
+        # A plain tensor: saved tensors may be offloaded to disk.
         saved = (request.q, request.k, request.v, request.mask, request.site.detach(), *outputs)
         ctx.save_for_backward(*saved)
         ctx.arguments = (
@@ -148,14 +148,14 @@ def _below_autograd(request: Request) -> tuple[Tensor, ...]:
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Whether forward-mode differentiation is under way for one of some tensors."""
+    """Whether one of the tensors has a forward-mode tangent."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
-    # A compiled graph runs its forward without autograd, which would cost a third of the call.
+    # A compiled graph runs its forward without autograd: that would take a third of the call.
     q, k, v, mask = arguments[:4]
     if has_tangent(q, k, v):
         raise NotImplementedError(
@@ -174,9 +174,10 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):
-    """As differentiable as PyTorch's own: the math kernel is, and all others say that they are not.
+    """Returns gradients that are as differentiable as PyTorch's own.
 
-    The op itself would pass for a constant.
+    The math kernel's are. All others raise when they are differentiated: the op's outputs would
+    otherwise pass for constants.
     """
     q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments

@@ -528,9 +528,8 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
     # Where nothing is traced nothing depends on the fake kernel, and once a head is compensated the
     # residual is not empty as it says; where it is traced and no head is, it holds anything.
     checks = ["test_schema", "test_autograd_registration"]
-    math_kernel = (
-        native and dropout_p > 0
-    )  # has a layout of its own, and its backward runs autograd
+    # It has a layout of its own, and its backward runs autograd.
+    math_kernel = native and dropout_p > 0
     if traced or not ("compensated" in names or math_kernel):
         checks.append("test_faketensor")
     if traced == ("compensated" in names) and not dropout_p:  # which never repeats itself

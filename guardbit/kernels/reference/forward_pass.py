@@ -22,7 +22,7 @@ from guardbit.numerics import encode_residual, random_halves, round_nearest, rou
 
 #: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
 #: where it fails; no other part of the package offers it.
-STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
+FORWARD_STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
 
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
 #: P-bar is dithered, and its rounding unbiased, only while the shift differs from row to row.
@@ -103,7 +103,7 @@ def forward(
         v: (B, H_kv, M, D).
         causal: See `Causal`.
         scale: Factor of Q K^T.
-        stabilizers: One name a computed head, of `STABILIZERS`.
+        stabilizers: One name a computed head, of `FORWARD_STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         seed: Key of the random numbers, modulo 2^64.
@@ -203,9 +203,11 @@ def check_stabilizers(stabilizers: Sequence[str], heads: int) -> None:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
         )
-    unknown = sorted(set(stabilizers) - set(STABILIZERS))
+    unknown = sorted(set(stabilizers) - set(FORWARD_STABILIZERS))
     if unknown:
-        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
+        raise ValueError(
+            f"`stabilizers` takes {', '.join(FORWARD_STABILIZERS)}, but holds {unknown}."
+        )
 
 
 def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
