@@ -54,15 +54,15 @@ class CuDNN(Engine):
         return Gradients(*gradients)
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """As q: the graph that PyTorch keeps for later calls knows q's strides, not those of out.
+        """Lays O' out as q: PyTorch's cached graph stores q's strides, not those of out.
 
-        With O' laid out otherwise dQ was off by 30 to 160 % (torch 2.11, cuDNN 9.19, H200).
+        With other strides of O', dQ was off by 30 to 160 % (torch 2.11, cuDNN 9.19, H200).
         """
         wanted = torch.empty_like(q) if q.shape == out.shape else out
         return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
-# PyTorch's own conversion for cuDNN puts -65504 in the place of -inf until 2.11, which makes a row
-# that sees no key attend to all of them (pytorch #177842, mended in 2.12).
+# Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
+# key attends to all keys (pytorch #177842, fixed in 2.12).
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0

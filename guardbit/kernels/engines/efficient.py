@@ -53,15 +53,15 @@ class Efficient(Engine):
         return Gradients(dq, dk, dv, d_mask.sum_to_size(spec.mask.shape))
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Heads beside one another in each row: the backward takes that for granted.
+        """Lays the heads out side by side in each row, as the backward assumes.
 
-        It reads row n of head h at n H D + h D, whatever the strides say (kernel_backward.h).
+        It reads row n of head h at n H D + h D, whatever the strides are (kernel_backward.h).
         """
         return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as PyTorch hands it to the kernel."""
+    """Returns the mask as PyTorch hands it to the kernel."""
     mask = additive(mask, q.dtype)
     if mask is None:
         return None

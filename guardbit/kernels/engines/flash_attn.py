@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4 as the packages of its authors have them.
+"""FlashAttention 2, 3 and 4, from the packages of its authors.
 
 Each is called by the functions that its own autograd functions call:
 
@@ -34,7 +34,7 @@ class _FlashAttn(LibraryEngine):
 
     Attributes:
         home: The module with the functions.
-        needs: Parameters of the forward without which it is another function than is known here.
+        needs: Parameters that the forward must have; without them this engine does not know it.
     """
 
     home: str
@@ -96,7 +96,7 @@ class _FlashAttn(LibraryEngine):
         return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
 
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
-        """What a call asks for, by all names that one of the functions has for it."""
+        """Returns what a call asks for, under every name that one of the functions has for it."""
         left, right = spec.window
         causal = spec.causal is True
         asked: dict[str, Any] = {

@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences; they drop nothing here.
 
-    Of the arguments it uses those that `varlen_attn` of torch 2.11 to 2.13 has in common.
+    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13.
     """
 
     label = "varlen_attn"
@@ -62,6 +62,6 @@ def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
 
 
 def _range(spec: AttentionSpec) -> dict[str, Any]:
-    # As `varlen_attn` asks for causal attention.
+    # `varlen_attn` passes causal attention as a window.
     left, right = (-1, 0) if spec.causal is True else spec.window
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}

@@ -1,4 +1,4 @@
-"""Calls that are run, and run again for their backward, as a whole."""
+"""Engines that only autograd can run backward: the call is run again for its backward."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ scaled_dot_product_attention = F.scaled_dot_product_attention
 class Whole(Engine):
     """PyTorch's function under autograd: its math kernel, and kernels whose inputs it pads.
 
-    The backward of the math kernel takes delta from P and dP, rounded or not as they are. That of
-    a padded flash call runs out of reach. Either way no O' can be handed in.
+    The math kernel's backward computes delta from P and dP. The backward of a padded flash call
+    cannot be called directly. So neither can get an O'.
 
     Args:
         backend: The kernel.

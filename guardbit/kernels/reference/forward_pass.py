@@ -20,8 +20,8 @@ from guardbit.kernels.reference.common import (
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
-#: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
-#: where it fails; no other part of the package offers it.
+#: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published, kept to show where
+#: it fails; no other part of the package offers it.
 FORWARD_STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
 
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
@@ -41,7 +41,7 @@ SHIFT_MAX_FP16 = 2 * math.log(2)
 
 
 class Forward(NamedTuple):
-    """What the forward leaves for the user and for the backward.
+    """What the forward returns to the user and keeps for the backward.
 
     Attributes:
         out: (B, H, N, D) in the input's dtype.
@@ -194,10 +194,10 @@ def forward(
 
 
 def check_stabilizers(stabilizers: Sequence[str], heads: int) -> None:
-    """Refuses anything but one known name a head.
+    """Raises unless there is one known name for each head.
 
     Raises:
-        ValueError: Saying what came and what is allowed.
+        ValueError: If not. The message says what came and what is allowed.
     """
     if len(stabilizers) != heads:
         raise ValueError(
@@ -240,7 +240,7 @@ def element_halves(seed: int, shape: torch.Size, head_ids: Tensor, offset: int) 
 def select_heads(
     q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes some query heads, each with a key head of its own.
+    """Selects some query heads, each with a copy of its key head.
 
     Args:
         q: (B, H, N, D).
