@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from guardbit.callbacks.huggingface import HuggingFaceMonitor
     from guardbit.callbacks.monitoring import AttentionMonitor
     from guardbit.callbacks.stabilizing import AutoStabilizer
+    from guardbit.catalog import INDICATORS
     from guardbit.kernels.attention import flash_attention
     from guardbit.monitor.interception.observing import observe, watch_attention
     from guardbit.monitor.layouts import LayoutUnavailable
     from guardbit.monitor.policy import Policy
     from guardbit.monitor.session import MonitorSession
     from guardbit.monitor.sites import Instrumentation, Site, instrument
-    from guardbit.records import INDICATORS, STABILIZERS
+    from guardbit.records import STABILIZERS
     from guardbit.store import read_events, read_metadata, read_run
 
 __all__ = [
@@ -45,7 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "INDICATORS": "guardbit.records",
+    "INDICATORS": "guardbit.catalog",
     "STABILIZERS": "guardbit.records",
     "AttentionMonitor": "guardbit.callbacks.monitoring",
     "AutoStabilizer": "guardbit.callbacks.stabilizing",

@@ -13,27 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-#: Indicators with one value a head, in the order tables show them.
-HEAD_INDICATORS: tuple[str, ...] = (
-    "w_q_spectral_norm",  # largest singular value of head h's rows of W_Q
-    "w_k_spectral_norm",  # the same for W_K
-    "qk_spectral_norm",  # largest singular value of W_Q^T W_K
-    "multiple_maxima",  # share of rows with more than one FP32 score within eps of the maximum
-    "multiple_maxima_bf16",  # the same with the scores rounded to BF16 first
-    "max_logit",  # largest size |score|, after scaling
-    "attention_entropy",  # mean over rows, nats
-    "delta_bias",  # sum over rows of delta_lp - delta_hp
-    "delta_bias_abs",  # sum over rows of |delta_lp - delta_hp|
-    "delta_bias_cumulative",  # running sum of delta_bias over the sampled steps
-    "dq_relative_error",  # ||dQ - dQ_fp32|| / ||dQ_fp32||
-    "dq_coherent_error",  # signed sum over rows of dQ - dQ_fp32 along the head's top W_Q direction
-)
-
-#: Indicators of the whole run, recorded with site "" and head -1.
-RUN_INDICATORS: tuple[str, ...] = ("loss", "grad_norm")
-
-INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
-
 #: The ways to compute a head's attention. "none" leaves it as it is.
 STABILIZERS: tuple[str, ...] = (
     "none",
@@ -76,7 +55,7 @@ class Sample:
         step: Optimizer step (Lightning's `global_step`) the values belong to.
         site: Dotted name of the attention module; "" for indicators of the whole run.
         layer: Position of the site in the model, counting from 0; -1 for the whole run.
-        indicator: One of `INDICATORS`.
+        indicator: One of `guardbit.INDICATORS`.
         values: One value a head, NaN where a head was not measured; a single value for the
             whole run.
     """

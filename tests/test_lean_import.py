@@ -8,6 +8,7 @@ import pytest
 HEAVY = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "triton", "transformers")
 
 LEAN = [
+    "guardbit.catalog",
     "guardbit.dashboards",
     "guardbit.dashboards.figures",
     "guardbit.dashboards.frames",

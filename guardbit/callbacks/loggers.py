@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from lightning.pytorch.loggers import Logger
 
+from guardbit.catalog import RUN_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.records import RUN_INDICATORS, Alarm, Sample
+from guardbit.records import Alarm, Sample
 
 #: Enough to know a head's normal, and little enough to cost no time.
 _BUCKETS = 64

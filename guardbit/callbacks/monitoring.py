@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 
 from guardbit.callbacks.doors import guarded, watched
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
-from guardbit.store import LOGGED_KEYS, RUN_FOLDER
+from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
 

@@ -17,20 +17,14 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
+from guardbit.catalog import CATALOG
+
 Values = npt.NDArray[np.floating]
 
-#: Indicators that say by their size how ill a head is -> what is added before taking ratios, so
-#: that a share of rows that rises from nothing to next to nothing is no excess. The share in BF16
-#: scores is left out (it nears 1 in healthy heads), the entropy (low in many healthy heads), and
-#: the signed sums, which have a figure of their own.
+#: Indicators that say by their size how ill a head is -> what is added before taking ratios. The
+#: signed sums are left out: they have a figure of their own.
 EXCESS_INDICATORS: Mapping[str, float] = {
-    "w_q_spectral_norm": 0.0,
-    "w_k_spectral_norm": 0.0,
-    "qk_spectral_norm": 0.0,
-    "max_logit": 0.0,
-    "multiple_maxima": 0.01,
-    "delta_bias_abs": 0.0,
-    "dq_relative_error": 0.0,
+    indicator.name: indicator.floor for indicator in CATALOG if indicator.floor is not None
 }
 
 #: With fewer heads measured at a step their median is no clock.

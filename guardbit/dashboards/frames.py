@@ -16,9 +16,10 @@ from typing import Literal, cast
 import numpy as np
 import pandas as pd
 
+from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
 from guardbit.dashboards.layers import Layers, is_shared
-from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
+from guardbit.records import Event
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
 EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")

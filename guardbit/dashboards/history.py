@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
-from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]

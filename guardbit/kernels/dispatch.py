@@ -16,7 +16,7 @@ from torch import Tensor
 
 from guardbit.kernels import reference
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.reference import Dropout, Shadow
+from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 
@@ -98,11 +98,35 @@ def shadow(
     With dropout it always runs in plain torch: the Triton kernel drops nothing.
     """
     settings: dict[str, Any] = {"spec": spec, "eps": eps, "query_ids": query_ids}
-    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
+    if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import shadow as kernels
 
         return kernels.shadow(q, k, v, **settings)
     return reference.shadow(q, k, v, **settings, dropout=dropout)
+
+
+def row_maxima(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    query_ids: Tensor | None,
+    dropout: Dropout | None,
+) -> RowMaxima:
+    """The maxima of `shadow` alone, for less; of the same backend, so that they are the same."""
+    if _is_audited_by_triton(q, k, v, spec, dropout):
+        from guardbit.kernels import shadow as kernels
+
+        return kernels.row_maxima(q, k, spec=spec, query_ids=query_ids)
+    return reference.row_maxima(q, k, spec=spec, query_ids=query_ids)
+
+
+def _is_audited_by_triton(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, dropout: Dropout | None
+) -> bool:
+    is_plain = dropout is None and not spec.has_functions and k.shape == v.shape
+    return is_plain and on_triton("auto", q)
 
 
 def delta_bias(
@@ -136,7 +160,7 @@ def exact_query_gradient(
     With dropout it always runs in plain torch, as `shadow` does.
     """
     settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids}
-    if dropout is None and not spec.has_functions and k.shape == v.shape and on_triton("auto", q):
+    if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import audit
 
         return audit.exact_query_gradient(d_out, q, k, v, **settings)

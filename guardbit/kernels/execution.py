@@ -175,7 +175,7 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     )
     out, residual = ran.out, ran.residual
     if traced:
-        out = heads.laid_out_as(out, q)
+        out = heads.laid_out_as(out, heads.empty_out(q, request.v))
     if residual is not None:
         residual = heads.laid_out_as(residual, q)
     elif traced and request.keeps_residual:

@@ -177,6 +177,13 @@ def _count(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
         state.launches[way, "triton"] += 1
 
 
+def empty_out(q: Tensor, v: Tensor) -> Tensor:
+    """An output, uninitialised, laid out as q where values are as wide as keys."""
+    if q.size(3) == v.size(3):
+        return torch.empty_like(q)
+    return q.new_empty(*q.shape[:3], v.size(3))
+
+
 def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
     """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
     if x.stride() == like.stride():

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels import dispatch, engines
+from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.alignment import promise_aligned_outputs
 from guardbit.kernels.engines import Drawn, Inputs
 from guardbit.kernels.execution import (
@@ -68,7 +68,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
     q = request.q
     kept = request.traced and request.keeps_residual
     return (
-        torch.empty_like(q),
+        heads.empty_out(q, request.v),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
         torch.empty_like(q, dtype=torch.int8) if kept else q.new_empty(0, dtype=torch.int8),
         request.site.new_empty(NUM_KERNEL_FACTS + q.size(1), dtype=torch.int64),

@@ -150,7 +150,7 @@ def _resolved(
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
-        is_plain = call.library is None and call.spec.mask is None and not call.spec.extras
+        is_plain = call.library is None and not _beyond_ours(call)
         if shared and (stabilized == {"exact_delta"} or (keeps_residual and is_plain)):
             return asked, True, ""
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
@@ -168,7 +168,7 @@ def _settled(
     """Returns what runs instead of one stabilizer, and why, or the stabilizer itself and ""."""
     if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
         return name, ""
-    beyond = (*(["mask"] if call.spec.mask is not None else []), *call.spec.extras)
+    beyond = _beyond_ours(call)
     takes = f"takes {_none_of(beyond)}" if beyond else ""
     if call.library is not None:
         takes = f"does not take the place of {call.library.title}"
@@ -191,6 +191,16 @@ def _settled(
             )
         return "none", f"the compiled graph has no room for compensated, and {obstacle}"
     return name, ""
+
+
+def _beyond_ours(call: Call) -> tuple[str, ...]:
+    """What a call asks for that our own kernels do not take."""
+    has_other_width = call.q.size(3) != call.v.size(3)
+    return (
+        *(["mask"] if call.spec.mask is not None else []),
+        *call.spec.extras,
+        *(["values of another head size than keys"] if has_other_width else []),
+    )
 
 
 def _none_of(fields: tuple[str, ...]) -> str:

@@ -1,8 +1,9 @@
-"""Launches the shadow kernel: O to FP32 accuracy, and statistics of its rows.
+"""Launches the shadow kernel: O to FP32 accuracy, and statistics of its rows or their maxima alone.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; R is the
 number of queries looked at.
 """
+
 
 # Triton types launches: constexpr parameters take plain values, launches take options.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -19,7 +20,7 @@ from guardbit.kernels import launch, tiles
 from guardbit.kernels.device.masks import NO_MASK
 from guardbit.kernels.device.shadow import shadow_kernel
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.reference import Shadow
+from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
 
 
@@ -62,20 +63,65 @@ def shadow(
             is not on a CUDA device.
     """
     launch.check_tensors(q=q, k=k, v=v)
-    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
-    batch, num_heads, seqlen_q, head_dim = q.shape
-    kv_heads, seqlen_k, value_dim = v.shape[1:]
-    count = seqlen_q if query_ids is None else len(query_ids)
-    shape = (batch, num_heads, count)
-    out = torch.empty((*shape, value_dim), dtype=torch.float32, device=q.device)
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
+    out = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
+    _launch(q, k, v, spec, eps, query_ids, result)
+    return result
+
+
+def row_maxima(
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
+) -> RowMaxima:
+    """The maxima of `shadow` alone, from one pass over the keys and no values.
+
+    The products are those of `shadow`, and so are the bits, but where an explicit mask all but
+    hides a key whose score is NaN: row_max is then of the other keys.
+
+    Args:
+        q: (B, H, N, D), BF16 or FP16; any strides.
+        k: (B, H_kv, M, D).
+        spec: What the call asks for.
+        query_ids: INT64 (R,), see `shadow`; None for all N.
+
+    Returns:
+        See `RowMaxima`.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: See `shadow`.
+    """
+    launch.check_tensors(q=q, k=k)
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
+    row_max, largest = (torch.empty(shape, device=q.device) for _ in range(2))
+    nowhere = row_max  # what is not written
+    result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
+    _launch(q, k, k, spec, 0.0, query_ids, result, only_maxima=True)
+    return RowMaxima(row_max, largest)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    eps: float,
+    query_ids: Tensor | None,
+    result: Shadow,
+    only_maxima: bool = False,
+) -> None:
+    """Fills a shadow, or the maxima of one."""
+    q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    entropy, count = result.entropy, result.row_max.shape[2]
     whole_shape = (batch, num_heads, seqlen_q, seqlen_k)
     dense, dense_strides, kind = launch.mask_arguments(spec, whole_shape, entropy)
     ranges, is_ranged = launch.range_arguments(spec, whole_shape, entropy)
-    if not out.numel():
-        return result
+    if not result.out.numel():
+        return
 
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
     tile = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
@@ -92,11 +138,12 @@ def shadow(
             ranges,
             launch.sinks_of(spec, entropy),
             entropy if query_ids is None else query_ids.contiguous(),
-            out,
-            row_max,
+            result.out,
+            result.row_max,
             entropy,
-            *counts,
-            largest,
+            result.maxima,
+            result.maxima_bf16,
+            result.largest,
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],
@@ -120,6 +167,7 @@ def shadow(
             SINKS=spec.sinks is not None,
             MASK=kind,
             NEGATIVE_SCALE=scale < 0,
+            ONLY_MAXIMA=only_maxima,
             HEAD_DIM=head_dim,
             WIDTH=width,
             VALUE_DIM=value_dim,
@@ -129,4 +177,3 @@ def shadow(
             **tile.options,
             **launch.COMPILER_OPTIONS,
         )
-    return result

@@ -118,6 +118,9 @@ class Copier:
         """Takes apart what pickle would not, or by methods of the user's; see `copyreg`."""
         if isinstance(x, torch._dynamo.eval_frame.OptimizedModule):
             return _itself, (x._orig_mod,)
+        if isinstance(x, torch.jit.ScriptFunction) and hasattr(x, "_torchdynamo_inline"):
+            # In Python: how often it has run decides which kernels TorchScript makes of it.
+            return _itself, (getattr(x, "_torchdynamo_inline"),)  # noqa: B009 (as in `doors`)
         if isinstance(x, nn.Module):
             return object.__new__, (type(x),), _state_of(x), None, None, _set_state
         if isinstance(x, types.FunctionType):

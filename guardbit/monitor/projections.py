@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from guardbit.monitor import ranks
 from guardbit.monitor.layouts import (
     HeadRows,
     Layout,
@@ -166,8 +167,8 @@ def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[La
     Raises:
         LayoutUnavailable: If the rows of W_Q could not be settled.
     """
-    if is_shared:
-        return _settle(module, _by_itself(rerun), {}, is_shared)
+    if is_shared or ranks.world_size() > 1:
+        rerun = _by_itself(rerun)
     return _settle(module, rerun, {}, is_shared)
 
 

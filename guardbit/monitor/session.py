@@ -23,27 +23,26 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
+from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
-from guardbit.monitor.capture import Capture
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.journal import Journal, facts_of
-from guardbit.monitor.measurement import Measurement, NoAttentionSeenError, Sent, joined
+from guardbit.monitor.measure import (
+    Capture,
+    Measurement,
+    NoAttentionSeenError,
+    Sent,
+    joined,
+)
 from guardbit.monitor.policy import Policy, judge
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.records import (
-    HEAD_INDICATORS,
-    INDICATORS,
-    Alarm,
-    Decision,
-    Event,
-    Sample,
-)
+from guardbit.records import Alarm, Decision, Event, Sample
 
 T = TypeVar("T")
 

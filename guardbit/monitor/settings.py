@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import Detectors, Rule
-from guardbit.records import INDICATORS
 
 
 def check_settings(

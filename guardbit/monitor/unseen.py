@@ -12,8 +12,8 @@ from torch import nn
 from guardbit.kernels.engines import hub_kernel_is_loaded
 
 # Hugging Face's names of attention that GuardBit may not see: "eager" it sees where a model gets it
-# from the interface. Kernels of the hub are named after their repository, with a slash; those of
-# FlashAttention it sees once they are loaded.
+# from the interface, and in BLOOM. Kernels of the hub are named after their repository, with a
+# slash; those of FlashAttention it sees once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
@@ -34,16 +34,26 @@ def unseen_implementation(module: nn.Module) -> str | None:
     implementation = _implementation(module)
     if implementation is None or not _UNSEEN_IMPLEMENTATIONS.match(implementation):
         return None
-    if implementation == "eager" and any(_asks_interface(type(x)) for x in module.modules()):
+    if implementation == "eager" and any(_is_eager_seen(type(x)) for x in module.modules()):
         return None
     return None if "/" in implementation and hub_kernel_is_loaded() else implementation
 
 
 @lru_cache(maxsize=1024)
-def _asks_interface(kind: type[nn.Module]) -> bool:
-    """Whether modules of a type get their attention function from Hugging Face's interface."""
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-    return code is not None and "get_interface" in code.co_names
+def _is_eager_seen(kind: type[nn.Module]) -> bool:
+    """Whether modules of a type get attention from Hugging Face's interface, or are BLOOM's."""
+    return "get_interface" in _names_in_forward(kind) or is_bloom(kind)
+
+
+def is_bloom(kind: type) -> bool:
+    """Whether a class is Hugging Face's `BloomAttention`, written as GuardBit knows it."""
+    known = {"_reshape", "baddbmm", "softmax", "bmm", "_merge_heads"}
+    return kind.__name__ == "BloomAttention" and known <= set(_names_in_forward(kind))
+
+
+def _names_in_forward(kind: type) -> tuple[str, ...]:
+    forward = inspect.unwrap(getattr(kind, "forward", lambda: None))
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:

@@ -23,12 +23,10 @@ hidden steps stay on disk.
 
 from guardbit.store.files import RUN_FOLDER
 from guardbit.store.following import RunFollower
-from guardbit.store.logged import LOGGED_KEYS
 from guardbit.store.reading import folder_of_run, is_run, read_events, read_metadata, read_run
 from guardbit.store.writing import RunWriter
 
 __all__ = [
-    "LOGGED_KEYS",
     "RUN_FOLDER",
     "RunFollower",
     "RunWriter",

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from guardbit.records import RUN_INDICATORS
-from guardbit.store.logged import LOGGED_KEYS
+from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 
 #: A logger is told the largest value over all heads only; this site stands for that head.
 SITE = "largest over all heads"

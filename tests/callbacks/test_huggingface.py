@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    MptConfig,
+    MptForCausalLM,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -56,7 +56,7 @@ class Norms(TrainerCallback):
             self.logged[state.global_step - 1] = (logs["loss"], logs["grad_norm"])
 
 
-def train(folder, *callbacks, resume=None, steps=10, is_bloom=False, **settings):
+def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, **settings):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
@@ -68,10 +68,10 @@ def train(folder, *callbacks, resume=None, steps=10, is_bloom=False, **settings)
         learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5, **settings,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    if is_bloom:
+    if is_mpt:
         # Its attention is written out in its own forward.
-        config = BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=2)
-        model = BloomForCausalLM(config)
+        config = MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=2)
+        model = MptForCausalLM(config)
     trainer = Trainer(model, arguments, train_dataset=Tokens(), callbacks=list(callbacks))
     trainer.train(resume_from_checkpoint=resume)
     return model
@@ -162,17 +162,17 @@ def test_a_state_that_cannot_be_saved_leaves_the_next_one(tmp_path, monkeypatch,
     strict.session.close()
 
 
-@pytest.mark.parametrize("is_bloom", [True, False])
+@pytest.mark.parametrize("is_mpt", [True, False])
 def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
-    tmp_path, same_weights, caplog, is_bloom
+    tmp_path, same_weights, caplog, is_mpt
 ):
-    settings = {"save_strategy": "no", "steps": 3, "is_bloom": is_bloom}
+    settings = {"save_strategy": "no", "steps": 3, "is_mpt": is_mpt}
     plain = train(tmp_path / "plain", **settings)
     watched = train(tmp_path / "run", HuggingFaceMonitor(2), **settings)
     assert same_weights(plain, watched)
-    said = "GuardBit does not watch this run, which goes on without it: BloomForCausalLM computes"
-    assert (said in caplog.text) == is_bloom
-    if is_bloom:
+    said = "GuardBit does not watch this run, which goes on without it: MptForCausalLM computes"
+    assert (said in caplog.text) == is_mpt
+    if is_mpt:
         with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
             train(tmp_path / "strict", HuggingFaceMonitor(2, strict=True), **settings)
 

@@ -8,9 +8,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from guardbit import AttentionMonitor, read_run
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import LogitOutlier
 from guardbit.records import Alarm, Sample
-from guardbit.store import LOGGED_KEYS, is_run
+from guardbit.store import is_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),

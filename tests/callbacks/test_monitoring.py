@@ -22,9 +22,8 @@ from lightning.pytorch.plugins import MixedPrecision
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.monitoring import COUNTED_KEYS, WORST_KEYS
+from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS
 from guardbit.monitor import transfer
-from guardbit.records import HEAD_INDICATORS
-from guardbit.store import LOGGED_KEYS
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -451,14 +450,14 @@ def test_a_model_without_attention_trains_on(trains, tmp_path, caplog):
         )
 
 
-class Bloom(torch.nn.Module):
+class Mpt(torch.nn.Module):
     """Its attention is written out in its own forward, where nobody sees it."""
 
     def __init__(self):
         super().__init__()
         transformers = pytest.importorskip("transformers")
-        config = transformers.BloomConfig(vocab_size=48, hidden_size=32, n_layer=1, n_head=2)
-        self.model = transformers.BloomForCausalLM(config)
+        config = transformers.MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=2)
+        self.model = transformers.MptForCausalLM(config)
 
     def forward(self, tokens):
         return self.model(tokens).logits
@@ -466,13 +465,13 @@ class Bloom(torch.nn.Module):
 
 def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(trains, tmp_path, caplog):
     monitor = AttentionMonitor(2, dirpath=tmp_path / "run")
-    _, trainer = trains.fit(monitor, AutoStabilizer(), model=trains.TinyGPT(Bloom()))
+    _, trainer = trains.fit(monitor, AutoStabilizer(), model=trains.TinyGPT(Mpt()))
     assert trainer.global_step == 8
-    said = "GuardBit does not watch this run, which goes on without it: BloomForCausalLM computes"
+    said = "GuardBit does not watch this run, which goes on without it: MptForCausalLM computes"
     assert said in caplog.text
     strict = AttentionMonitor(2, dirpath=tmp_path / "strict", strict=True)
     with pytest.raises(ValueError, match="'eager', which GuardBit does not see"):
-        trains.fit(strict, model=trains.TinyGPT(Bloom()))
+        trains.fit(strict, model=trains.TinyGPT(Mpt()))
 
 
 def test_a_first_step_that_passes_attention_by_does_not_end_the_watch(trains, tmp_path):

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from guardbit.callbacks.monitoring import ALARMS_KEY, COUNTED_KEYS, MAP_KEY, WORST_KEYS
+from guardbit.catalog import LOGGED_KEYS
 from guardbit.dashboards import figures
-from guardbit.store import LOGGED_KEYS
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "dashboards.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.dashboards import frames
 from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
-from guardbit.records import HEAD_INDICATORS
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 

@@ -160,7 +160,7 @@ def compile_all(architecture):
         "shadow": (
             shadow.shadow_kernel,
             "bf16",
-            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0},
+            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0, "ONLY_MAXIMA": False},
         ),
         # FP16 takes more products than BF16.
         "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),

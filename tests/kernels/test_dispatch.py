@@ -24,6 +24,7 @@ def triton_calls(monkeypatch):
         monkeypatch.setattr(module, name, recorded)
 
     recording(shadow, "shadow")
+    recording(shadow, "row_maxima")
     recording(delta_bias, "delta_bias")
     recording(audit, "exact_query_gradient")
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
@@ -45,6 +46,19 @@ def run_all(q, k, v, d_out, out, dropout=None):
     few = None if dropout is None else dropout._replace(head_ids=(3, 1))
     exact = dispatch.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=(3, 1), dropout=few)
     return (*found, *bias, exact)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_maxima_come_from_where_the_shadow_comes_from(triton_calls, monkeypatch, served):
+    q, k, v, *_ = inputs()
+    if not served:
+        monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: False)
+    settings = {"spec": AttentionSpec(0.3, True), "rows": torch.tensor([0, 7, 32])}
+    found = dispatch.row_maxima(q, k, v, **settings, dropout=None)
+    whole = dispatch.shadow(q, k, v, **settings, eps=1e-3, dropout=None)
+    assert triton_calls == (["row_maxima", "shadow"] if served else [])
+    assert torch.equal(found.row_max, whole.row_max)
+    assert torch.equal(found.largest, whole.largest)
 
 
 def test_triton_and_torch_agree(triton_calls, monkeypatch):

@@ -137,6 +137,28 @@ def test_the_largest_size_is_that_of_allowed_scores(scores, largest, chunk):
     torch.testing.assert_close(result.largest[0, 0, 2].item(), largest, equal_nan=True)
 
 
+@pytest.mark.parametrize("chunk", [1, 5, 128])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_maxima_alone_agree_with_fp64_and_are_the_shadows(causal, chunk):
+    q, k, v, _ = random_inputs((2, 4, 2, 9, 14, 16), torch.bfloat16, 3)
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.5
+    if causal is not False:
+        shift = 14 - 9 if causal is True else 0
+        hidden = torch.ones(9, 14, dtype=torch.bool).triu(shift + 1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    rows = torch.tensor([8, 0, 3])
+    spec = AttentionSpec(0.5, causal)
+    result = reference.row_maxima(q, k, spec=spec, query_ids=rows, chunk=chunk)
+    top = scores.amax(-1)[:, :, rows]
+    sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)[:, :, rows]
+    # FP32 sums of 16 products of size 1.
+    torch.testing.assert_close(result.row_max.double(), top, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(result.largest.double(), sizes, rtol=1e-6, atol=1e-6)
+    whole = reference.shadow(q, k, v, spec=spec, rows=rows, chunk=chunk)
+    assert torch.equal(result.row_max, whole.row_max)
+    assert torch.equal(result.largest, whole.largest)
+
+
 def test_eps_is_the_width_of_a_tie():
     q = torch.tensor([1.0, 0.75, 0.5, 0.0])[None, None, None]
     k = torch.eye(4)[None, None]

@@ -104,6 +104,36 @@ def test_agrees_with_fp64(shape, dtype, causal):
     check(result, scores_of(q, k, causal, 0.25), v, dtype)
 
 
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[5]])
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
+    q, k, v, _ = inputs(shape)
+    rows = torch.arange(shape[3]).flip(0)[: shape[3] // 2 + 1].to(DEVICE)
+    for some in (None, rows):
+        result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
+        scores = scores_of(q, k, causal, scale)
+        scores = scores if some is None else scores[:, :, some]
+        row_max = scores.amax(-1)
+        sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
+        for found, expected in ((result.row_max, row_max), (result.largest, sizes)):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+        whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), rows=some)
+        assert torch.equal(result.row_max, whole.row_max)
+        assert torch.equal(result.largest, whole.largest)
+
+
+def test_maxima_alone_show_what_is_not_finite():
+    q, k, _, _ = inputs((1, 1, 1, 4, 20, 16))
+    q[0, 0, 1, 0], q[0, 0, 2, 0] = math.nan, math.inf
+    result = shadow.row_maxima(q, k, spec=AttentionSpec(0.25))
+    assert (k[..., 0] > 0).any(), "there must be a score of +inf"
+    for found in result:
+        assert found[0, 0].isfinite().tolist() == [True, False, False, True]
+        assert found[0, 0].isnan().tolist() == [False, True, False, False]
+        assert found[0, 0, 2] == math.inf
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_chosen_rows_are_those_of_all(causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
@@ -423,5 +453,7 @@ def test_refusals():
     q, k, v, _ = inputs((1, 2, 2, 4, 4, 16))
     with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
         shadow.shadow(q.float(), k, v, spec=AttentionSpec(1.0))
+    with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
+        shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
         delta_bias.delta_bias(q.float(), q, q.float())

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 
 from guardbit.kernels import audit, delta, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor import indicators
+from guardbit.monitor.measure.probes import counted_rows, per_head
+from guardbit.monitor.measure.rows import shared_maxima
 from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, packed, specs
 
 pytestmark = [
@@ -152,9 +153,9 @@ def test_rows_of_one_key_count_as_rows_and_those_of_none_do_not(modules):
     spec = AttentionSpec(1.0, documents=packed([3, 1, 2, 0], [3, 1, 0, 4]))
     q, k, v = (torch.ones(1, 1, n, 16, dtype=torch.bfloat16, device=DEVICE) for n in (6, 8, 8))
     found = modules[1].shadow(q, k, v, spec=spec)
-    shared, counted = indicators.shared_maxima(found.maxima, found.row_max)
+    shared, counted = shared_maxima(found.maxima, found.row_max), counted_rows(found.row_max)
     assert (shared.item(), counted.item()) == (3, 4)
-    entropy = indicators.per_head(found.entropy).item()
+    entropy = per_head(found.entropy).item()
     assert entropy == pytest.approx(3 * math.log(3), rel=1e-6)
     d_out = torch.ones_like(q)
     bias = reference.delta_bias(d_out, found.out.bfloat16(), found.out)

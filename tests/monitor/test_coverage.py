@@ -15,7 +15,7 @@ import guardbit
 from guardbit import MonitorSession, read_events
 from guardbit.dashboards.report import contents
 from guardbit.monitor import interception
-from guardbit.monitor.measurement import NoAttentionSeenError
+from guardbit.monitor.measure import NoAttentionSeenError
 from guardbit.store import read_metadata
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from guardbit import MonitorSession, flash_attention, read_events
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import site_stack
-from guardbit.monitor import capture, journal, measurement, policy, ranks, sites
+from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.interception import (
@@ -24,7 +24,8 @@ from guardbit.monitor.interception import (
 )
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
-from guardbit.monitor.metrics import AttentionMetrics
+from guardbit.monitor.measure import Capture, Measurement
+from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.policy import Policy
 
 ERRORS = [
@@ -101,20 +102,20 @@ def hooks_and_patches(model):
 #: Entry -> what lies below it, and is made to fail.
 BELOW = {
     "begin_batch: sampling": (sites.Instrumentation, "rest"),
-    "begin_batch: measuring": (measurement.Measurement, "begin"),
+    "begin_batch: measuring": (Measurement, "begin"),
     "begin_batch: listening": (sites.Instrumentation, "observe"),
     "begin_batch: random numbers": (switchboard, "set_random_offset"),
     "begin_batch: opening the journal": (journal, "is_run"),
     "begin_batch: the folder": (journal, "RunWriter"),
     "begin_batch: what is remembered": (session_module.MonitorSession, "_remembered"),
     "begin_batch: the journal so far": (journal, "_told"),
-    "loss": (measurement.Measurement, "loss"),
-    "grad_norm": (measurement.Measurement, "grad_norm"),
+    "loss": (Measurement, "loss"),
+    "grad_norm": (Measurement, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),
-    "end_step: capture": (measurement.Measurement, "finish"),
-    "end_step: metrics": (measurement.Measurement, "columns"),
-    "end_step: samples": (measurement.Measurement, "receive"),
-    "end_step: sending": (measurement.Measurement, "send"),
+    "end_step: capture": (Measurement, "finish"),
+    "end_step: metrics": (Measurement, "columns"),
+    "end_step: samples": (Measurement, "receive"),
+    "end_step: sending": (Measurement, "send"),
     "end_step: rank 0": (ranks, "of_each_part"),
     "end_step: largest": (session_module, "_largest"),
     "end_step: writing": (journal.Journal, "add"),
@@ -123,9 +124,9 @@ BELOW = {
     "end_step: verdict": (session_module, "judge"),
     "end_step: sites": (journal.Journal, "describe"),
     "state_dict: detectors": (session_module.Detectors, "state_dict"),
-    "state_dict: measurement": (measurement.Measurement, "state_dict"),
+    "state_dict: measurement": (Measurement, "state_dict"),
     "state_dict: stabilizers": (sites.Instrumentation, "stabilizers"),
-    "close: listening": (capture.Capture, "disarm"),
+    "close: listening": (Capture, "disarm"),
     "close: the journal": (journal.Journal, "close"),
     "hook: entering": (hooks, "push"),
     "hook: leaving": (hooks, "pop"),
@@ -136,7 +137,7 @@ BELOW = {
     "call: noting it first": (records, "describe_inputs"),
     "call: its state": (base, "site_state"),
     "call: recomputing": (checkpointing, "push"),
-    "call in backward": (AttentionMetrics, "update"),
+    "call in backward": (AttentionMetric, "update"),
     "watched call: its refusal": (multi_head, "why_head"),
     "watched call: its output": (watching, "autocast_tensors"),
     "watched call in backward": (watching, "AttentionCall"),

@@ -444,6 +444,31 @@ def test_a_function_that_is_found_behind_itself_is_no_obstacle():
     session.close()
 
 
+# PyTorch says so of `torch.jit.script`, which libraries go on using.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkeypatch):
+    runs = []
+
+    def halved(x: torch.Tensor, value: float):
+        return (x / value).tanh() * value
+
+    class Scripted(Attention):
+        def disturbed(self, x):
+            return 1 + 0 * scripted(x, 2.0).mean()
+
+    scripted = torch.jit.script(halved)
+    call = torch.jit.ScriptFunction.__call__
+    monkeypatch.setattr(
+        torch.jit.ScriptFunction, "__call__", lambda *args: runs.append(1) or call(*args)
+    )
+    session = MonitorSession(model := Scripted(), every_n_train_steps=1)
+    with session.step(0):
+        model(torch.randn(2, 6, WIDTH)).sum().backward()
+    assert session.instrumentation.sites["Scripted"].settle_layout() is None
+    session.close()
+    assert runs == [1]
+
+
 class Littering(Attention):
     """Leaves cycles, so that the collector runs while it runs, if it may."""
 

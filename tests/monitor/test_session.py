@@ -18,14 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, switchboard
-from guardbit.monitor import indicators, journal, measurement, metrics
+from guardbit.monitor import journal
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.measure import measurement, metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
-from guardbit.records import HEAD_INDICATORS, Event
+from guardbit.records import Event
 from guardbit.store import RunWriter, is_run, read_metadata
 
 SITES = ["layers.0", "layers.1"]
@@ -851,8 +853,8 @@ def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
         return frame.reset_index(drop=True)
 
     together = numbers(tmp_path / "together")
-    monkeypatch.setattr(measurement, "_LARGEST_BATCH", 1)
-    monkeypatch.setattr(metrics, "_MOST_HELD", 1)
+    monkeypatch.setattr(weights, "_LARGEST_BATCH", 1)
+    monkeypatch.setattr(metric, "_MOST_HELD", 1)
     singly = numbers(tmp_path / "singly")
     assert together["value"].notna().any()
     # Only the order of FP64 sums may differ.
@@ -1137,7 +1139,7 @@ NORMS = {"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"}
 #: Stage -> what breaks it, settings, indicators that are recorded all the same after the first step
 BROKEN = {
     "capture": (dispatch, "delta_bias", {}, NORMS),
-    "metrics": (indicators, "spectral_norms", {}, set()),
+    "metrics": (weights, "spectral_norms", {}, set()),
     "detectors": (None, "", {"rules": (FailingRule(),)}, HEADS),
     "policy": (None, "", {"policy": FailingPolicy()}, HEADS),
 }
@@ -1197,7 +1199,7 @@ def test_training_is_the_same_with_every_stage_failing(monkeypatch):
         alone.backward(step)
         alone.optimizer.step()
     monkeypatch.setattr(dispatch, "delta_bias", fail)
-    monkeypatch.setattr(indicators, "spectral_norms", fail)
+    monkeypatch.setattr(weights, "spectral_norms", fail)
     loop = Loop(every_n_train_steps=1, rules=(FailingRule(),), policy=FailingPolicy())
     loop.run(range(4))
     for one, other in zip(alone.model.parameters(), loop.model.parameters(), strict=True):
@@ -1300,7 +1302,7 @@ WORKER = textwrap.dedent(
         if rank == 1 and step == 2:
             setattr(getattr(test_session, module), function, test_session.fail)
         if rank == 1 and step == 3:
-            test_session.indicators.spectral_norms = test_session.fail
+            test_session.weights.spectral_norms = test_session.fail
         with loop.session.step(step) as record:
             # Only rank 1 sees the loud rows.
             x = torch.full((1 + rank, 12, 32), 0.1) * (1 + 9 * rank)
@@ -1335,7 +1337,7 @@ class LoudRow:
 
 @pytest.mark.parametrize(
     "broken",
-    [("dispatch", "delta_bias"), ("indicators", "shared_maxima")],
+    [("dispatch", "delta_bias"), ("metric", "_stacked")],
     ids=["in a call", "between calls and exchange"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import frames
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
-from guardbit.records import HEAD_INDICATORS, RUN_INDICATORS, Event
+from guardbit.records import Event
 from guardbit.store import RunFollower, read_events
 from guardbit.store.bounds import MAX_LAYERS
 
@@ -41,6 +42,14 @@ _MOST_EVENTS = 200
 _TYPICAL_HEADS = 1024
 #: Maps of earlier steps that are kept.
 _KEPT_MAPS = 32
+#: What the page calls each indicator, and which have no place on a log scale.
+_CATALOG: Json = {
+    one.name: {
+        "label": f"{one.label} ({one.unit})" if one.unit else one.label,
+        "is_signed": one.is_signed,
+    }
+    for one in CATALOG
+}
 
 
 class RunWatcher:
@@ -275,6 +284,7 @@ class RunWatcher:
                     for name in RUN_INDICATORS
                     if name in history.run_high
                 },
+                "catalog": _CATALOG,
                 "palette": {
                     "heat": HEAT_STOPS,
                     "most": MOST_EXCESS,

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
+from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import frames
 from guardbit.records import Event
 
@@ -18,23 +19,15 @@ HEADLINES = {
 #: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
 UNJUDGED = "This run could not be judged"
 NO_HEAD_SAYS_WHY = "There is an alarm on the loss, and no head says why"
-LABELS = {
-    "w_q_spectral_norm": "W_Q spectral norm",
-    "w_k_spectral_norm": "W_K spectral norm",
-    "qk_spectral_norm": "W_Q^T W_K spectral norm",
-    "multiple_maxima": "Multiple maxima, FP32 (% of rows)",
-    "multiple_maxima_bf16": "Multiple maxima, BF16 (% of rows)",
-    "max_logit": "Max logit",
-    "attention_entropy": "Entropy (nats)",
-    "delta_bias": "Delta bias",
-    "delta_bias_abs": "Delta bias, absolute",
-    "delta_bias_cumulative": "Cumulative delta bias",
-    "dq_relative_error": "dQ relative error",
-    "dq_coherent_error": "dQ coherent error",
-    "loss": "Training loss",
-    "grad_norm": "Gradient norm",
-}
-PERCENTAGES = ("multiple_maxima", "multiple_maxima_bf16")
+
+
+def _label(indicator: Indicator) -> str:
+    """What a column of an indicator's values is headed; shares are shown in percent."""
+    unit = "% of rows" if indicator.unit == SHARE_OF_ROWS else indicator.unit
+    return f"{indicator.title} ({unit})" if unit else indicator.title
+
+
+LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
 
 
 def what(events: Sequence[Event]) -> str:
@@ -92,7 +85,7 @@ def total(heads: Mapping[int, Sequence[int]]) -> str:
 
 def value(indicator: str, number_: float) -> str:
     """An indicator's value, shares in percent."""
-    return number(100 * number_ if indicator in PERCENTAGES else number_)
+    return number(100 * number_ if BY_NAME[indicator].unit == SHARE_OF_ROWS else number_)
 
 
 def number(value: float) -> str:

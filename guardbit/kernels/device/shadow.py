@@ -247,6 +247,7 @@ def shadow_kernel(
     SINKS: tl.constexpr,
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
+    ONLY_MAXIMA: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -256,7 +257,8 @@ def shadow_kernel(
 ):
     """One program: BLOCK_M of the `count` rows of one head; heavy causal tiles come first.
 
-    The keys are passed twice: the counts need the row's maximum first.
+    The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
+    of the outputs row_max and largest are written.
     """
     row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
@@ -315,6 +317,12 @@ def shadow_kernel(
     tl.store(
         largest_base + tl.arange(0, BLOCK_M), largest, mask=tl.arange(0, BLOCK_M) < count - first
     )
+    if ONLY_MAXIMA:
+        # As below, where the sum of a row shows its NaN: the largest size does as well.
+        row_max = tl.where(largest != largest, float("nan"), row_max * scale)
+        row_max_base = row_max_pointer + batch_head.to(tl.int64) * count
+        tl.store(row_max_base + places, row_max, mask=places < count)
+        return
     # 0 instead of the -inf of a row that sees no key.
     finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
     # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by

@@ -4,7 +4,14 @@ Tile by tile over the keys, with the roundings of FlashAttention-2 and no others
 modules: q, out (B, H, N, D), k and v (B, H_kv, M, D); H is a multiple of H_kv.
 """
 
-from guardbit.kernels.reference.audit import Shadow, delta_bias, exact_query_gradient, shadow
+from guardbit.kernels.reference.audit import (
+    RowMaxima,
+    Shadow,
+    delta_bias,
+    exact_query_gradient,
+    row_maxima,
+    shadow,
+)
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import (
@@ -23,6 +30,7 @@ __all__ = [
     "Dropout",
     "Forward",
     "Gradients",
+    "RowMaxima",
     "Shadow",
     "backward",
     "delta_bias",
@@ -31,6 +39,7 @@ __all__ = [
     "float_carrier",
     "forward",
     "lse_gradient",
+    "row_maxima",
     "shadow",
     "sink_gradient",
     "write_carrier",

@@ -53,6 +53,99 @@ class Shadow(NamedTuple):
     largest: Tensor
 
 
+class RowMaxima(NamedTuple):
+    """The part of a `Shadow` that needs the scores alone.
+
+    Attributes:
+        row_max: See `Shadow`.
+        largest: See `Shadow`.
+    """
+
+    row_max: Tensor
+    largest: Tensor
+
+
+class _Scores:
+    """The scores of some rows, those of a slice of keys at a time.
+
+    Attributes:
+        query_ids: INT64 (R,), the queries looked at.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None) -> None:
+        self._shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
+        self._heads, row_numbers, self._keys = (
+            torch.arange(count, device=q.device) for count in self._shape[1:]
+        )
+        self.query_ids = row_numbers if query_ids is None else query_ids
+        self._q, self._k, self._spec = q[:, :, self.query_ids].float(), k, spec
+        self._visible = visible_range(spec, self._shape, q.device)
+
+    def of(self, keys: slice, modify: bool = True) -> Tensor:
+        """FP32 (B, H, R, keys), -inf where forbidden."""
+
+        def made(scores: Tensor) -> Tensor:
+            tile = self._heads, self.query_ids, self._keys[keys]
+            return modified(scores, self._spec, *tile) if modify else scores
+
+        q_rows, k_tile = fold_groups(self._q, self._k.shape[1]), self._k[:, :, keys].float()
+        spec, mask = self._spec, self._mask(keys)
+        return masked_scores(q_rows, k_tile, self._shape[1], spec.scale, mask, spec.softcap, made)
+
+    def chunks(self, size: int) -> list[slice]:
+        """All keys, `size` at a time."""
+        return [slice(start, start + size) for start in range(0, self._shape[3], size)]
+
+    def maxima(self, chunk: int) -> RowMaxima:
+        """Passes all keys; NaN shows in both."""
+        row_max = torch.full(self._q.shape[:-1], -torch.inf, device=self._q.device)
+        largest = row_max
+        for keys in self.chunks(chunk):
+            scores = self.of(keys)
+            row_max = row_max.maximum(scores.amax(-1))
+            is_hidden = self._hidden(scores, keys)
+            sizes = scores.abs_().masked_fill_(is_hidden, -torch.inf)
+            largest = largest.maximum(sizes.amax(-1))
+        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max))
+
+    def _mask(self, keys: slice) -> Tensor:
+        tile = self._heads, self.query_ids, self._keys[keys]
+        return mask_tile(self._spec, self._shape, *tile, self._visible).float()
+
+    def _hidden(self, scores: Tensor, keys: slice) -> Tensor:
+        added = self._mask(keys)
+        if self._spec.score_function is not None:  # which may hide keys as an additive mask does
+            added = (scores - self.of(keys, modify=False)).where(added == 0, added)
+        return added < HIDES
+
+
+@float32_products()
+def row_maxima(
+    q: Tensor,
+    k: Tensor,
+    *,
+    spec: AttentionSpec,
+    query_ids: Tensor | None = None,
+    chunk: int = 128,
+) -> RowMaxima:
+    """The maxima of `shadow` alone, to the bit: one pass over the keys and no values.
+
+    Args:
+        q: (B, H, N, D), BF16, FP16 or FP32; any strides.
+        k: (B, H_kv, M, D).
+        spec: What the call asks for.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
+        chunk: Keys looked at together.
+
+    Returns:
+        See `RowMaxima`.
+
+    Raises:
+        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
+    """
+    return _Scores(q, k, spec, query_ids).maxima(chunk)
+
+
 @float32_products()
 def shadow(
     q: Tensor,
@@ -85,52 +178,17 @@ def shadow(
     Raises:
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    shape = (len(q), heads, q.shape[2], k.shape[2])
-    head_numbers, row_numbers, key_positions = (
-        torch.arange(count, device=q.device) for count in shape[1:]
-    )
-    query_ids = row_numbers if query_ids is None else query_ids
-    q_chosen = q[:, :, query_ids].float()
-    q_rows = fold_groups(q_chosen, kv_heads)
-    visible = visible_range(spec, shape, q.device)
-
-    def mask_of(keys: slice) -> Tensor:
-        tile = mask_tile(spec, shape, head_numbers, query_ids, key_positions[keys], visible)
-        return tile.float()
-
-    def scores_of(keys: slice, modify: bool = True) -> Tensor:
-        def made(scores: Tensor) -> Tensor:
-            tile = head_numbers, query_ids, key_positions[keys]
-            return modified(scores, spec, *tile) if modify else scores
-
-        k_tile = k[:, :, keys].float()
-        return masked_scores(q_rows, k_tile, heads, spec.scale, mask_of(keys), spec.softcap, made)
-
-    def hidden(scores: Tensor, keys: slice) -> Tensor:
-        added = mask_of(keys)
-        if spec.score_function is not None:  # which may hide keys as an additive mask does
-            added = (scores - scores_of(keys, modify=False)).where(added == 0, added)
-        return added < HIDES
-
-    chunks = [slice(start, start + chunk) for start in range(0, shape[3], chunk)]
-    row_max = torch.full(q_chosen.shape[:-1], -torch.inf, device=q.device)
-    largest = row_max
-    for keys in chunks:
-        scores = scores_of(keys)
-        row_max = row_max.maximum(scores.amax(-1))
-        is_hidden = hidden(scores, keys)
-        sizes = scores.abs_().masked_fill_(is_hidden, -torch.inf)
-        largest = largest.maximum(sizes.amax(-1))
+    of_rows = _Scores(q, k, spec, query_ids)
+    row_max, largest = of_rows.maxima(chunk)
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
 
     row_sum, weighted_logs = torch.zeros_like(row_max), torch.zeros_like(row_max)
     maxima = torch.zeros_like(row_max, dtype=torch.int64)
     maxima_bf16 = torch.zeros_like(maxima)
-    accumulator = q_chosen.new_zeros(*row_max.shape, v.shape[-1])
-    for keys in chunks:
-        scores = scores_of(keys)
+    accumulator = row_max.new_zeros(*row_max.shape, v.shape[-1])
+    for keys in of_rows.chunks(chunk):
+        scores = of_rows.of(keys)
         maxima += (row_max[..., None] - scores <= eps).sum(-1)
         maxima_bf16 += (row_max_bf16 - round_nearest(scores, torch.bfloat16) <= eps).sum(-1)
         probabilities = scores.sub_(reference).exp_()
@@ -138,9 +196,9 @@ def shadow(
         weighted_logs += torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
             present = slice(keys.start, keys.start + probabilities.shape[-1])
-            kept = dropout.kept(len(q), query_ids, present)
+            kept = dropout.kept(len(q), of_rows.query_ids, present)
             probabilities = (probabilities * dropout.factor).where(kept, 0)
-        products = fold_groups(probabilities, kv_heads) @ v[:, :, keys].float()
+        products = fold_groups(probabilities, k.shape[1]) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
 
     if spec.sinks is not None:
@@ -158,7 +216,7 @@ def shadow(
         maxima=maxima,
         maxima_bf16=maxima_bf16,
         entropy=row_sum.log() + weighted_logs / row_sum,
-        largest=largest.where(~row_max.isnan(), row_max),
+        largest=largest,
     )
 
 

@@ -15,6 +15,7 @@ from itertools import groupby
 
 import numpy as np
 
+from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors.evidence import measured_errors
 from guardbit.monitor.detectors.frames import (
     OVERFLOW,
@@ -36,7 +37,7 @@ from guardbit.monitor.detectors.rules import (
     MultipleMaxima,
     NormGrowth,
 )
-from guardbit.records import INDICATORS, ROLES, Alarm, Role, Sample
+from guardbit.records import ROLES, Alarm, Role, Sample
 
 __all__ = [
     "DEFAULT_RULES",

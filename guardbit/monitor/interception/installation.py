@@ -153,7 +153,17 @@ def _replace_what_is_left(installed: list[EntryPoint]) -> None:
 def _replace(owner: Any, name: str, replacement: Any) -> None:
     original = getattr(owner, name)
     setattr(owner, name, replacement)
-    _restore.append(lambda: setattr(owner, name, original))
+    _restore.append(functools.partial(_put_back, owner, name, replacement, original))
+
+
+def _put_back(owner: Any, name: str, replacement: Any, original: Any) -> None:
+    """Unless somebody else has put a function in our place since, which may hold on to ours.
+
+    So does PyTorch's `context_parallel`: without its function ranks would attend to their own
+    tokens only. What it calls then hands all on to the original.
+    """
+    if getattr(owner, name, None) is replacement:
+        setattr(owner, name, original)
 
 
 def _replace_everywhere(replacements: dict[int, Any]) -> None:

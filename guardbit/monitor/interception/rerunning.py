@@ -10,6 +10,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import calling, own_site_stack, site_stack
@@ -36,12 +37,19 @@ class Probe:
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
-        """Collects the calls of the probed site; returns whether anything is being probed."""
+        """Collects the calls of the probed site; returns whether anything is being probed.
+
+        Of DTensors the parts on this rank count: the rows of its heads, or of its tokens.
+        """
         if number == self.site:
-            self.calls.append((query, key))
+            self.calls.append((_here(query), _here(key)))
             if len(self.calls) > 1:
                 raise _CalledAgain
         return self.site is not None
+
+
+def _here(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 probe = Probe()

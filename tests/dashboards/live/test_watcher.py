@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra `live` is not installed")
 
+from guardbit.catalog import INDICATORS
 from guardbit.dashboards.live import RunWatcher
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -29,6 +30,17 @@ def test_before_the_run_has_written_anything(tmp_path):
         assert (state["layers"], state["last_step"], state["worst"]) == (0, -1, [])
         assert state["status"]["samples"] is False and state["status"]["problem"] == ""
         json.dumps(state, allow_nan=False)
+
+
+def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
+    watcher = RunWatcher(tmp_path)
+    watcher.look()
+    catalog = watcher.state(-1, None)["catalog"]
+    assert tuple(catalog) == INDICATORS
+    assert catalog["max_logit"] == {"label": "max logit", "is_signed": False}
+    assert catalog["attention_entropy"]["label"] == "attention entropy (nats)"
+    signed = {name for name, one in catalog.items() if one["is_signed"]}
+    assert signed == {"delta_bias", "delta_bias_cumulative", "dq_coherent_error"}
 
 
 def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path):

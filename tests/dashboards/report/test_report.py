@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 from PIL import Image
 
+from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.report import write_report
 from guardbit.dashboards.report.words import LABELS
-from guardbit.records import INDICATORS
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]

@@ -16,10 +16,13 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, flex
-from guardbit.monitor import metrics
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -561,13 +564,12 @@ def test_the_indicators_of_a_call_are_numbers():
     case = "soft cap, documents"
     inputs = tensors(case)
     model, run = build("compiled by itself", options_of(case))
-    gathered = metrics.AttentionMetrics(1, HEADS).to(DEVICE)
+    gathered = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, HEADS).to(DEVICE)
     heads = list(range(HEADS))
 
     def consume(call):
         with torch.no_grad():
-            gathered.update(0, call)
-            gathered.audit(0, call, heads, torch.eye(HEADS, 32, device=DEVICE))
+            gathered.update(0, CallView(call, None, heads, torch.eye(HEADS, 32, device=DEVICE)))
 
     inst = guardbit.instrument(model)
     try:
@@ -575,9 +577,9 @@ def test_the_indicators_of_a_call_are_numbers():
         step(run, inputs)
     finally:
         inst.remove()
-    found = gathered.compute()
-    assert found.isfinite().all()
-    audited = found[metrics.MEASURED.index("dq_relative_error"), 0]
+    found = gathered.measured()
+    assert len(found) == 8 and all(values.isfinite().all() for values in found.values())
+    audited = found["dq_relative_error"][0]
     rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
     # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
     torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)

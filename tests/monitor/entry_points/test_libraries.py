@@ -15,11 +15,14 @@ from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 import guardbit
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels.engines import proof
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.entry_points import libraries
-from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
 from tests.kernels.spec_cases import dense, packed
 from tests.monitor.entry_points.library_models import (
     LENGTHS,
@@ -238,6 +241,25 @@ def test_what_is_not_understood_stays_with_the_library_and_is_said(case, borrowe
         inst.remove()
 
 
+def test_w_q_of_calls_with_alibi_is_watched(borrower, tmp_path):
+    model, x = build(by_name(FUNC), alibi_slopes=torch.ones(4))
+    session = guardbit.MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    with session.step(0):
+        model(x).float().square().mean().backward()
+    by_hand = [
+        torch.linalg.matrix_norm(rows_of(model[0].qkv.weight.double(), [h]), 2).item()
+        for h in range(4)
+    ]
+    session.close()
+    frame = guardbit.read_run(tmp_path)
+    assert set(frame["indicator"]) == {
+        "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm",
+    }  # fmt: skip
+    norms = frame[frame["indicator"] == "w_q_spectral_norm"].sort_values("head")["value"]
+    # The root of an eigenvalue of a Gram matrix in FP32.
+    assert norms.tolist() == pytest.approx(by_hand, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -349,10 +371,10 @@ def test_a_cache_of_keys_is_inference_and_says_so(monkeypatch):
 
 
 def measured(calls, num_heads=4):
-    metrics = AttentionMetrics(1, num_heads, None, 1e-3)
+    metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, num_heads)
     for call in calls:
-        metrics.update(0, call)
-    return dict(zip(MEASURED, metrics.compute(), strict=True))
+        metric.update(0, CallView(call))
+    return metric.measured()
 
 
 def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(borrower):
@@ -379,7 +401,8 @@ def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(bo
         inst.remove()
     assert [call.q.shape[2] for call in alone] == LENGTHS
     found, expected = measured(together), measured(alone)
-    for name in MEASURED:
+    assert len(expected) == 8
+    for name in expected:
         # Sums of the same FP32 numbers in another order.
         torch.testing.assert_close(
             found[name], expected[name], rtol=1e-4, atol=1e-6, equal_nan=True

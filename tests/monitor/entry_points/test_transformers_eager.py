@@ -6,7 +6,7 @@ import torch
 import guardbit
 from guardbit import MonitorSession, read_run
 from guardbit.monitor.interception.entry_points import transformers_eager
-from guardbit.monitor.measurement import Measurement
+from guardbit.monitor.measure import Measurement
 
 transformers = pytest.importorskip("transformers")
 

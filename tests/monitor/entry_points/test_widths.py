@@ -10,7 +10,11 @@ from torch import nn
 
 import guardbit
 from guardbit import MonitorSession
-from guardbit.monitor.measurement import Measurement
+from guardbit.kernels import engines
+from guardbit.kernels.engines import Gradients
+from guardbit.kernels.engines.efficient import Efficient
+from guardbit.monitor.interception.entry_points import sdpa
+from guardbit.monitor.measure import Measurement
 
 
 class Attention(nn.Module):
@@ -51,6 +55,93 @@ def by_hand(call):
     return scores.detach(), scores.detach().softmax(-1), dq
 
 
+#: The values' width, on a machine with a kernel that takes delta from the output.
+FUSED = [
+    pytest.param(16, "cpu"),
+    pytest.param(48, "cpu"),
+    pytest.param(16, "cuda", marks=pytest.mark.gpu),
+    pytest.param(64, "cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture
+def fused(request, monkeypatch):
+    """On the CPU PyTorch has no such kernel; this is one written out, in its place."""
+    monkeypatch.setattr(sdpa, "OTHER_WIDTH_IS_TRIED_ON_GPUS", True)
+    if request.param == "cpu":
+        monkeypatch.setattr(engines, "choose", lambda *_, **__: Efficient())
+        monkeypatch.setattr(Efficient, "forward", flash_forward)
+        monkeypatch.setattr(Efficient, "backward", flash_backward)
+    return request.param
+
+
+def _probabilities(q, k, spec):
+    scores = q.float() @ k.float().repeat_interleave(q.size(1) // k.size(1), 1).mT * spec.scale
+    if spec.causal is not False:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores, scores.softmax(-1)
+
+
+def flash_forward(engine, q, k, v, spec, training, drawn):
+    scores, p = _probabilities(q, k, spec)
+    out = p @ v.float().repeat_interleave(q.size(1) // v.size(1), 1)
+    return out.to(q.dtype), scores.logsumexp(-1)
+
+
+def flash_backward(engine, d_out, q, k, v, out, lse, spec, drawn, wants_mask=False):
+    group = q.size(1) // k.size(1)
+    _, p = _probabilities(q, k, spec)
+    key, value = (x.float().repeat_interleave(group, 1) for x in (k, v))
+    delta = (d_out.float() * out.float()).sum(-1, keepdim=True)
+    ds = p * (d_out.float() @ value.mT - delta) * spec.scale
+    dk, dv = ds.mT @ q.float(), p.mT @ d_out.float()
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    return Gradients(*(x.to(q.dtype) for x in (ds @ key, dk, dv)))
+
+
+@pytest.mark.parametrize(("width", "fused"), FUSED, indirect=["fused"])
+def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fused, monkeypatch):
+    model = build(width).to(fused, torch.bfloat16)
+    x = tokens().to(fused, torch.bfloat16)
+
+    def run(heads):
+        """The output, the call as its backward tells of it, and the site's stabilizers."""
+        calls, inst = [], guardbit.instrument(model)
+        try:
+            inst.observe(calls.append)
+            model(x)  # makes the site known
+            if heads:
+                inst.switch("0", "exact_delta", heads=heads)
+            out = model(x)
+            calls.clear()
+            # Large against the noise of dS, so that the rounding of O shows in dQ.
+            (out.float() * 3).square().sum().backward()
+            return out.detach(), calls[-1], inst.stabilizers()["0"], inst.sites["0"].refusal
+        finally:
+            inst.remove()
+
+    out, before, *_ = run([])
+    again, after, names, refusal = run([1, 2])
+    assert refusal is None and names == ["none", "exact_delta", "exact_delta", "none"]
+    assert torch.equal(out, again), "the forward keeps its bits"
+    torch.testing.assert_close(before.d_out, after.d_out, rtol=0, atol=0)
+    for head in (0, 3):
+        assert torch.equal(before.dq[:, head], after.dq[:, head])
+    _, p, exact_dq = by_hand(before)
+    exact = p @ before.v.double().repeat_interleave(2, 1)
+    errors = [
+        (call.d_out.double() * (call.out.double() - exact)).sum(-1) for call in (before, after)
+    ]
+    squares = [(call.dq.double() - exact_dq).square().sum((0, 2, 3)) for call in (before, after)]
+    for head in (1, 2):
+        stock, switched = (error[:, head] for error in errors)
+        # Deltas that are carried agree to 1e-5 of |dO| |O|; O itself is rounded by 2^-9.
+        assert switched.abs().max() < 0.02 * stock.abs().max()
+        assert abs(switched.sum()) < 0.02 * stock.abs().sum(), "the bias, with its signs"
+        assert squares[1][head] < squares[0][head]
+
+
 @pytest.mark.parametrize("width", [16, 48])
 def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
     model, calls, consume = build(width), [], Measurement.consume
@@ -64,7 +155,7 @@ def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
             assert tiny.equal(tiny.step(model, tokens()), before)
     (site,) = session.instrumentation.sites.values()
     assert site.unwatched is None
-    assert "another head size" in site.refusal
+    assert "another head size than its keys, which PyTorch's math kernel serves" in site.refusal
     assert torch.equal(site.query_weights(), model[0].q_proj.weight.view(4, 32, 64))
     with pytest.raises(ValueError, match="another head size than its keys"):
         session.instrumentation.switch("0", "exact_delta")

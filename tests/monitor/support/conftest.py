@@ -10,13 +10,22 @@ COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.m
 HEADERS = {
     "Architectures": ("architecture", "sites", "W_Q", "W_K", "watched", "switchable"),
     "Execution": ("mode", "neutral", "switches", "resumes"),
-    "Functions of libraries": ("function", "watched", "switchable", "run against"),
-}
+    "Functions": (
+        "function", "watched", "norms right", "audited", "neutral", "switched", "resumes",
+        "run against",
+    ),
+}  # fmt: skip
 
 #: What these tests cannot see, as they run on CPUs.
 ON_GPUS = """The tests run on CPUs. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention and
 `varlen_attn`; it passed on an H200 with PyTorch 2.11. FlashAttention 2, 3 and 4 were never run
 themselves: modules with their signatures stand in for them here."""
+
+ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs
+(`tests/callbacks`). Under PyTorch's `context_parallel` the norms of the weights are watched,
+and nothing of the calls: no rank has whole rows of scores. There its ring ran around the CPU's
+kernel. Never run: that ring with the kernels of GPUs, FlexAttention under context parallelism,
+and, with NCCL, tensor parallelism, pipeline parallelism and norms from shards."""
 
 _observed = {}
 
@@ -38,7 +47,7 @@ def line(cells):
 def document(tables):
     """The whole file: title -> rows in the order of the tests."""
     written = f"Written by `{COMMAND}`;\nthe tests compare it."
-    parts = [f"# What is supported\n\n{written}\n\n{ON_GPUS}\n"]
+    parts = [f"# What is supported\n\n{written}\n\n{ON_GPUS}\n\n{ON_SEVERAL_RANKS}\n"]
     for title, header in HEADERS.items():
         rule = line("---" for _ in header)
         parts.append("\n".join([f"## {title}\n", line(header), rule, *tables[title]]) + "\n")

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guardbit
 
@@ -31,7 +32,10 @@ Slices = Callable[[nn.Module], list[Tensor]]
 MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
-WIDTHS = "its values have another head size than its keys, and a switch needs one for both"
+WIDTHS = (
+    "its values have another head size than its keys, which PyTorch's math kernel serves, whose"
+    " backward takes delta from P itself"
+)
 BROADCASTS = (
     "it broadcasts keys over heads, which PyTorch's math kernel serves, whose backward takes delta"
     " from P itself"
@@ -54,6 +58,7 @@ class Architecture(NamedTuple):
         key: The same of W_K.
         batch: What the model is called with.
         refusal: Why it cannot be switched.
+        part: Name of the part of an attention module that calls it, where that has no weights.
     """
 
     build: Callable
@@ -62,6 +67,7 @@ class Architecture(NamedTuple):
     key: Slices | str
     batch: Callable[[], dict[str, Any]]
     refusal: str | None = None
+    part: str = ""
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -301,6 +307,43 @@ class LitGPT(nn.Module):
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
+class InnerAttention(nn.Module):
+    def forward(self, q, k, v):
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(backends, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.transpose(1, 2)
+
+
+class TorchTitan(nn.Module):
+    """torchtitan 0.3, models/common/attention.py, GQAttention: the call is in a part of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(64, n) for n in (64, 32, 32, 64))
+        self.inner_attention = InnerAttention()
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 16)) for f in (self.wq, self.wk, self.wv))
+        return self.wo(self.inner_attention(q, k, v).flatten(2))
+
+
+def x_transformers(**options: object) -> Callable:
+    """x-transformers 2, whose package is small enough to be installed for the tests."""
+
+    def build(_: object) -> nn.Module:
+        package = pytest.importorskip("x_transformers")
+        decoder = package.Decoder(dim=64, depth=2, heads=4, attn_dim_head=16, **options)
+        return package.TransformerWrapper(num_tokens=32, max_seq_len=32, attn_layers=decoder)
+
+    return build
+
+
+def x_transformers_ids() -> dict[str, Tensor]:
+    return {"x": language()["input_ids"]}
+
+
 def written_out(attention: type[nn.Module]) -> Callable:
     return lambda tiny: tiny.GPT(attention=attention)
 
@@ -327,6 +370,8 @@ T5_SITES = (
     "decoder.block.0.layer.0.SelfAttention",
     "decoder.block.0.layer.1.EncDecAttention",
 )
+# Between them are feed-forward layers.
+X_TRANSFORMERS_SITES = ("attn_layers.layers.0.1.attend", "attn_layers.layers.2.1.attend")
 UNSEEN = (
     "computes attention by attn_implementation='eager', which GuardBit does not see: it is written"
     " out in the model's own forward"
@@ -382,7 +427,20 @@ ZOO: dict[str, Architecture] = {
         INTERLEAVED, tuple(start + 16 for start in INTERLEAVED), multi_query=False, alibi=True
     ),
     "BLOOM": Architecture(
-        hugging_face("Bloom", n_head=4, **SMALL), (), UNSEEN, UNSEEN, language, UNSEEN
+        hugging_face("Bloom", n_head=4, **SMALL),
+        layers("transformer.h.{}.self_attention"),
+        at(INTERLEAVED, "query_key_value", "weight"),
+        at(tuple(start + 16 for start in INTERLEAVED), "query_key_value", "weight"),
+        language,
+        WRITTEN_OUT,
+    ),
+    "MPT": Architecture(
+        hugging_face("Mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=32),
+        (),
+        UNSEEN,
+        UNSEEN,
+        language,
+        UNSEEN,
     ),
     "BERT": Architecture(
         hugging_face("Bert", "ForMaskedLM", **QUIET),
@@ -491,6 +549,45 @@ ZOO: dict[str, Architecture] = {
         at((64, 80), "qkv", "weight"),
         tokens,
     ),
+    "torchtitan": Architecture(
+        written_out(TorchTitan),
+        layers("h.{}.attn.inner_attention"),
+        at(CONSECUTIVE, "wq", "weight"),
+        at(GROUPED, "wk", "weight"),
+        tokens,
+        part=".inner_attention",
+    ),
+    "x-transformers, attn_flash=True": Architecture(
+        x_transformers(attn_flash=True),
+        X_TRANSFORMERS_SITES,
+        at(CONSECUTIVE, "to_q", "weight"),
+        at(CONSECUTIVE, "to_k", "weight"),
+        x_transformers_ids,
+        part=".attend",
+    ),
+    "x-transformers, rotary, query norm, grouped keys": Architecture(
+        x_transformers(
+            attn_flash=True,
+            rotary_pos_emb=True,
+            rotary_emb_dim=16,
+            attn_qk_norm=True,
+            attn_kv_heads=2,
+        ),
+        X_TRANSFORMERS_SITES,
+        at(CONSECUTIVE, "to_q", "weight"),
+        at((0, 16, 0, 16), "to_k", "weight"),  # attend.py: "b kvh n d -> b (r kvh) n d"
+        x_transformers_ids,
+        part=".attend",
+    ),
+    "x-transformers, ALiBi": Architecture(
+        x_transformers(attn_flash=True, alibi_pos_bias=True),
+        X_TRANSFORMERS_SITES,
+        at(CONSECUTIVE, "to_q", "weight"),
+        at(CONSECUTIVE, "to_k", "weight"),
+        x_transformers_ids,
+        MASK,
+        part=".attend",
+    ),
     "LoRA, separate projections (Llama)": Architecture(
         with_adapters(hugging_face("Llama", **GROUPS), "q_proj", "k_proj"),
         ADAPTED_DECODER,
@@ -565,7 +662,9 @@ def test_architecture(name, tiny, report):
     try:
         assert tiny.equal(tiny.step(model, **batch), before)
         assert sorted(inst.sites) == sorted(architecture.sites)
-        query, key = (rows_found(architecture, inst.sites, side) for side in ("query", "key"))
+        query, key = (
+            rows_found(architecture, model, inst.sites, side) for side in ("query", "key")
+        )
         watched = {site.unwatched for site in inst.sites.values()}
         assert len(watched) == 1
         switchable = architecture.refusal or "yes"
@@ -591,7 +690,7 @@ def test_architecture(name, tiny, report):
     report("Architectures", name, found, query, key, seen, reason + switchable)
 
 
-def rows_found(architecture, sites, side) -> str:
+def rows_found(architecture, model, sites, side) -> str:
     """The cell of the table, once every site's rows were compared with the slices."""
     by_hand = getattr(architecture, side)
     for site in sites.values():
@@ -602,7 +701,8 @@ def rows_found(architecture, sites, side) -> str:
             reason = str(unavailable.value).rpartition("is unavailable: ")[2]
             assert by_hand in reason
             continue
-        expected = torch.stack(by_hand(site.module)).detach()
+        holder = model.get_submodule(site.name.removesuffix(architecture.part))
+        expected = torch.stack(by_hand(holder)).detach()
         # Copied, equal to the bit; what adapters make is computed, to FP32's accuracy.
         tolerance = 1e-6 if "lora" in repr(site.module) else 0.0
         torch.testing.assert_close(read(), expected, rtol=tolerance, atol=tolerance)

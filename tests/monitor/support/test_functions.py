@@ -1,55 +1,98 @@
-"""Functions of libraries: whether they keep their bits, and what a switch does to them."""
+"""Functions that people call for attention: what a session sees, measures and switches of each."""
 
 import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_home
 
-import guardbit
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from tests.monitor.entry_points.library_models import LIBRARY, build, install
+from tests.monitor.entry_points.library_models import install
+from tests.monitor.support.functions import (
+    CASES,
+    STAND_IN,
+    Run,
+    norms_by_hand,
+)
 
-#: They need a GPU, or are not installed where the tests run.
-STAND_IN = "a stand-in only"
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+TITLE = "Functions"
 CACHED = [entry for entry in ENTRY_POINTS if entry.attribute.endswith("_with_kvcache")]
 
 
 @pytest.fixture(autouse=True)
 def libraries(monkeypatch):
+    """The stand-ins; and FlexAttention's backward on the CPU, which PyTorch refuses by a check."""
+    monkeypatch.setattr(flex_home, "_validate_device", lambda *_: None)
     _, take_back = install(monkeypatch)
     yield
     take_back()
 
 
-@pytest.mark.parametrize("entry", LIBRARY, ids=lambda entry: entry.name)
-def test_function(entry, tiny, report):
-    model, x = build(entry)
-    before = tiny.step(model, x)
-    inst = guardbit.instrument(model)
+def cells(case, compiled):
+    """What was found, of each column after the first."""
+    # Of what is compiled too: the stand-ins cannot be compiled themselves.
+    plain, run = Run(case, compiled=False, watched=False), Run(case, compiled)
+    again = Run(case, compiled)
     try:
-        assert tiny.equal(tiny.step(model, x), before)
-        site = inst.sites["0"]
-        assert (site.entry, site.unwatched) == (entry.name, None)
-        worked = []
-        for name in ("exact_delta", "centered_keys"):
-            inst.switch("0", name)
-            tiny.step(model, x)
-            if inst.stabilizers()["0"] == [name] * 4:
-                worked.append(name)
+        plain.train(range(3))
+        run.train(range(3))
+        assert all(map(torch.equal, run.losses, plain.losses))
+        assert all(map(torch.equal, run.weights, plain.weights))
+        heads = len(case.queries(run.model))
+        assert_norms(case, run, heads)
+        (site,) = run.session.instrumentation.sites.values()
+        logits, errors = run.measured("max_logit"), run.measured("dq_relative_error")
+        watched = "yes" if sum(x == x for x in logits) == heads else f"no: {site.unwatched}"
+        audited = "yes" if any(x == x for x in errors) else "no"
+        switched = f"no: {site.refusal}" if site.refusal else f"by {case.stabilizer}"
+        if not site.refusal:
+            run.session.switch("*", case.stabilizer)
+        again.load(run.state()).train(range(3, 5))
+        run.train(range(3, 4))
+        assert torch.equal(run.losses[3], plain.train(range(3, 4)).losses[3])
+        if not site.refusal:
+            names = [case.stabilizer] * heads
+            assert run.stabilizers == again.stabilizers == names
+            assert not all(map(torch.equal, run.weights, plain.weights))
+        run.train(range(4, 5))
+        assert all(map(torch.equal, run.weights, again.weights))
     finally:
-        inst.remove()
-    assert worked == ["exact_delta", "centered_keys"]
-    by = f"yes, by {' and '.join(worked)}"
-    against = STAND_IN if "flash_attn" in entry.name else "a stand-in for its kernels"
-    # Compiled calls of the hub's are refused: tests/monitor/entry_points/test_hub.py.
-    watched = "yes, in eager calls" if entry.is_of_hub else "yes"
-    report("Functions of libraries", f"`{entry.name}`", watched, by, against)
+        run.close()
+        again.close()
+    return watched, "yes", audited, "yes", switched, "yes"
+
+
+def assert_norms(case, run, heads):
+    for name, weights in (("w_q", case.queries), ("w_k", case.keys)):
+        expected = norms_by_hand(weights(run.model))
+        # Of grouped keys each query head is told those of its key head. Recorded in FP32.
+        expected = [x for x in expected for _ in range(heads // len(expected))]
+        assert run.measured(f"{name}_spectral_norm") == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_function(case, report):
+    eager = cells(case, compiled=False)
+    if case.uncompiled:
+        compiled = (f"no: {case.uncompiled}", *eager[1:])
+    else:
+        compiled = cells(case, compiled=True)
+    both = [a if a == b else f"{a}; compiled: {b}" for a, b in zip(eager, compiled, strict=True)]
+    report(TITLE, f"`{case.name}`", *both, case.against)
 
 
 @pytest.mark.parametrize("entry", CACHED, ids=lambda entry: entry.name)
 def test_inference(entry, report):
     why = entry.bind().why
-    report("Functions of libraries", f"`{entry.name}`", f"no: {why}", "no", STAND_IN)
+    report(TITLE, f"`{entry.name}`", f"no: {why}", *["no"] * 5, STAND_IN)
 
 
 def test_the_table_has_a_row_for_each(committed):
-    rows = committed["Functions of libraries"]
-    names = [f"`{entry.name}`" for entry in (*LIBRARY, *CACHED)]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == names
+    names = [f"`{each.name}`" for each in (*CASES, *CACHED)]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in committed[TITLE]] == names
+    assert {entry.name for entry in ENTRY_POINTS} <= {case.name for case in (*CASES, *CACHED)}

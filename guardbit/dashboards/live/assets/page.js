@@ -2,15 +2,6 @@
 // The live page: asks the server every second what is new, and draws it. Text that comes from the
 // run only ever becomes text, never markup.
 
-const LABELS = {
-  w_q_spectral_norm: "W_Q spectral norm", w_k_spectral_norm: "W_K spectral norm",
-  qk_spectral_norm: "W_QᵀW_K spectral norm", multiple_maxima: "multiple maxima, FP32 (share of rows)",
-  multiple_maxima_bf16: "multiple maxima, BF16 (share of rows)", max_logit: "max logit",
-  attention_entropy: "attention entropy (nats)", delta_bias: "delta bias",
-  delta_bias_abs: "delta bias, absolute", delta_bias_cumulative: "cumulative delta bias",
-  dq_relative_error: "dQ relative error", dq_coherent_error: "dQ coherent error",
-  loss: "training loss", grad_norm: "gradient norm",
-};
 const HEADLINES = {
   rounding: "Single heads show the signs of a rounding failure",
   "learning-rate": "The whole model diverges, as at too high a learning rate",
@@ -20,8 +11,6 @@ const HEADLINES = {
 const MARKS = { alarm: "▼", switch: "◆", undo: "◇" };
 const DASHES = [[], [8, 4], [8, 3, 2, 3]];
 const RANGE = "range";
-// Sums with a sign have no place on a log scale.
-const SIGNED = new Set(["delta_bias", "delta_bias_cumulative", "dq_coherent_error"]);
 const ASK_EVERY = 1000, SILENT_AFTER = 120;
 
 const $ = (id) => document.getElementById(id);
@@ -30,6 +19,7 @@ const view = { state: null, version: -1, step: null, head: null, indicator: null
 const number = (x) => x == null ? "–" : x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e6)
   ? Number(x.toPrecision(3)).toLocaleString("en") : x.toExponential(1);
 const times = (x) => x == null ? "–" : x > 1000 ? "> 1,000 ×" : `${x < 10 ? x.toPrecision(2) : Math.round(x)} ×`;
+const labelOf = (indicator) => view.state.catalog[indicator].label;
 const nameOf = (layer, head) => `layer ${layer} · head ${head}`;
 
 function element(tag, text, kind) {
@@ -129,7 +119,7 @@ function pointAt(event) {
   if (!found) return;
   const { map, heads } = view.state, index = found.layer * heads + found.head, excess = map.excess[index];
   tip.textContent = excess == null ? `${nameOf(found.layer, found.head)}: not measured`
-    : `${nameOf(found.layer, found.head)}: ${times(excess)} its normal (${LABELS[map.names[map.which[index]]]})`;
+    : `${nameOf(found.layer, found.head)}: ${times(excess)} its normal (${labelOf(map.names[map.which[index]])})`;
   const box = $("map").parentElement.getBoundingClientRect();
   tip.style.left = `${Math.min(event.clientX - box.left + 14, Math.max(box.width - 330, 0))}px`;
   tip.style.top = `${event.clientY - box.top + 16}px`;
@@ -246,7 +236,7 @@ function chart(place, { title, series, data, bands, log, key }, marks) {
 function drawCharts(place, wanted, marks) {
   const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
   const drawn = wanted.map(({ name, title, steps, lines }) => {
-    const next = prepared(title ?? LABELS[name], steps, lines, view.log && !SIGNED.has(name)), old = kept.find((one) => one.key === next.key);
+    const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed), old = kept.find((one) => one.key === next.key);
     if (!old) return chart(place, next, marks);
     old.plot.setData(next.data, !zoom);
     place.append(old.box);
@@ -265,18 +255,18 @@ function isZoomed(plot) {
 async function drawRun() {
   const { run, steps, palette, indicators } = view.state, wanted = [];
   for (const name of ["loss", "grad_norm"]) {
-    if (run[name]) wanted.push({ name, steps, lines: [{ label: LABELS[name], ...run[name], colour: palette.lines[1], width: 1.5 }] });
+    if (run[name]) wanted.push({ name, steps, lines: [{ label: labelOf(name), ...run[name], colour: palette.lines[1], width: 1.5 }] });
   }
   if (indicators.length) {
     if (!indicators.includes(view.indicator)) view.indicator = indicators.includes("max_logit") ? "max_logit" : indicators[0];
     const select = $("indicator");
     if (select.options.length !== indicators.length) {
-      select.replaceChildren(...indicators.map((name) => { const option = element("option", LABELS[name]); option.value = name; return option; }));
+      select.replaceChildren(...indicators.map((name) => { const option = element("option", labelOf(name)); option.value = name; return option; }));
     }
     select.value = view.indicator;
     for (const name of new Set(["w_q_spectral_norm", view.indicator].filter((name) => indicators.includes(name)))) {
       const found = await ask(`curves?indicator=${name}`);
-      wanted.push({ name, title: `${LABELS[name]}: all heads (grey: 5 to 95 %), and those to watch`, steps: found.steps, lines: [
+      wanted.push({ name, title: `${labelOf(name)}: all heads (grey: 5 to 95 %), and those to watch`, steps: found.steps, lines: [
         { low: found.typical_low, high: found.typical_high, colour: "#8c939e", bandOnly: true },
         { label: "median", high: found.typical, colour: "#8c939e", width: 1 },
         ...found.heads.map((head, index) => ({ label: nameOf(head.layer, head.head), low: head.low, high: head.high,
@@ -356,7 +346,7 @@ function drawWords() {
   $("worst").tBodies[0].replaceChildren(...watched.map((head) => {
     const row = element("tr", null, alarmed.has(`${head.layer},${head.head}`) ? "alarmed" : "");
     row.tabIndex = 0;
-    row.append(element("td", nameOf(head.layer, head.head)), element("td", LABELS[head.indicator]),
+    row.append(element("td", nameOf(head.layer, head.head)), element("td", labelOf(head.indicator)),
       element("td", number(head.value), "number"), element("td", times(head.excess), "number"));
     row.title = sites[head.layer] ?? "";
     row.onclick = () => select({ layer: head.layer, head: head.head });

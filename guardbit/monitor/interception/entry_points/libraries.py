@@ -53,7 +53,10 @@ _KNOWN = frozenset({
 
 #: Why a call that asks for something else stays with the library, where more can be said.
 _WHY = {
-    "alibi_slopes": "it adds ALiBi slopes to its scores",
+    "alibi_slopes": (
+        "it adds ALiBi slopes to its scores, which GuardBit does not compute: W_Q and W_K are all"
+        " that is watched"
+    ),
     "block_table": "its keys are in pages, which is inference",
     "page_table": "its keys are in pages, which is inference",
     "return_lse": "it returns its LSE, which may have a gradient",

@@ -16,6 +16,11 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Why heads of a call cannot be switched that can be watched, as of latent attention.
 OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
 
+_DTENSORS = (
+    "it is called with DTensors, into which GuardBit looks in eager calls of"
+    " F.scaled_dot_product_attention only"
+)
+
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:
     """Why a call with such tensors must stay with the original, or None.
@@ -27,7 +32,7 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str
         any_width: Whether the values may have another head size than the keys.
     """
     if isinstance(q, DTensor) or isinstance(k, DTensor):
-        return "its heads are sharded by tensor parallelism"
+        return _DTENSORS
     if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         return "its inputs are not of shape (batch, heads, tokens, head size)"
     if (why := why_head(q, q.size(3))) is not None:
@@ -46,7 +51,7 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str
 def why_head(q: Tensor, head_dim: int) -> str | None:
     """Why a call whose queries, of any shape, have heads of a size stays with the original."""
     if isinstance(q, DTensor):
-        return "its heads are sharded by tensor parallelism"
+        return _DTENSORS
     if q.is_nested:
         return "its inputs are nested"
     if q.dtype not in _DTYPES:

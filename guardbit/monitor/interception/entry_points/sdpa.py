@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from guardbit.kernels import engines
+from guardbit.kernels.attention import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
@@ -23,6 +25,7 @@ from guardbit.monitor.interception.entry_points.refusals import (
 )
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
+_OTHER_WIDTH = "its values have another head size than its keys"
 _BY_MATH = "which PyTorch's math kernel serves, whose backward takes delta from P itself"
 
 
@@ -62,17 +65,37 @@ def bind(
         scale = 1.0 / math.sqrt(query.size(-1))
     causal = "top-left" if is_causal else False
     if broadcasts is not None or key.size(3) != value.size(3):
-        why = OTHER_WIDTH if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
+        spec = AttentionSpec(scale, causal, attn_mask, dropout_p)
+        bound = Bound(query, key, value, spec)
+        why = _why_width(bound) if broadcasts is None else f"{broadcasts}, {_BY_MATH}"
         if shared is not None:
-            return Refusal(why, query, key)
-        bound = Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
-        return Refusal(why, query, key, bound, is_fused=broadcasts is None)
+            return Refusal(why or OTHER_WIDTH, query, key)
+        if why is not None:
+            return Refusal(why, query, key, bound, is_fused=broadcasts is None)
+        return bound
     if shared is not None:
         spec = AttentionSpec(scale, causal, attn_mask)
         return Bound(query, key, value, spec, shared=shared)
     if attn_mask is None and not torch.compiler.is_compiling():
         return Bound(query, key, value, _without_mask(scale, causal, dropout_p))
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
+
+
+#: Whether calls whose values have another head size than their keys have been switched on GPUs,
+#: where PyTorch has kernels that take their delta from the output.
+OTHER_WIDTH_IS_TRIED_ON_GPUS = False
+
+
+def _why_width(bound: Bound) -> str | None:
+    """Why a call whose values have another head size than its keys is not switched, or None."""
+    if torch.compiler.is_compiling():
+        return f"{_OTHER_WIDTH}, which is switched in eager runs only"
+    q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
+    if not engines.choose(q, k, v, bound.spec, training=True).reads_out:
+        return f"{_OTHER_WIDTH}, {_BY_MATH}"
+    if q.is_cuda and not OTHER_WIDTH_IS_TRIED_ON_GPUS:
+        return f"{_OTHER_WIDTH}, which GuardBit has not been tried with on GPUs"
+    return None
 
 
 @lru_cache

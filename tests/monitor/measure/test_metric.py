@@ -8,12 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import switchable_attention
-from guardbit.monitor.metrics import MEASURED, AttentionMetrics
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
 from guardbit.numerics import decode_residual
 
 EPS = 1e-3
+PROBES = plan_for(HEAD_INDICATORS).calls
+NOT_IN_CALLS = {
+    *("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"),  # of the weights
+    "delta_bias_cumulative",  # of several steps
+}
+IN_CALLS = set(HEAD_INDICATORS) - NOT_IN_CALLS
 
 
 def sink_inputs(batch=2, heads=4, kv_heads=2, rows=48, width=16, seed=0, dtype=torch.bfloat16):
@@ -60,15 +69,11 @@ def sizes(scores):
     return scores.abs().where(scores > -torch.inf, -torch.inf)
 
 
-def measured(metrics):
-    return dict(zip(MEASURED, metrics.compute(), strict=True))
-
-
 def updated(calls, num_rows=None, num_heads=4):
-    metrics = AttentionMetrics(1, num_heads, num_rows, EPS)
+    metric = AttentionMetric(PROBES, 1, num_heads)
     for call in calls:
-        metrics.update(0, call)
-    return measured(metrics)
+        metric.update(0, CallView(call, num_rows))
+    return metric.measured()
 
 
 def exact_bias(calls, rows=slice(None)):
@@ -182,16 +187,15 @@ def test_audit_compares_dq_with_autograd_in_fp64():
     generator = torch.Generator().manual_seed(8)
     directions = torch.nn.functional.normalize(torch.randn(4, 16, generator=generator), dim=1)
     heads = [1, 3]
-    metrics = AttentionMetrics(1, 4)
+    metric = AttentionMetric(PROBES, 1, 4)
     errors, exacts = [], []
     for call in calls:
-        metrics.update(0, call)
-        metrics.audit(0, call, heads, directions)
+        metric.update(0, CallView(call, None, heads, directions))
         q, _, _, out = exact_attention(call, requires_grad=True)
         (dq,) = torch.autograd.grad(out, q, call.d_out.double())
         exacts.append(dq[:, heads])
         errors.append(call.dq.double()[:, heads] - dq[:, heads])
-    got = measured(metrics)
+    got = metric.measured()
     error, exact = torch.cat(errors), torch.cat(exacts)
     relative = (error.square().sum((0, 2, 3)) / exact.square().sum((0, 2, 3))).sqrt()
     u = directions[heads].double()
@@ -207,14 +211,15 @@ def test_audit_compares_dq_with_autograd_in_fp64():
 
 def test_sites_of_different_head_counts_do_not_mix():
     wide, narrow = call_of(*sink_inputs(seed=9)), call_of(*sink_inputs(heads=2, seed=10))
-    metrics = AttentionMetrics(3, 4)
-    metrics.update(0, wide)
-    metrics.update(2, narrow)
-    values = metrics.compute()
-    assert values.shape == (len(MEASURED), 3, 4) and values.dtype == torch.float64
-    alone_wide, alone_narrow = AttentionMetrics(1, 4), AttentionMetrics(1, 2)
-    alone_wide.update(0, wide)
-    alone_narrow.update(0, narrow)
+    metric = AttentionMetric(PROBES, 3, 4)
+    metric.update(0, CallView(wide))
+    metric.update(2, CallView(narrow))
+    values = metric.compute()
+    assert metric.measured().keys() == IN_CALLS
+    assert values.shape == (len(IN_CALLS), 3, 4) and values.dtype == torch.float64
+    alone_wide, alone_narrow = AttentionMetric(PROBES, 1, 4), AttentionMetric(PROBES, 1, 2)
+    alone_wide.update(0, CallView(wide))
+    alone_narrow.update(0, CallView(narrow))
     torch.testing.assert_close(
         values[:, 0], alone_wide.compute()[:, 0], rtol=0, atol=0, equal_nan=True
     )
@@ -224,17 +229,37 @@ def test_sites_of_different_head_counts_do_not_mix():
     assert values[:, 1].isnan().all() and values[:, 2, 2:].isnan().all()
 
 
+def test_one_number_keeps_its_dimensions():
+    call = call_of(*sink_inputs(heads=1, kv_heads=1))
+    metric = AttentionMetric(plan_for(["max_logit"]).calls, 1, 1)
+    metric.update(0, CallView(call))
+    (largest,) = metric.measured().values()
+    expected = sizes(exact_attention(call)[1]).amax((0, 2, 3))
+    torch.testing.assert_close(largest, expected[None], rtol=1e-6, atol=0)
+
+
+def test_sums_of_delta_are_those_of_the_loss_before_it_was_scaled():
+    call = call_of(*sink_inputs(seed=16))
+    metric = AttentionMetric(PROBES, 1, 4)
+    metric.update(0, CallView(call, None, [0], torch.eye(4, 16)))
+    got = metric.measured(loss_scale=8.0)
+    metric.reset()
+    metric.update(0, CallView(call, None, [0], torch.eye(4, 16)))
+    for name, values in metric.measured().items():
+        factor = 8.0 if name.startswith("delta_bias") else 1.0
+        assert torch.equal(got[name].nan_to_num() * factor, values.nan_to_num()), name
+
+
 def test_reset_forgets_everything():
-    metrics = AttentionMetrics(1, 4)
+    metric = AttentionMetric(PROBES, 1, 4)
     first, second = call_of(*sink_inputs(seed=11)), call_of(*sink_inputs(seed=12))
-    metrics.update(0, first)
-    metrics.audit(0, first, [0], torch.ones(4, 16))
-    metrics.compute()
-    metrics.reset()
-    metrics.update(0, second)
-    fresh = AttentionMetrics(1, 4)
-    fresh.update(0, second)
-    torch.testing.assert_close(metrics.compute(), fresh.compute(), rtol=0, atol=0, equal_nan=True)
+    metric.update(0, CallView(first, None, [0], torch.ones(4, 16)))
+    metric.compute()
+    metric.reset()
+    metric.update(0, CallView(second))
+    fresh = AttentionMetric(PROBES, 1, 4)
+    fresh.update(0, CallView(second))
+    torch.testing.assert_close(metric.compute(), fresh.compute(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_without_an_allowed_key_do_not_count():
@@ -262,10 +287,9 @@ def test_activations_that_are_not_finite_stay_in_their_head(bad):
 def test_zero_gradient_gives_no_audit(size):
     q, k, v, d_out = sink_inputs(seed=15)
     call = call_of(q, k, v, size * d_out)
-    metrics = AttentionMetrics(1, 4)
-    metrics.update(0, call)
-    metrics.audit(0, call, [0], torch.ones(4, 16))
-    got = measured(metrics)
+    metric = AttentionMetric(PROBES, 1, 4)
+    metric.update(0, CallView(call, None, [0], torch.ones(4, 16)))
+    got = metric.measured()
     assert got["dq_relative_error"].isnan().all() and got["dq_coherent_error"].isnan().all()
     assert got["delta_bias"][0].abs().max() <= 1e3 * size
 
@@ -274,7 +298,10 @@ WORKER = textwrap.dedent(
     """
     import sys
     import torch
-    from guardbit.monitor.metrics import AttentionMetrics
+    from guardbit.catalog import HEAD_INDICATORS
+    from guardbit.monitor.measure.metric import AttentionMetric
+    from guardbit.monitor.measure.plan import plan_for
+    from guardbit.monitor.measure.probes import CallView
 
     torch.set_num_threads(1)
     rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -282,11 +309,10 @@ WORKER = textwrap.dedent(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
     calls = torch.load(f"{folder}/calls{rank}.pt", weights_only=False)
-    metrics = AttentionMetrics(1, 4)
+    metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, 4)
     for call in calls:
-        metrics.update(0, call)
-        metrics.audit(0, call, [2], torch.ones(4, 16))
-    torch.save(metrics.compute(), f"{folder}/values{rank}.pt")
+        metric.update(0, CallView(call, None, [2], torch.ones(4, 16)))
+    torch.save(metric.compute(), f"{folder}/values{rank}.pt")
     torch.distributed.destroy_process_group()
     """
 )
@@ -306,10 +332,9 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     finally:
         for worker in workers:
             worker.kill()
-    alone = AttentionMetrics(1, 4)
+    alone = AttentionMetric(PROBES, 1, 4)
     for call in calls:
-        alone.update(0, call)
-        alone.audit(0, call, [2], torch.ones(4, 16))
+        alone.update(0, CallView(call, None, [2], torch.ones(4, 16)))
     values = [torch.load(tmp_path / f"values{rank}.pt") for rank in range(2)]
     torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
     # FP64 sums in another order.
@@ -330,10 +355,9 @@ def test_dropout_of_our_kernels_is_taken_back():
     torch.manual_seed(0)  # of what is dropped
     call = call_of(*sink_inputs(seed=9), stabilizers=names, dropout_p=0.3)
     assert call.known_heads == (1, 2)
-    metrics = AttentionMetrics(1, 4, None, EPS)
-    metrics.update(0, call)
-    metrics.audit(0, call, [1, 2], torch.eye(4, 16))
-    got = measured(metrics)
+    metric = AttentionMetric(PROBES, 1, 4)
+    metric.update(0, CallView(call, None, [1, 2], torch.eye(4, 16)))
+    got = metric.measured()
 
     mask = call.dropout.kept(2, torch.arange(48), slice(0, 48)) * call.dropout.factor
     assert 0.6 < (mask > 0).double().mean() < 0.8

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession
+from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
-from guardbit.monitor import indicators
+from guardbit.monitor.measure import gradient_audit, rows, weights
 from guardbit.monitor.sites import Site
-from guardbit.records import HEAD_INDICATORS
 
 
 class Attention(nn.Module):
@@ -59,31 +59,44 @@ def calls(monkeypatch):
 
         monkeypatch.setattr(owner, name, counting)
 
-    for name in ("shadow", "delta_bias", "exact_query_gradient"):
+    for name in ("shadow", "row_maxima", "delta_bias", "exact_query_gradient"):
         counted(dispatch, name)
-    for name in ("gram_matrices", "spectral_norms", "gradient_error", "shared_maxima"):
-        counted(indicators, name)
+    for name in ("gram_matrices", "spectral_norms"):
+        counted(weights, name)
+    counted(gradient_audit, "gradient_error")
+    for name, statistic in rows.STATISTICS.items():
+
+        def reduced(*arguments, name=name, reduce=statistic.reduce):
+            counts[name] = counts.get(name, 0) + 1
+            return reduce(*arguments)
+
+        monkeypatch.setitem(rows.STATISTICS, name, statistic._replace(reduce=reduced))
     for name in ("query_weights", "key_weights"):
         counted(Site, name)
     return counts
 
 
-SCORES = {"shadow": 4, "shared_maxima": 4}
+SCORES = {"shadow": 4}
 AUDIT = {"exact_query_gradient": 2, "gradient_error": 2}
 QUERIES = {"query_weights": 4, "gram_matrices": 4, "spectral_norms": 2}
 KEYS = {"query_weights": 4, "key_weights": 4, "gram_matrices": 8}
 
+TIES_AND_ENTROPY = ["multiple_maxima", "multiple_maxima_bf16", "attention_entropy"]
+
 # Of two sites and two sampled steps; only the second knows directions, which an audit needs.
 COSTS = [
-    (["max_logit"], SCORES),
-    (["multiple_maxima", "multiple_maxima_bf16", "attention_entropy"], SCORES),
+    (["max_logit"], {"row_maxima": 4, "max_logit": 2}),
+    (["max_logit", "delta_bias"], SCORES | {"max_logit": 2, "delta_bias": 4}),
+    (["max_logit", "attention_entropy"], SCORES | {"max_logit": 2, "attention_entropy": 2}),
+    (["multiple_maxima"], SCORES | {"multiple_maxima": 2}),
+    (TIES_AND_ENTROPY, SCORES | dict.fromkeys(TIES_AND_ENTROPY, 2)),
     (["delta_bias"], SCORES | {"delta_bias": 4}),
     (["delta_bias_cumulative"], SCORES | {"delta_bias": 4}),
     (["w_q_spectral_norm"], QUERIES),
     (["w_k_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["qk_spectral_norm"], KEYS | {"spectral_norms": 2}),
     (["dq_relative_error"], AUDIT | QUERIES),
-    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | SCORES),
+    (["dq_coherent_error", "max_logit"], AUDIT | QUERIES | {"row_maxima": 4, "max_logit": 2}),
     (["loss", "grad_norm"], {}),
 ]
 

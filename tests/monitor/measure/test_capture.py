@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import guardbit
-from guardbit.monitor.capture import Capture
+from guardbit.monitor.measure import Capture
 
 
 @pytest.fixture

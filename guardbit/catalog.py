@@ -1,0 +1,186 @@
+"""Every indicator once: what it is called, what it means, and how others treat it.
+
+What `indicators=` accepts, the labels of reports and of the live page, the keys of loggers, what is
+compared with a head's own baseline and the table in `docs/indicators.md` are all derived from here.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
+Probe = Literal["weights", "rows", "delta", "gradient_audit", "run"]
+
+#: The unit of values from 0 to 1, which reports show in percent.
+SHARE_OF_ROWS = "share of rows"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indicator:
+    """One number of every head, or of the whole run, at each sampled step.
+
+    Attributes:
+        name: Its name in the telemetry and in `indicators=`.
+        probe: What measures it.
+        label: What reports call it.
+        meaning: What the number is, in a few words.
+        unit: Unit of the values; "" for a plain number or the unit of the model's own numbers.
+        is_signed: Whether values below 0 count, so that it has no place on a log scale.
+        floor: What is added to its values before a head is compared with its own baseline; None
+            where its size does not say how ill a head is.
+        logged_key: The key under which its largest value in size, over all heads, reaches loggers;
+            None where it does not. Stable, as dashboards are built on it.
+    """
+
+    name: str
+    probe: Probe
+    label: str
+    meaning: str
+    unit: str = ""
+    is_signed: bool = False
+    floor: float | None = None
+    logged_key: str | None = None
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether there is one value for the whole run, recorded with site "" and head -1."""
+        return self.probe == "run"
+
+    @property
+    def title(self) -> str:
+        """The label as a line begins with it; a symbol such as dQ stays as it is."""
+        is_word = self.label.split()[0].islower()
+        return self.label[:1].upper() + self.label[1:] if is_word else self.label
+
+
+#: All indicators, in the order tables show them.
+CATALOG: tuple[Indicator, ...] = (
+    Indicator(
+        name="w_q_spectral_norm",
+        probe="weights",
+        label="W_Q spectral norm",
+        meaning="largest singular value of the head's rows of W_Q",
+        floor=0.0,
+        logged_key="guardbit/w_q_spectral_norm",
+    ),
+    Indicator(
+        name="w_k_spectral_norm",
+        probe="weights",
+        label="W_K spectral norm",
+        meaning="the same for W_K",
+        floor=0.0,
+    ),
+    Indicator(
+        name="qk_spectral_norm",
+        probe="weights",
+        label="W_Q^T W_K spectral norm",
+        meaning="largest singular value of W_Q^T W_K",
+        floor=0.0,
+    ),
+    Indicator(
+        name="multiple_maxima",
+        probe="rows",
+        label="multiple maxima, FP32",
+        meaning="rows with more than one FP32 score within 0.001 of their maximum",
+        unit=SHARE_OF_ROWS,
+        # A share that rises from nothing to next to nothing is no excess.
+        floor=0.01,
+        logged_key="guardbit/multiple_maxima",
+    ),
+    Indicator(
+        # Without a baseline: it nears 1 in healthy heads.
+        name="multiple_maxima_bf16",
+        probe="rows",
+        label="multiple maxima, BF16",
+        meaning="the same with the scores rounded to BF16 first",
+        unit=SHARE_OF_ROWS,
+    ),
+    Indicator(
+        name="max_logit",
+        probe="rows",
+        label="max logit",
+        meaning="largest attention score in size, after scaling: of -900 and 400 it is 900",
+        floor=0.0,
+        logged_key="guardbit/max_logit",
+    ),
+    Indicator(
+        # Without a baseline: it is low in many healthy heads.
+        name="attention_entropy",
+        probe="rows",
+        label="attention entropy",
+        meaning="entropy of a row's probabilities, mean over the rows",
+        unit="nats",
+    ),
+    Indicator(
+        name="delta_bias",
+        probe="delta",
+        label="delta bias",
+        meaning="sum over rows of delta_lp - delta_hp",
+        is_signed=True,
+    ),
+    Indicator(
+        name="delta_bias_abs",
+        probe="delta",
+        label="delta bias, absolute",
+        meaning="sum over rows of the size of delta_lp - delta_hp",
+        floor=0.0,
+    ),
+    Indicator(
+        name="delta_bias_cumulative",
+        probe="delta",
+        label="cumulative delta bias",
+        meaning="running sum of `delta_bias` over the sampled steps",
+        is_signed=True,
+        logged_key="guardbit/delta_bias_cumulative",
+    ),
+    Indicator(
+        name="dq_relative_error",
+        probe="gradient_audit",
+        label="dQ relative error",
+        meaning="norm of dQ - dQ_fp32 over that of dQ_fp32",
+        floor=0.0,
+        logged_key="guardbit/dq_relative_error",
+    ),
+    Indicator(
+        name="dq_coherent_error",
+        probe="gradient_audit",
+        label="dQ coherent error",
+        meaning="dQ - dQ_fp32 along the head's largest direction of W_Q, summed over rows with its"
+        " sign, over the sum of the sizes of dQ_fp32 along it",
+        is_signed=True,
+    ),
+    Indicator(
+        name="loss",
+        probe="run",
+        label="training loss",
+        meaning="the loss of the step, mean over its micro-batches",
+        logged_key="guardbit/loss",
+    ),
+    Indicator(
+        name="grad_norm",
+        probe="run",
+        label="gradient norm",
+        meaning="total norm of the gradients before clipping",
+        logged_key="guardbit/grad_norm",
+    ),
+)
+
+BY_NAME: dict[str, Indicator] = {indicator.name: indicator for indicator in CATALOG}
+
+#: Indicators with one value a head.
+HEAD_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if not one.is_of_run)
+
+#: Indicators of the whole run, recorded with site "" and head -1.
+RUN_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if one.is_of_run)
+
+INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
+
+#: Key of loggers -> the indicator whose largest value over heads, by size, it is.
+LOGGED_KEYS: dict[str, str] = {one.logged_key: one.name for one in CATALOG if one.logged_key}
+
+
+def of_probe(probe: Probe) -> tuple[str, ...]:
+    """Returns the names of the indicators that a probe measures, in the catalogue's order."""
+    return tuple(one.name for one in CATALOG if one.probe == probe)

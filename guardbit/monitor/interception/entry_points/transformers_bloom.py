@@ -1,0 +1,113 @@
+"""BLOOM's attention in Hugging Face's library, written out in the model's own forward: watched.
+
+The forward splits q, k and v in one method and merges the heads of the output in another; these
+are stood in for. The mask and the ALiBi bias are arguments of the forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.kernels.attention import is_inside_site, site_stack
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchboard import site_state
+from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.entry_points.base import (
+    Bound,
+    EntryPoint,
+    Refusal,
+    heads_of,
+    is_empty,
+)
+from guardbit.monitor.interception.entry_points.refusals import why_mask, why_now, why_tensors
+from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.rerunning import probe
+from guardbit.monitor.interception.tracing import note_traced_call
+from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
+from guardbit.monitor.unseen import is_bloom
+
+_HOME = "transformers.models.bloom.modeling_bloom"
+_NAME = "transformers' BLOOM"
+_COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
+
+# What was split and is not merged yet.
+_running: WeakKeyDictionary[nn.Module, tuple[Watch, Bound]] = WeakKeyDictionary()
+
+
+class _Bloom(EntryPoint):
+    def find(self) -> bool:
+        """See `EntryPoint.find`; another release may write its forward otherwise."""
+        return is_bloom(type(None) if self.owner is None else self.owner) and super().find()
+
+
+def bind(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Bound | Refusal:
+    """Binds a call, see `base.EntryPoint`."""
+    frame = frame_stack[-1]
+    if frame.module is not module or not {"alibi", "attention_mask"} <= frame.kwargs.keys():
+        return Refusal("its forward is called in another way than by BLOOM's layers", q, k)
+    alibi, mask = frame.kwargs["alibi"], frame.kwargs["attention_mask"]
+    why = why_mask(mask) or why_tensors(q, k, v) or why_now(q, k, v)
+    if why is not None:
+        return Refusal(why, q, k)
+    bias = alibi.unflatten(0, (q.size(0), q.size(1)))  # (B, H, 1, M)
+    spec = AttentionSpec(
+        module.inv_norm_factor,
+        mask=bias if mask is None else bias + mask,
+        dropout_p=module.attention_dropout.p if module.training else 0.0,
+    )
+    return Bound(q, k, v, spec)
+
+
+def split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Stands in for `BloomAttention._reshape`; see there."""
+    assert SPLIT.original is not None
+    q, k, v = SPLIT.original(self, fused_qkv)
+    if torch.compiler.is_compiling():
+        if is_inside_site():
+            note_traced_call(site_stack[-1], heads_of(q, k), _COMPILED, _NAME)
+        return q, k, v
+    watch = _watched(self, q, k, v)
+    return (q if watch is None else watch.query(q)), k, v
+
+
+@guarded
+def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None:
+    """Notes an eager call; returns what is to hear of it where somebody listens."""
+    _running.pop(module, None)
+    if not is_inside_site() or is_empty(q, k):
+        return None
+    number = int(site_stack[-1])
+    if probe.note_call(number, q, k):
+        return None
+    found = bind(module, q, k, v)
+    why = found.why if isinstance(found, Refusal) else None
+    refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
+    note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
+    state = site_state(number)
+    state.begin_forward()
+    if isinstance(found, Refusal) or state.is_unheard:
+        return None
+    state.stock_dropout_p = found.spec.dropout_p
+    watch = Watch(number)
+    _running[module] = watch, found
+    return watch
+
+
+def merge(self: nn.Module, x: Tensor) -> Tensor:
+    """Stands in for `BloomAttention._merge_heads`; see there. x is `(B * H, N, D)`."""
+    assert MERGE.original is not None
+    running = None if torch.compiler.is_compiling() else _running.pop(self, None)
+    if running is not None:
+        watch, (q, k, v, spec, *_) = running
+        out = watch.output(x.unflatten(0, (q.size(0), q.size(1))), q, k, v, spec)
+        x = out.flatten(0, 1)
+    return MERGE.original(self, x)
+
+
+SPLIT = _Bloom(_NAME, _HOME, "BloomAttention._reshape", split, bind)
+MERGE = _Bloom(_NAME, _HOME, "BloomAttention._merge_heads", merge, bind)

@@ -1,0 +1,12 @@
+"""What is measured at a sampled step: probes, a plan of them, and what they have in common.
+
+A probe is one file for what is measured together: `weights`, `rows`, `delta`, `gradient_audit` and
+`run`. `probes` says what those of attention calls are, `plan` which ones the wanted indicators
+need, `metric` batches what they find over calls and ranks, and `measurement` leads all of them
+through a sampled step.
+"""
+
+from guardbit.monitor.measure.capture import Capture
+from guardbit.monitor.measure.measurement import Measurement, NoAttentionSeenError, Sent, joined
+
+__all__ = ["Capture", "Measurement", "NoAttentionSeenError", "Sent", "joined"]

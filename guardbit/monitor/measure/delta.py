@@ -1,0 +1,97 @@
+"""The rounding bias of delta = rowsum(dO * O): the error that adds up over rows.
+
+"Paper" is arXiv 2510.04212, equation 3 and figure 5a.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels import dispatch
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor.measure.probes import CallView, Found, counted_rows
+from guardbit.records import Sample
+
+# What is added up over the sampled steps, and its sum.
+_ADDED_UP, _RUNNING = "delta_bias", "delta_bias_cumulative"
+
+
+class DeltaProbe:
+    """Delta of the kernel in use less that of an FP32 recomputation, summed with and without sign.
+
+    Where PyTorch's kernel drops entries of P, nobody else knows which: there the bias is NaN. So it
+    is where the backward takes delta from P itself, and not from a rounded O.
+
+    Args:
+        wanted: Names of the indicators to measure.
+    """
+
+    sums: tuple[str, ...] = ("delta_rows", "delta_bias", "delta_bias_abs")
+    maxima: tuple[str, ...] = ()
+    needs_shadow = True
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        needed = {_ADDED_UP if name == _RUNNING else name for name in wanted}
+        self.indicators = tuple(name for name in ("delta_bias", "delta_bias_abs") if name in needed)
+        self.totals = self.indicators
+
+    def update(self, view: CallView) -> Found:
+        """Takes the bias of a call's recomputed rows."""
+        exact = view.shadow
+        bias = _delta_bias(view.call, exact.out, view.rows)
+        return Found(range(view.call.q.size(1)), (exact.row_max, *bias))
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """See `CallProbe.reduce`."""
+        row_max, bias, bias_abs = values
+        return [counted_rows(row_max), bias, bias_abs]
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where no row has an allowed key."""
+        rows = state["delta_rows"]
+        return {
+            name: state[name].where(rows > 0, torch.nan) / loss_scale for name in self.indicators
+        }
+
+
+class RunningSum:
+    """Adds the delta bias of the sampled steps up, on the host.
+
+    Attributes:
+        sums: Site -> one sum a head; NaN, no data, as long as there was nothing to add.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, list[float]] = {}
+
+    def follow(self, sample: Sample) -> Iterator[Sample]:
+        """Yields the sums after a sample of the delta bias, and nothing after any other.
+
+        What is not finite would stay in them for ever, and is left out.
+        """
+        if sample.indicator != _ADDED_UP:
+            return
+        sums = self.sums.setdefault(sample.site, [math.nan] * len(sample.values))
+        for head, value in enumerate(sample.values):
+            if math.isfinite(value):
+                sums[head] = value if math.isnan(sums[head]) else sums[head] + value
+        yield replace(sample, indicator=_RUNNING, values=tuple(sums))
+
+
+def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sums of `dispatch.delta_bias`, NaN in heads of which they cannot be known."""
+    heads = call.q.size(1)
+    if call.d_out is None or call.out is None:
+        nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)
+        return nothing, nothing
+    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
+    unknown = [head for head in range(heads) if head not in call.known_heads]
+    if unknown:
+        for values in sums:
+            values[unknown] = torch.nan
+    return sums

@@ -1,0 +1,99 @@
+"""A kernel's dQ against an FP32-accurate one, on a few heads: any defect, whatever its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from guardbit.catalog import of_probe
+from guardbit.kernels import dispatch
+from guardbit.kernels.constants import device_constant
+from guardbit.monitor.measure.probes import CallView, Found, per_head
+
+
+class GradientAudit:
+    """The error of dQ in the audited heads: its size, and what adds up over rows.
+
+    Args:
+        wanted: Names of the indicators to measure.
+    """
+
+    sums: tuple[str, ...] = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
+    maxima: tuple[str, ...] = ()
+    needs_shadow = False
+    totals: tuple[str, ...] = ()
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        self.indicators = tuple(name for name in of_probe("gradient_audit") if name in wanted)
+
+    def update(self, view: CallView) -> Found | None:
+        """Recomputes the audited heads' dQ; None where there are none."""
+        call, heads = view.call, view.audited
+        if not heads:
+            return None
+        assert call.d_out is not None and call.dq is not None and view.directions is not None
+        exact = dispatch.exact_query_gradient(
+            call.d_out,
+            call.q,
+            call.k,
+            call.v,
+            spec=call.spec,
+            head_ids=heads,
+            dropout=call.dropout_of(heads),
+        )
+        index = device_constant(tuple(heads), torch.int64, call.dq.device)
+        directions = view.directions.index_select(0, index)
+        return Found(heads, gradient_error(call.dq.index_select(1, index), exact, directions))
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """See `CallProbe.reduce`."""
+        return [per_head(rows) for rows in values]
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """See `CallProbe.compute`; NaN where dQ is zero."""
+        squares, along = state["dq_squares"], state["dq_along"]
+        relative = (state["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan)
+        # Squares of what is below 1e-23 are lost: of so small a dQ neither error says anything.
+        is_known = (squares > 0) & (along > 0)
+        coherent = (state["dq_error_along"] / along).where(is_known, torch.nan)
+        found = {"dq_relative_error": relative, "dq_coherent_error": coherent}
+        return {name: found[name] for name in self.indicators}
+
+
+def gradient_error(
+    dq: Tensor, exact: Tensor, directions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compares a kernel's dQ with the FP32-accurate one, row by row.
+
+    Args:
+        dq: `(B, H, N, D)`, as the kernel in use returned it.
+        exact: FP32 `(B, H, N, D)`.
+        directions: FP32 `(H, D)`, see `weights.spectral_norms`.
+
+    Returns:
+        FP32 `(B, H, N)` each: squared norm of the error, squared norm of `exact`, the error along
+        the head's direction (signed), and |exact| along it.
+    """
+    error = dq - exact
+    columns = directions[:, :, None]
+    return (
+        torch.linalg.vector_norm(error, dim=-1).square(),
+        torch.linalg.vector_norm(exact, dim=-1).square(),
+        (error @ columns)[..., 0],
+        (exact @ columns)[..., 0].abs(),
+    )
+
+
+def heads_in_turn(first: int, count: int, num_heads: int, suspects: Iterable[int]) -> list[int]:
+    """Returns the heads of a site to audit at one sampled step, ascending.
+
+    Args:
+        first: Number of heads that have had their turn.
+        count: Heads whose turn it is.
+        num_heads: Of the site.
+        suspects: Heads that are audited besides.
+    """
+    in_turn = {(first + i) % num_heads for i in range(min(count, num_heads))}
+    return sorted(in_turn | {head for head in suspects if head < num_heads})

@@ -1,0 +1,315 @@
+"""A sampled step, from the attention calls to samples on the host: what all probes share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor import ranks
+from guardbit.monitor.measure.delta import RunningSum
+from guardbit.monitor.measure.gradient_audit import heads_in_turn
+from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.run import RunProbe, Scalars
+from guardbit.monitor.measure.table import KnownSite, joined_tables
+from guardbit.monitor.measure.weights import norms_of_sites
+from guardbit.monitor.sites import Instrumentation, Site
+from guardbit.monitor.transfer import Transfer
+from guardbit.records import Sample
+
+
+class NoAttentionSeenError(RuntimeError):
+    """No step so far has called attention where GuardBit sees it."""
+
+
+class Sent(NamedTuple):
+    """What was measured until a sampled step, maybe still on its way to the host.
+
+    Attributes:
+        step: The optimizer step.
+        columns: Site, its layer, and the indicator, of all that was measured of heads.
+        scalars: Of the whole run.
+        numbers: The values of all these.
+    """
+
+    step: int
+    columns: list[tuple[str, int, str]]
+    scalars: Scalars
+    numbers: Transfer
+
+
+class Measurement:
+    """Collects the indicators of a model's heads, and the run's loss and gradient norm.
+
+    Args:
+        instrumentation: The instrumented model.
+        wanted: Names of the indicators to measure.
+        num_rows: Query rows of each call to recompute in FP32; None for all.
+        num_audited_heads: Heads of each site whose dQ is audited, in turn.
+
+    Attributes:
+        suspects: Site -> heads that are audited at every sampled step besides.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        wanted: tuple[str, ...],
+        num_rows: int | None,
+        num_audited_heads: int,
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._plan = plan_for(wanted)
+        self._run = RunProbe(self._plan.wanted)
+        self._num_rows = num_rows
+        self._num_audited_heads = num_audited_heads
+        self.suspects: dict[str, set[int]] = {}
+        self._metric: AttentionMetric | None = None
+        self._known: dict[int, KnownSite] = {}
+        # By number of the site: those that are on this rank.
+        self._own_heads: dict[int, range] = {}
+        self._layers: dict[str, int] = {}
+        self._directions: dict[str, Tensor] = {}
+        self._next_audited = 0
+        self._num_joined = 0  # sites of all ranks, where these have other ones each
+        self._running_sum = RunningSum()
+
+    @property
+    def needs_calls(self) -> bool:
+        """Whether anything wanted is measured in attention calls."""
+        return bool(self._plan.calls)
+
+    @property
+    def num_sites(self) -> int:
+        """Number of sites known, of all ranks."""
+        return max(len(self._known), self._num_joined)
+
+    def begin(self) -> None:
+        """Starts a sampled step."""
+        if self._metric is not None:
+            self._metric.reset()
+
+    def consume(self, call: AttentionCall) -> None:
+        """Takes one attention call of a sampled step, inside its backward."""
+        if self._metric is None:
+            self._known = self._count(self._instrumentation.sites)
+            num_heads = max(site.num_heads for site in self._known.values())
+            metric = AttentionMetric(self._plan.calls, len(self._known), num_heads)
+            self._metric = metric.to(call.q.device)
+        site = self._known.get(call.site)
+        own = self._own_heads.get(call.site, range(0))
+        if site is None or len(own) != call.q.size(1):
+            return  # called otherwise than when the sites were counted; counted anew after the step
+        if site.is_sharded:
+            return  # nobody knows which heads these are
+        self._metric.update(site.place, self._view(call, site, own), own.start)
+
+    def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
+        """The call as probes look at it, with the heads whose turn it is to be audited."""
+        view = CallView(call, self._num_rows, needs_shadow=self._plan.needs_shadow)
+        directions = self._directions.get(site.name)
+        expected = (call.q.size(1), call.q.size(3))
+        if (
+            not self._plan.audits
+            or call.d_out is None
+            or call.dq is None
+            or directions is None
+            or directions.shape != expected
+        ):
+            return view
+        suspects = self.suspects.get(site.name, ())
+        heads = heads_in_turn(self._next_audited, self._num_audited_heads, site.num_heads, suspects)
+        here = [head - own.start for head in heads if head in own]
+        audited = [head for head in here if head in call.known_heads]
+        return replace(view, audited=audited, directions=directions.to(call.q.device))
+
+    def discard(self) -> None:
+        """Drops what the attention calls gave, because it is incomplete."""
+        self._metric = None
+
+    def loss(self, step: int, value: Tensor | float, factor: float) -> None:
+        """Keeps the loss of a micro-batch of optimizer step `step`."""
+        self._run.loss(step, value, factor)
+
+    def grad_norm(self, step: int, value: Tensor | float) -> None:
+        """Keeps the gradient norm of optimizer step `step`; the last one given counts."""
+        self._run.grad_norm(step, value)
+
+    def forget_step(self, step: int | None) -> None:
+        """Drops what an abandoned step left."""
+        self._run.forget_step(step)
+
+    def finish(self) -> None:
+        """Adds up what the attention calls of a sampled step gave, before ranks exchange it."""
+        if self._metric is not None:
+            self._metric.finish()
+
+    def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
+        """Ends a sampled step at the heads; all ranks call it.
+
+        Args:
+            loss_scale: What the loss was multiplied with before its backward.
+            usable: Whether the calls of this step were taken without an error here.
+
+        Returns:
+            (site, indicator) -> `(H,)`, on the device.
+
+        Raises:
+            NoAttentionSeenError: If no attention was called so far.
+        """
+        columns: dict[tuple[str, str], Tensor] = {}
+        sites = self._instrumentation.sites
+        metric, table = self._on_one_table(usable)
+        if metric is not None:
+            # Not of modules that were replaced or removed since the sites were counted, and not
+            # under numbers of heads that are none.
+            own = {known.name for known in self._known.values()}
+            told = {name for name, site in sites.items() if site.sharded is None}
+            measured = metric.measured(loss_scale)
+            for site in table:
+                if site.is_sharded or site.name in own - told:
+                    continue
+                for name, of_sites in measured.items():
+                    values = of_sites[site.place, : site.num_heads]
+                    is_total = name in self._plan.totals
+                    columns[site.name, name] = values / site.copies if is_total else values
+        else:
+            self.discard()
+        if not sites:
+            if columns:
+                return columns  # of other ranks
+            raise NoAttentionSeenError("no attention was seen so far")
+        known = self._count(sites)
+        if known != self._known:
+            self._known, self._metric = known, None  # counted anew at the next sampled step
+        for norms in norms_of_sites(sites, self._plan.norms):
+            columns[norms.site, norms.indicator] = norms.values
+            if norms.indicator == "w_q_spectral_norm":
+                self._directions[norms.site] = norms.directions
+        self._next_audited += self._num_audited_heads
+        return columns
+
+    def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
+        """The metric of a step that all ranks have measured, and the sites in their places.
+
+        Ranks that have other sites each, as those of a pipeline, measure into one table of all.
+        """
+        metric, own = self._metric, list(self._known.values())
+        measured_here = usable and metric is not None and metric.update_called
+        if ranks.all_agree(measured_here, own):
+            return metric, own
+        if ranks.all_agree(True, own):
+            return None, []
+        table = joined_tables(ranks.of_each_part(own, own))
+        self._layers |= {site.name: site.layer for site in table}
+        self._num_joined = len(table)
+        # A rank without any attention has nothing to add.
+        is_ready = usable and (measured_here or not self._instrumentation.sites)
+        if not table or not ranks.all_agree(is_ready, table):
+            return None, []
+        if metric is None:
+            metric = AttentionMetric(self._plan.calls, 0, 0).to(ranks.device())
+        places = {(site.name, site.num_heads): site.place for site in table}
+        metric = metric.on_table(
+            [places.get((site.name, site.num_heads)) for site in own],
+            len(table),
+            max(site.num_heads for site in table),
+        )
+        return metric, table
+
+    def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
+        """Begins to move what was measured until optimizer step `step` to the host, in one copy."""
+        scalars, values = self._run.take()
+        return Sent(
+            step,
+            [(site, self._layers[site], indicator) for site, indicator in columns],
+            scalars,
+            Transfer([*columns.values(), *values]),
+        )
+
+    def receive(self, sent: Sent) -> list[Sample]:
+        """Turns what was sent into samples, each once and in the order of the steps."""
+        numbers = iter(sent.numbers.read())
+        samples = []
+        for site, layer, indicator in sent.columns:
+            values = next(numbers)
+            sample = Sample(sent.step, site, layer, indicator, values)
+            samples += [sample, *self._running_sum.follow(sample)]
+        samples += sent.scalars.samples(number for (number,) in numbers)
+        return [sample for sample in samples if sample.indicator in self._plan.wanted]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next samples depend on; plain Python only."""
+        shared = {
+            known.name
+            for number, known in self._known.items()
+            if len(self._own_heads[number]) < known.num_heads
+        }
+        return {
+            "layers": dict(self._layers),
+            "cumulative": {site: list(sums) for site, sums in self._running_sum.sums.items()},
+            "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
+            "next_audited": self._next_audited,
+            "directions": {
+                name: vectors.tolist()
+                for name, vectors in self._directions.items()
+                if name not in shared  # each rank has others, and reads what rank 0 has written
+            },
+            **self._run.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the measurement stood whose `state_dict` this is."""
+        self._layers = dict(state.get("layers", {}))  # earlier versions kept none
+        self._running_sum.sums = {site: list(sums) for site, sums in state["cumulative"].items()}
+        self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
+        self._next_audited = state["next_audited"]
+        self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
+        self._run.load_state_dict(state)
+
+    def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:
+        """Gives the sites their places in the metric, and numbers as layers those without one.
+
+        A layer keeps its number over the whole run. Modules that are called later, as with
+        LayerDrop, are known by their type from the first sample on: all of the types of the sites
+        are counted at once, in the order of the model. Only types that were not called before are
+        counted after these.
+        """
+        for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
+            self._layers.setdefault(name, len(self._layers))
+        self._own_heads = {site.number: site.own_heads for site in sites.values()}
+        # Ranks that share a layer's heads are given the same batch: in layers of which each of them
+        # has all heads they make the same calls.
+        most = max((site.parts for site in sites.values()), default=1)
+        return {
+            site.number: KnownSite(
+                place, self._layers[name], name, site.num_heads, site.sharded is not None,
+                copies=most // site.parts,
+            )
+            for place, (name, site) in enumerate(sites.items())
+        }  # fmt: skip
+
+
+def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """The samples of ranks that have different parts of a model: of each head what one has.
+
+    Where several have it the first counts.
+    """
+    samples: dict[tuple[int, str, str], Sample] = {}
+    for sample in (sample for part in parts for sample in part):
+        key = sample.step, sample.site, sample.indicator
+        first = samples.setdefault(key, sample)
+        if first is not sample and len(first.values) == len(sample.values):
+            values = tuple(
+                other if math.isnan(value) else value
+                for value, other in zip(first.values, sample.values, strict=True)
+            )
+            samples[key] = replace(first, values=values)
+    return list(samples.values())

@@ -1,0 +1,187 @@
+"""What the probes of attention calls find, over the micro-batches and ranks of one sampled step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from guardbit.kernels.constants import device_constant
+from guardbit.monitor.measure.probes import CallProbe, CallView
+
+#: Bytes to hold back before they are added up.
+_MOST_HELD = 2**25
+
+
+class _Held(NamedTuple):
+    """What a probe has found in one call, to be added up with others.
+
+    Attributes:
+        probe: The probe's place.
+        site: Index of the site.
+        heads: Numbers of the heads that are meant, C of them.
+        values: See `probes.Found`.
+    """
+
+    probe: int
+    site: int
+    heads: tuple[int, ...]
+    values: tuple[Tensor, ...]
+
+
+class AttentionMetric(Metric):
+    """Indicators of every head of every site, from the attention calls of a sampled step.
+
+    All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
+    Calls are held back and added up many at a time: single small kernels would keep the host busier
+    than the device. So there are three ways in and out, `update`, `finish` and `measured`; most
+    else that torchmetrics offers does not know what is held back.
+
+    Args:
+        probes: What looks at the calls.
+        num_sites: Number of sites S.
+        num_heads: Largest number of heads H of a site; smaller sites are padded.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    sums: Tensor
+    maxima: Tensor
+
+    def __init__(self, probes: Sequence[CallProbe], num_sites: int, num_heads: int) -> None:
+        super().__init__()
+        self.probes = tuple(probes)
+        self.shape = (num_sites, num_heads)
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+        self._sums = tuple(name for probe in probes for name in probe.sums)
+        self._maxima = tuple(name for probe in probes for name in probe.maxima)
+        zeros = torch.zeros(len(self._sums), *self.shape, dtype=torch.float64)
+        self.add_state("sums", zeros, dist_reduce_fx="sum")
+        if self._maxima:
+            nothing = torch.full((len(self._maxima), *self.shape), -torch.inf)
+            self.add_state("maxima", nothing, dist_reduce_fx="max")
+
+    def update(self, site: int, view: CallView, first: int = 0) -> None:
+        """Lets the probes look at one call.
+
+        Args:
+            site: Index of the site, from 0.
+            view: The call.
+            first: Number of its first head, where other ranks have those before.
+        """
+        for place, probe in enumerate(self.probes):
+            found = probe.update(view)
+            if found is not None:
+                numbers = tuple(first + head for head in found.heads)
+                self._hold_back(_Held(place, site, numbers, found.values))
+
+    def finish(self) -> None:
+        """Adds up what is held back, which `measured` needs done.
+
+        By itself, because an error is to be met before ranks begin to exchange their states.
+        """
+        held, self._held, self._held_bytes = self._held, [], 0
+        alike: dict[Any, list[_Held]] = {}
+        for entry in held:
+            first = entry.values[0]
+            alike.setdefault((entry.probe, first.shape, first.device), []).append(entry)
+        for entries in alike.values():
+            probe = self.probes[entries[0].probe]
+            values = probe.reduce(_stacked([entry.values for entry in entries]))
+            sums, maxima = values[: len(probe.sums)], values[len(probe.sums) :]
+            places = self._places(entries)
+            rows = _rows(self.sums, self._sums.index(probe.sums[0]), sums)
+            rows.index_add_(1, places, _flat(sums, self.sums))
+            if maxima:
+                rows = _rows(self.maxima, self._maxima.index(probe.maxima[0]), maxima)
+                larger = torch.maximum(rows.index_select(1, places), _flat(maxima, self.maxima))
+                rows.index_copy_(1, places, larger)
+
+    def compute(self, loss_scale: float = 1.0) -> Tensor:
+        """Returns the indicators of all probes, FP64 `(I, S, H)`; NaN: no data."""
+        self.finish()
+        state = dict(zip(self._sums, self.sums, strict=True))
+        if self._maxima:
+            state |= dict(zip(self._maxima, self.maxima, strict=True))
+        found = [probe.compute(state, loss_scale) for probe in self.probes]
+        return torch.stack([values for one in found for values in one.values()])
+
+    def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
+        """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data.
+
+        Args:
+            loss_scale: What the loss was multiplied with before its backward.
+        """
+        names = [name for probe in self.probes for name in probe.indicators]
+        # torchmetrics takes the dimensions from what is a single number.
+        values = self.compute(loss_scale=loss_scale).view(len(names), *self.shape)
+        return dict(zip(names, values, strict=True))
+
+    def on_table(
+        self, places: Sequence[int | None], num_sites: int, num_heads: int
+    ) -> AttentionMetric:
+        """What was measured so far, with the sites in other places, as ranks have agreed on them.
+
+        Args:
+            places: The new place of each site; None: nowhere.
+            num_sites: Number of sites of the new table.
+            num_heads: Largest number of heads of a site of it.
+        """
+        self.finish()
+        table = AttentionMetric(self.probes, num_sites, num_heads).to(self.sums.device)
+        heads = min(num_heads, self.shape[1])
+        for old, new in enumerate(places):
+            if new is not None:
+                table.sums[:, new, :heads] = self.sums[:, old, :heads]
+                if self._maxima:
+                    table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
+        table._update_count = 1
+        return table
+
+    def sync(self, *args: Any, **kwargs: Any) -> None:
+        """As torchmetrics has it, of all that was given."""
+        self.finish()
+        super().sync(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forgets everything, what is held back too."""
+        self._held, self._held_bytes = [], 0
+        super().reset()
+
+    def _hold_back(self, new: _Held) -> None:
+        # A site's second call may not join its first: their sums go to one place.
+        again = any(x.site == new.site and x.probe == new.probe for x in self._held)
+        size = sum(tensor.nbytes for tensor in new.values)
+        if again or (self._held and self._held_bytes + size > _MOST_HELD):
+            self.finish()
+        self._held.append(new)
+        self._held_bytes += size
+        if size > _MOST_HELD:
+            self.finish()
+
+    def _places(self, entries: list[_Held]) -> Tensor:
+        """Where the heads of some sites lie in the state, sites and heads in one dimension."""
+        num_heads = self.shape[1]
+        places = tuple(e.site * num_heads + head for e in entries for head in e.heads)
+        return device_constant(places, torch.int64, self.sums.device)
+
+
+def _stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The n-th tensors of all parts in one, `(S, ...)`; of a single part without a copy."""
+    if len(parts) == 1:
+        return [tensor[None] for tensor in parts[0]]
+    return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
+
+
+def _rows(state: Tensor, start: int, values: Sequence[Tensor]) -> Tensor:
+    """The part of a state that some values belong to, sites and heads in one dimension."""
+    return state[start : start + len(values)].view(len(values), -1)
+
+
+def _flat(values: Sequence[Tensor], state: Tensor) -> Tensor:
+    """Values `(S, C)` as rows of a state."""
+    return torch.stack([value.flatten() for value in values]).to(state.device)

@@ -1,0 +1,141 @@
+"""What a probe of attention calls is, and what it looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels import dispatch
+from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
+from guardbit.kernels.switchboard import AttentionCall
+
+#: Distance from the row maximum, in logits, within which scores count as maxima.
+EPS = 1e-3
+
+
+@dataclass
+class CallView:
+    """One attention call of a sampled step, as probes look at it.
+
+    What several probes read is computed once, and only if one reads it.
+
+    Attributes:
+        call: The call.
+        num_rows: Query rows to recompute, evenly spread; None for all.
+        audited: Heads whose gradients are audited, of the call's known ones; with any, the call
+            has `d_out` and `dq`.
+        directions: FP32 `(H, D)`, along which their coherent errors are taken.
+        needs_shadow: Whether any probe reads the shadow, so that no less is recomputed.
+    """
+
+    call: AttentionCall
+    num_rows: int | None = None
+    audited: Sequence[int] = ()
+    directions: Tensor | None = None
+    needs_shadow: bool = True
+
+    @cached_property
+    def rows(self) -> Tensor | None:
+        """INT64 `(R,)`, the rows to recompute; None for all."""
+        q = self.call.q
+        if self.num_rows is None or self.num_rows >= q.size(2):
+            return None
+        return torch.linspace(0, q.size(2) - 1, self.num_rows, device=q.device).round().long()
+
+    @cached_property
+    def shadow(self) -> Shadow:
+        """The output and statistics of these rows, recomputed in FP32."""
+        call = self.call
+        return dispatch.shadow(
+            call.q,
+            call.k,
+            call.v,
+            spec=call.spec,
+            eps=EPS,
+            query_ids=self.rows,
+            dropout=self._dropout,
+        )
+
+    @cached_property
+    def maxima(self) -> Shadow | RowMaxima:
+        """The maxima of these rows; without the rest of the shadow if no probe reads that."""
+        if self.needs_shadow:
+            return self.shadow
+        call = self.call
+        return dispatch.row_maxima(
+            call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
+        )
+
+    @property
+    def _dropout(self) -> Dropout | None:
+        call = self.call
+        return call.dropout_of(range(call.q.size(1))) if call.known_heads else None
+
+
+class Found(NamedTuple):
+    """What a probe has found in one call, to be stacked with what it finds in others.
+
+    Attributes:
+        heads: The heads that are meant, C of them.
+        values: Tensors of C heads each: `(B, C, R)`, or already added up to `(C,)`.
+    """
+
+    heads: Sequence[int]
+    values: tuple[Tensor, ...]
+
+
+class CallProbe(Protocol):
+    """Measures some indicators in attention calls; keeps no state, so that one serves all sites.
+
+    S is the number of sites, H the largest number of heads of one.
+
+    Attributes:
+        indicators: Those that are wanted of its own, in the catalogue's order.
+        sums: Names of what is added up over rows, micro-batches and ranks.
+        maxima: Names of what the largest is taken of.
+        needs_shadow: Whether it reads `CallView.shadow`.
+        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios: of ranks
+            that make the very same calls each adds its own.
+    """
+
+    indicators: tuple[str, ...]
+    sums: tuple[str, ...]
+    maxima: tuple[str, ...]
+    needs_shadow: bool
+    totals: tuple[str, ...]
+
+    def update(self, view: CallView) -> Found | None:
+        """Looks at one call; returns None where there is nothing to measure."""
+        ...
+
+    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Reduces what was found in S calls, `(S, B, C, R)` or `(S, C)`, to one value a head.
+
+        Returns:
+            `(S, C)` each of `sums`, FP64, and of `maxima`, in this order.
+        """
+        ...
+
+    def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
+        """Returns the indicators, FP64 `(S, H)`; NaN: no data.
+
+        Args:
+            state: `(S, H)` each of `sums` and `maxima`, of all micro-batches and ranks.
+            loss_scale: What the loss was multiplied with before its backward.
+        """
+        ...
+
+
+def per_head(rows: Tensor) -> Tensor:
+    """Sums `(..., B, H, R)` over batch and rows in FP64."""
+    return rows.sum(dim=(-3, -1), dtype=torch.float64)
+
+
+def counted_rows(row_max: Tensor) -> Tensor:
+    """Counts the rows of `(..., B, H, R)` that see a key, FP64 `(..., H)`."""
+    return per_head(row_max > -torch.inf)

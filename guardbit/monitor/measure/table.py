@@ -1,0 +1,36 @@
+"""Where each site stands in the state that ranks exchange, and what they call its layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class KnownSite(NamedTuple):
+    """A site as the metric counts it, by `place`; `layer` is for readers.
+
+    `copies` is how many ranks make the very same calls of each head.
+    """
+
+    place: int
+    layer: int
+    name: str
+    num_heads: int
+    is_sharded: bool
+    copies: int
+
+
+def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
+    """One table of all sites, those of the first rank first.
+
+    Ranks of a pipeline number their layers from 0 each: those of a later one are counted on.
+    """
+    sites: dict[str, KnownSite] = {}
+    for table in tables:
+        taken = {site.layer: name for name, site in sites.items()}
+        clash = any(taken.get(site.layer, site.name) != site.name for site in table)
+        shift = max(taken, default=-1) + 1 if clash else 0
+        for site in table:
+            site = site._replace(place=len(sites), layer=site.layer + shift)
+            sites.setdefault(site.name, site)
+    return list(sites.values())

@@ -1,0 +1,180 @@
+"""The spectral norms of the projections' rows of each head, read from the weights themselves.
+
+Shapes: W_Q `(H, d_head, d_model)`, W_K `(H_kv, d_head, d_model)`. "Paper" is arXiv 2510.04212.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.monitor.layouts import LayoutUnavailable, Side
+from guardbit.monitor.sites import Site
+
+#: Squarings of a matrix: its power 2^24 is that of its largest eigenvalue to within 10^-6, for any
+#: size and any distance of the second largest.
+_SQUARINGS = 24
+
+#: Bytes of Gram matrices to treat at once, if it can be helped.
+_LARGEST_BATCH = 2**25
+
+
+class SiteNorms(NamedTuple):
+    """One indicator of a site's heads.
+
+    Attributes:
+        site: Its name.
+        indicator: The indicator.
+        values: FP32 `(H,)`, of all ranks' heads; NaN of those that are not here.
+        directions: FP32 `(H, D)`, of the heads here, see `spectral_norms`.
+    """
+
+    site: str
+    indicator: str
+    values: Tensor
+    directions: Tensor
+
+
+def norms_of_sites(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[SiteNorms]:
+    """Yields the wanted spectral norms of all sites, as far as their weights are known."""
+    if not wanted:
+        return
+    for batch in _batches(_grams_of(sites, wanted)):
+        sizes = [len(entry.grams) for entry in batch]
+        others = [entry.others for entry in batch if entry.others is not None]
+        norms, vectors = spectral_norms(
+            torch.cat([entry.grams for entry in batch]), torch.cat(others) if others else None
+        )
+        for entry, of_heads, directions in zip(
+            batch, norms.split(sizes), vectors.split(sizes), strict=True
+        ):
+            # Of the key head that each query head uses.
+            of_heads = of_heads.repeat_interleave(entry.num_heads // len(of_heads))
+            values = _placed(of_heads, sites[entry.site])
+            yield SiteNorms(entry.site, entry.indicator, values, directions)
+
+
+def gram_matrices(weights: Tensor) -> Tensor:
+    """W W^T of each head's rows of a projection, in FP64, which holds squares of any FP32 number.
+
+    Args:
+        weights: FP32 `(H, d_head, d_model)`.
+
+    Returns:
+        FP64 `(H, d_head, d_head)`.
+    """
+    wide = weights.double()
+    return wide @ wide.mT
+
+
+def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Largest singular values, of W or of W'^T W, from Gram matrices alone.
+
+    Of W_Q it is a head's spectral norm (paper, figures 3 and 11); W_Q^T W_K is the form that makes
+    its logits. The square is the largest eigenvalue of G, or of G' G.
+
+    By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
+    it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
+    counts 2^-n. G' G is not symmetric, but (G' G)^n = G' X with an X that is, and its square is
+    G' (X G' X): to 3e-5 of |W'^T W| where that is at least 1e-4 |W'| |W|. All matrices are treated
+    at once; a GPU's eigensolver takes a millisecond for each.
+
+    Args:
+        grams: FP64 `(H, D, D)`, see `gram_matrices`.
+        others: The Gram matrices G' of other projections, of the same shape; None for W alone.
+
+    Returns:
+        FP32 `(H,)`, NaN where an element or its square is not finite; and FP32 `(H, D)`, of W alone
+        the direction in the head's space along which it is largest: a unit vector whose largest
+        component is positive, or zeros where there is none.
+    """
+    powers, logs = grams, grams.new_zeros(len(grams))
+    if others is not None:
+        others, size = _normalized(others)
+        logs = size.log()
+    for number in range(1 + _SQUARINGS):
+        if number > 0:
+            powers = powers @ powers if others is None else powers @ others @ powers
+        # Not each time, to save launches: three squarings do not leave FP64's range, even where W
+        # and W' all but miss each other.
+        if number % 3 == 0:
+            powers, size = _normalized(powers)
+            logs = logs + size.log() * 0.5**number
+    # All columns of the power point along the largest eigenvector, or lie in the space of several.
+    column = powers.diagonal(dim1=1, dim2=2).argmax(dim=1)
+    vectors = powers.take_along_dim(column[:, None, None], dim=2)[..., 0]
+    largest = vectors.take_along_dim(vectors.abs().argmax(dim=1, keepdim=True), dim=1)
+    directions = torch.nn.functional.normalize(vectors, dim=1) * largest.sign()
+    return logs.exp().sqrt().float(), directions.nan_to_num(0.0).float()
+
+
+def _normalized(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Matrices over their Frobenius norms, and these; zero stays zero, not finite becomes NaN."""
+    size = torch.linalg.matrix_norm(matrices)
+    return matrices / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None], size
+
+
+class _Grams(NamedTuple):
+    """What an indicator of a site is to be taken from, see `spectral_norms`."""
+
+    site: str
+    indicator: str
+    num_heads: int
+    grams: Tensor
+    others: Tensor | None = None
+
+
+def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_Grams]:
+    """What the wanted norms of all sites are to be taken from, where the weights are whole."""
+    needs_keys = not wanted <= {"w_q_spectral_norm"}
+    for name, site in sites.items():
+        with suppress(LayoutUnavailable):
+            query = _grams(site, "query")
+            heads = len(query)
+            if "w_q_spectral_norm" in wanted:
+                yield _Grams(name, "w_q_spectral_norm", heads, query)
+            if not needs_keys:
+                continue
+            key = _grams(site, "key")
+            if "w_k_spectral_norm" in wanted:
+                yield _Grams(name, "w_k_spectral_norm", heads, key)
+            if "qk_spectral_norm" in wanted:
+                shared = key.repeat_interleave(heads // len(key), dim=0)
+                yield _Grams(name, "qk_spectral_norm", heads, shared, query)
+
+
+def _grams(site: Site, side: Side) -> Tensor:
+    """The Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
+    grams = site.grams_of_shards(side, gram_matrices)
+    if grams is not None:
+        return grams
+    weights = site.query_weights() if side == "query" else site.key_weights()
+    return gram_matrices(weights)
+
+
+def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:
+    """What can be treated at once, so much that it is not above 32 MiB if it can be helped."""
+    alike: dict[tuple[bool, int, torch.device], list[_Grams]] = {}
+    for entry in grams:
+        kind = (entry.others is None, entry.grams.size(1), entry.grams.device)
+        batch = alike.setdefault(kind, [])
+        batch.append(entry)
+        if sum(held.grams.nbytes for held in batch) >= _LARGEST_BATCH:
+            yield batch.copy()
+            batch.clear()
+    yield from filter(None, alike.values())
+
+
+def _placed(values: Tensor, site: Site) -> Tensor:
+    """Values `(H,)` of the heads on this rank among those of all ranks; NaN: not here."""
+    own = site.own_heads
+    if len(own) == site.num_heads:
+        return values
+    placed = values.new_full((site.num_heads,), torch.nan)
+    placed[own.start : own.stop] = values
+    return placed

@@ -1,0 +1,42 @@
+"""The running sum of the delta bias, by hand."""
+
+import math
+
+import pytest
+
+from guardbit.monitor.measure.delta import RunningSum
+from guardbit.records import Sample
+
+
+def sample(step, values, site="h.0", indicator="delta_bias"):
+    return Sample(step, site, 0, indicator, values)
+
+
+def test_each_head_has_its_own_sum_and_each_site():
+    running = RunningSum()
+    sums = [
+        list(running.follow(one))
+        for one in (
+            sample(0, (1.0, -2.0)),
+            sample(0, (5.0,), site="h.1"),
+            sample(2, (0.5, -0.25)),
+            sample(2, (9.0, 9.0), indicator="delta_bias_abs"),
+        )
+    ]
+    assert sums == [
+        [sample(0, (1.0, -2.0), indicator="delta_bias_cumulative")],
+        [sample(0, (5.0,), site="h.1", indicator="delta_bias_cumulative")],
+        [sample(2, (1.5, -2.25), indicator="delta_bias_cumulative")],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_left_out(bad):
+    running = RunningSum()
+    (first,) = running.follow(sample(0, (bad, bad)))
+    assert all(math.isnan(value) for value in first.values), "no data so far"
+    (second,) = running.follow(sample(1, (3.0, bad)))
+    assert second.values[0] == 3.0 and math.isnan(second.values[1])
+    (third,) = running.follow(sample(2, (bad, -1.0)))
+    assert third.values == (3.0, -1.0)

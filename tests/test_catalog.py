@@ -1,0 +1,68 @@
+"""The catalogue, and the tables in the docs that are made of it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from guardbit.catalog import (
+    BY_NAME,
+    CATALOG,
+    HEAD_INDICATORS,
+    INDICATORS,
+    LOGGED_KEYS,
+    RUN_INDICATORS,
+)
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def indicator_rows():
+    """The table of `docs/indicators.md`."""
+    yield "| indicator | what it is | unit | baseline | key of loggers |"
+    yield "|---|---|---|---|---|"
+    for one in CATALOG:
+        unit = ", ".join(filter(None, (one.unit, "signed" if one.is_signed else "")))
+        baseline = "" if one.floor is None else f"its own, floor {one.floor:g}"
+        key = f"`{one.logged_key}`" if one.logged_key else ""
+        yield f"| `{one.name}` | {one.title}: {one.meaning} | {unit} | {baseline} | {key} |"
+
+
+def key_rows():
+    """The rows of `docs/dashboards.md` about what loggers get of each indicator."""
+    for key, name in LOGGED_KEYS.items():
+        where = "" if BY_NAME[name].is_of_run else ", over all heads the largest in size"
+        yield f"| `{key}` | {BY_NAME[name].label}{where} |"
+
+
+@pytest.mark.parametrize(
+    ("page", "rows"), [("indicators.md", indicator_rows), ("dashboards.md", key_rows)]
+)
+def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
+    expected = "\n".join(rows())
+    assert expected in (DOCS / page).read_text(encoding="utf-8"), f"the table is:\n{expected}"
+
+
+def test_the_page_on_indicators_names_no_other():
+    named = re.findall(r"^\| `(\w+)` \|", (DOCS / "indicators.md").read_text("utf-8"), re.M)
+    assert tuple(named) == INDICATORS
+
+
+def test_names_and_keys_are_there_once():
+    assert len(BY_NAME) == len(CATALOG) == len(INDICATORS)
+    assert len(LOGGED_KEYS) == sum(one.logged_key is not None for one in CATALOG)
+    assert not set(HEAD_INDICATORS) & set(RUN_INDICATORS)
+
+
+def test_a_title_begins_a_line_and_leaves_symbols_alone():
+    titles = [BY_NAME[name].title for name in ("max_logit", "dq_relative_error", "loss")]
+    assert titles == ["Max logit", "dQ relative error", "Training loss"]
+    assert BY_NAME["w_q_spectral_norm"].title == "W_Q spectral norm"
+
+
+def test_what_has_a_baseline_is_a_size_of_a_head():
+    """A logarithm is taken of it, relative to the median head."""
+    compared = [one for one in CATALOG if one.floor is not None]
+    assert compared
+    for one in compared:
+        assert one.floor >= 0 and not one.is_signed and not one.is_of_run, one.name
