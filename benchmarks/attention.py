@@ -200,14 +200,14 @@ def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
         q, k, v, causal=True, scale=spec.scale, stabilizers=[kind] * len(heads)
     )
     into = torch.empty_like(out)
-    settings = {"spec": spec, "heads": heads}
+    settings = {"spec": spec, "head_ids": heads}
 
     def run() -> tuple[Tensor, ...]:
         if name == "delta":
             return (delta.exact_delta(d_out, q, k, v, lse, **settings),)
         if name == "delta_carrier":
             return delta.carry_exact_delta(d_out, q, k, v, out, lse, **settings, into=into)
-        compensated.carry_compensated_delta(d_out, out, residual, into, heads=heads)
+        compensated.carry_compensated_delta(d_out, out, residual, into, head_ids=heads)
         return (into,)
 
     return Kernel(run, None, None)

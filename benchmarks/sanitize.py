@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from guardbit.kernels import audit, backward, compensated, delta, forward, shadow
+from guardbit.kernels import audit, backward, compensated, delta, delta_bias, forward, shadow
 from guardbit.kernels.reference import Forward
 from guardbit.kernels.spec import AttentionSpec, Documents
 
@@ -60,7 +60,7 @@ def call_all(width: int, causal: bool) -> None:
         ):
             check_measures(spec, d_out, q, k, v, result)
         into = result.out.clone()
-        compensated.carry_compensated_delta(d_out, result.out, result.residual, into, heads=[1])
+        compensated.carry_compensated_delta(d_out, result.out, result.residual, into, head_ids=[1])
         assert into.isfinite().all()
 
 
@@ -78,13 +78,15 @@ def check_measures(
 ) -> None:
     """Launches the shadow, the bias of delta, the audit and exact delta."""
     for rows in (None, torch.arange(0, q.shape[2], 3, device="cuda")):
-        exact = shadow.shadow(q, k, v, rows=rows, spec=spec).out
-        bias = shadow.delta_bias(d_out, result.out, exact, residual=result.residual, rows=rows)
+        exact = shadow.shadow(q, k, v, query_ids=rows, spec=spec).out
+        bias = delta_bias.delta_bias(
+            d_out, result.out, exact, residual=result.residual, query_ids=rows
+        )
         assert all(x.isfinite().all() for x in (exact, *bias))
-    exact = audit.exact_query_gradient(d_out, q, k, v, heads=[1, 2], spec=spec)
+    exact = audit.exact_query_gradient(d_out, q, k, v, head_ids=[1, 2], spec=spec)
     assert exact.isfinite().all()
     carried = delta.carry_exact_delta(
-        d_out, q, k, v, result.out, result.lse, spec=spec, heads=[1, 2]
+        d_out, q, k, v, result.out, result.lse, spec=spec, head_ids=[1, 2]
     )
     assert all(x.isfinite().all() for x in carried)
 

@@ -55,10 +55,10 @@ SIZES = {
 }  # fmt: skip
 CANDIDATES = {
     width: [
-        Tile(*size, overlap, described)
+        Tile(*size, overlap, use_tma)
         for size in sizes
         for overlap in (False, True)
-        for described in (False, True)
+        for use_tma in (False, True)
     ]
     for width, sizes in SIZES.items()
 }
@@ -92,7 +92,7 @@ def call(tensors: list[torch.Tensor], carry: bool):
     out, lse, _ = forward.forward(
         q, k, v, causal=True, scale=spec.scale, stabilizers=["none"] * q.shape[1]
     )
-    settings = {"spec": spec, "heads": range(q.shape[1])}
+    settings = {"spec": spec, "head_ids": range(q.shape[1])}
 
     def run() -> torch.Tensor:
         if carry:
@@ -146,7 +146,7 @@ def time_shape(shape: tuple[int, ...], candidates: list[Tile], shown: int) -> Fo
     # Two heads of one batch are enough for an oracle that keeps whole rows of P.
     some = [0, shape[1] - 1]
     small = [x[:1] for x in (*tensors, lse)]
-    right = reference.exact_delta(*small, spec=spec, heads=some)
+    right = reference.exact_delta(*small, spec=spec, head_ids=some)
     size = d_out[:1, some].float().norm(dim=-1) * v.float().norm(dim=-1).mean()
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
         q.requires_grad_()  # so that L is computed, as in training
@@ -184,7 +184,7 @@ def main() -> None:
     began = monotonic()
     jobs = [(width, tile) for width, chosen in CANDIDATES.items() for tile in chosen]
     # An illegal access spoils its whole process: the likelier ones come last.
-    jobs.sort(key=lambda job: job[1].described)
+    jobs.sort(key=lambda job: job[1].use_tma)
     workers = min(16, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         failures = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))

@@ -1,9 +1,9 @@
-"""Tells PyTorch's compiler that what our ops return begins at an address it can load 16 bytes from.
+"""Tells PyTorch's compiler that the outputs of our ops are aligned to 16 bytes.
 
-Inductor takes the outputs of an op for unaligned as soon as one of its inputs may be, and an input
-of the graph that lies on the CPU always may (`FallbackKernel.create`). Ours have the site's number
-there. So whatever reads dq, dk and dv loads them number by number: 1.1 % of a training step of
-GPT-2 small on an H200.
+Inductor takes an op's outputs for unaligned as soon as one of its inputs may be unaligned, and
+takes every graph input on the CPU for unaligned (`FallbackKernel.create`). Our ops have one: the
+number of the attention module. Without this promise, whatever reads dq, dk and dv loads them one
+number at a time, which takes 1.1 % of a training step of GPT-2 small on an H200.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _told: set[OpOverload] = set()
 
 
 def aligned(x: Tensor) -> Tensor:
-    """The tensor, or a copy if it does not begin where the compiler is told that it does."""
+    """Returns the tensor, or a copy if its address is not a multiple of 16 bytes."""
     return x.clone() if x.data_ptr() % _BYTES else x
 
 
 def promise_aligned_outputs(*ops: OpOverload) -> None:
-    """Lets Inductor load what some ops return 16 bytes at a time; does nothing without Inductor.
+    """Lets Inductor load the outputs of some ops 16 bytes at a time; does nothing without Inductor.
 
-    To be called whenever the ops are traced: only then is it known that Inductor is in use. What
-    the ops return must have gone through `aligned`.
+    Call it whenever the ops are traced: only then is it known that Inductor is in use. The ops must
+    return tensors that went through `aligned`.
     """
     if _LOWERINGS not in sys.modules or _told.issuperset(ops):
         return
@@ -42,12 +42,12 @@ def promise_aligned_outputs(*ops: OpOverload) -> None:
     try:
         for op in ops:
             _wrap(op)
-    except Exception as error:  # its insides changed: the graphs are then right, and slower
+    except Exception as error:  # Inductor's internals changed: graphs stay right, and are slower
         _log.debug("Inductor cannot be told of aligned outputs: %r", error)
 
 
 def _wrap(op: OpOverload) -> None:
-    """Puts a lowering of ours around the one that Inductor makes for an op it does not know."""
+    """Wraps the lowering that Inductor makes for an op it does not know."""
     from torch._inductor import lowering
     from torch._library.utils import get_layout_constraint_tag
 
@@ -60,7 +60,7 @@ def _wrap(op: OpOverload) -> None:
 
 
 def _without_inputs_on_the_cpu(lower: Callable[..., Any]) -> Callable[..., Any]:
-    """A lowering for which inputs on the CPU are aligned, beside some on a GPU."""
+    """Returns a lowering that takes CPU inputs for aligned where others are on a GPU."""
 
     @functools.wraps(lower)
     def lowered(*args: Any, **kwargs: Any) -> Any:
@@ -88,6 +88,6 @@ def _is_on_gpu(x: Any) -> bool:
 
 
 def _name_of_input(x: Any) -> str | None:
-    """The name of an input of the graph, None for what the graph computes."""
+    """Returns the name of a graph input; None for what the graph computes."""
     buffer = getattr(x.data, "data", None)
     return getattr(buffer, "name", None)

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from guardbit.kernels import dispatch, op
+from guardbit.kernels import dispatch, execution, op
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.library import library_attention
 from guardbit.kernels.reference import Causal
@@ -214,14 +214,14 @@ def flash_attention(
         for listener in call_listeners:
             listener(q, k, v)
     out, lse = op.attention(
-        op.Request(
+        execution.Request(
             q,
             k,
             v,
             None,
             site_stack[-1] if inside else _NO_SITE_TENSOR,
             [STABILIZERS.index(name) for name in stabilizers],
-            causal=op.causal_code(causal),
+            causal=execution.causal_code(causal),
             scale=scale,
             dropout_p=dropout_p,
             beta=beta,
@@ -348,14 +348,14 @@ def attention_at_site(
         mask = mask.to(torch.get_autocast_dtype(q.device.type))
     wants_mask = torch.is_grad_enabled() and mask is not None and bool(mask.requires_grad)
     return op.attention(
-        op.Request(
+        execution.Request(
             q,
             k,
             v,
             mask,
             site,
             [0] * q.size(1),
-            causal=op.causal_code(spec.causal),
+            causal=execution.causal_code(spec.causal),
             scale=spec.scale,
             dropout_p=spec.dropout_p,
             training=wants_mask or _is_training(q, k, v),

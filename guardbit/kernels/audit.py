@@ -1,15 +1,11 @@
-"""Gradient audit in Triton: dQ of a few heads to FP32 accuracy on tensor cores.
+"""Launches the gradient audit: dQ of a few heads to FP32 accuracy.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; d_out
-`(B, H, N, E)`; C heads are wanted. Scores are kept as products q k with the sign of the scale, or
-with a soft cap as its tanh of them, and what a mask adds over the size of the scale, or over the
-cap; s stands for them.
+`(B, H, N, E)`; C heads are wanted.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -18,195 +14,14 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.device.audit import query_kernel
+from guardbit.kernels.device.masks import NO_MASK
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import (
-    NO_MASK,
-    add_mask,
-    allowed,
-    load_ranges,
-    mask_arguments,
-    range_arguments,
-    ranged_keys,
-    visible_keys,
-    within,
-)
-from guardbit.kernels.primitives import (
-    head_of,
-    load_tile,
-    product,
-    product_exact,
-    store_tile,
-    tanh_and_slope,
-    with_sink,
-)
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
-
-
-@triton.jit
-def _masked_scores(
-    q,
-    k,
-    mask_base,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
-    first,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    inverse_scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-):
-    """The s of a tile, -inf where a key is not seen; and the slope of the soft cap's tanh there."""
-    scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32))
-    if NEGATIVE_SCALE:
-        scores = -scores
-    slope = scores
-    if SOFTCAP:
-        scores, slope = tanh_and_slope(scores * inner_scale)
-    columns = first + tl.arange(0, k.shape[0])
-    if RANGED:
-        visible = within(columns, first_seen, end_seen)
-    else:
-        visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-    if MASK != NO_MASK:
-        scores, seen, _ = add_mask(
-            scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
-            MASK, True,
-        )  # fmt: skip
-        visible = visible & seen
-    return tl.where(visible, scores, float("-inf")), slope
-
-
-@triton.jit(do_not_specialize=["heads", "group", "rows", "keys", "shift"])
-def query_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    d_out_pointer,
-    mask_pointer,
-    ranges_pointer,
-    sinks_pointer,
-    numbers_pointer,
-    dq_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    d_out_strides,
-    mask_strides,
-    heads,
-    group,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    scale,
-    scale_log2,
-    inverse_scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """One program: ROWS queries of one head. Their row statistics, then dQ.
-
-    The keys are passed three times, for the largest s, for 1 / l and delta, and for dQ, so that
-    nothing is ever rescaled.
-    """
-    row_tiles = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = place // heads
-    number = tl.load(numbers_pointer + place % heads)
-    key_head = number // group
-
-    q_base = head_of(q_pointer, q_strides, batch, number)
-    k_base = head_of(k_pointer, k_strides, batch, key_head)
-    v_base = head_of(v_pointer, v_strides, batch, key_head)
-    d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
-    mask_base = mask_pointer
-    if MASK != NO_MASK:
-        mask_base = head_of(mask_pointer, mask_strides, batch, number)
-    positions = first + tl.arange(0, ROWS)
-    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True)
-    first_seen, end_seen, begin = 0, 0, 0
-    if RANGED:
-        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
-        begin, _, _, end = ranged_keys(first_seen, end_seen, keys, KEYS)
-    else:
-        _, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
-
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    for start in tl.range(begin, end, KEYS):
-        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
-            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
-        )  # fmt: skip
-        row_max = tl.maximum(row_max, tl.max(scores, 1))
-    # 0 instead of the -inf of a row that sees no key.
-    reference = tl.where(row_max == float("-inf"), 0.0, row_max)
-
-    zeros = tl.zeros((ROWS, KEYS), tl.float32)
-    row_sum = tl.zeros((ROWS,), tl.float32)
-    weighted = tl.zeros((ROWS,), tl.float32)
-    for start in tl.range(begin, end, KEYS):
-        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_strides[2], keys, KEYS, VALUE_DIM, VALUE_WIDTH, True)
-        scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
-            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
-        )  # fmt: skip
-        probabilities = tl.exp2((scores - reference[:, None]) * scale_log2)
-        row_sum += tl.sum(probabilities, 1)
-        weighted += tl.sum(probabilities * product(d_out, tl.trans(v), zeros), 1)
-    decay = 1.0
-    if SINKS:
-        moved_by, sink = with_sink(sinks_pointer, number, reference * scale_log2)
-        decay = tl.exp2(moved_by)
-        row_sum = row_sum * decay + tl.exp2(sink)
-    # P of a row that sees no key is 0.
-    inverse = decay / tl.where(row_sum == 0.0, float("inf"), row_sum)
-    delta = weighted * inverse
-
-    dq = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in tl.range(begin, end, KEYS):
-        k = load_tile(k_base, start, k_strides[2], keys, KEYS, HEAD_DIM, WIDTH, True)
-        v = load_tile(v_base, start, v_strides[2], keys, KEYS, VALUE_DIM, VALUE_WIDTH, True)
-        scores, slope = _masked_scores(
-            q, k, mask_base, mask_strides, positions, first_seen, end_seen, start, rows, keys,
-            shift, inner_scale, inverse_scale, CAUSAL, RANGED, SOFTCAP, MASK, NEGATIVE_SCALE,
-        )  # fmt: skip
-        probabilities = tl.exp2((scores - reference[:, None]) * scale_log2) * inverse[:, None]
-        d_probabilities = product(d_out, tl.trans(v), zeros)
-        d_scores = probabilities * (d_probabilities - delta[:, None])
-        if SOFTCAP:
-            d_scores *= slope
-        dq += product_exact(d_scores, k)
-
-    dq_base = dq_pointer + place.to(tl.int64) * rows * HEAD_DIM
-    store_tile(dq_base, first, HEAD_DIM, rows, dq * scale, ROWS, HEAD_DIM, WIDTH)
 
 
 def exact_query_gradient(
@@ -216,7 +31,7 @@ def exact_query_gradient(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
     """DQ of a few heads to FP32 accuracy, from the inputs a kernel got; O(N) memory.
 
@@ -230,7 +45,7 @@ def exact_query_gradient(
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
         spec: What the call asks for.
-        heads: The query heads wanted, C of them.
+        head_ids: The query heads wanted, C of them.
 
     Returns:
         FP32 (B, C, N, D).
@@ -242,26 +57,28 @@ def exact_query_gradient(
             is not on a CUDA device.
     """
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
-    check_heads(heads, q.shape[1])
+    check_heads(head_ids, q.shape[1])
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
-    batch, all_heads, rows, head_dim = q.shape
-    keys, value_dim = v.shape[2:]
-    numbers = launch.device_numbers(tuple(heads), q.device)
-    count = len(numbers)
-    dq = torch.empty((batch, count, rows, head_dim), dtype=torch.float32, device=q.device)
-    shape = (batch, all_heads, rows, keys)
-    dense, dense_strides, kind = mask_arguments(spec, shape, dq)
-    ranges, is_ranged = range_arguments(spec, shape, dq)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    seqlen_k, value_dim = v.shape[2:]
+    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    computed_heads = len(ids)
+    dq = torch.empty(
+        (batch, computed_heads, seqlen_q, head_dim), dtype=torch.float32, device=q.device
+    )
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    dense, dense_strides, kind = launch.mask_arguments(spec, shape, dq)
+    ranges, is_ranged = launch.range_arguments(spec, shape, dq)
     if not dq.numel():
         return dq
     inner_scale, outer_scale = launch.factors(spec)
     size_of_scale = launch.size_of_scale(outer_scale)
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
-    size = tiles.tile(launch.capability_of(q), max(width, value_width), "audit")
+    tile = tiles.tile(launch.capability_of(q), max(width, value_width), "audit")
     if kind != NO_MASK.value or spec.softcap > 0:
-        size = size.for_mask
+        tile = tile.for_mask
     with launch.device_of(q):
-        query_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
+        query_kernel[(triton.cdiv(seqlen_q, tile.block_m) * batch * computed_heads,)](
             q,
             k,
             v,
@@ -269,15 +86,15 @@ def exact_query_gradient(
             dense,
             ranges,
             launch.sinks_of(spec, dq),
-            numbers,
+            ids,
             dq,
             *(x.stride()[:3] for x in (q, k, v, d_out)),
             dense_strides,
-            count,
-            all_heads // k.shape[1],
-            rows,
-            keys,
-            causal_shift(spec.causal, rows, keys),
+            computed_heads,
+            num_heads // k.shape[1],
+            seqlen_q,
+            seqlen_k,
+            causal_shift(spec.causal, seqlen_q, seqlen_k),
             inner_scale,
             spec.scale,
             size_of_scale * math.log2(math.e),
@@ -292,9 +109,9 @@ def exact_query_gradient(
             WIDTH=width,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=value_width,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            **size.options,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
             **launch.COMPILER_OPTIONS,
         )
     return dq

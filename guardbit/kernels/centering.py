@@ -1,4 +1,4 @@
-"""Keys without what those of a head have in common: the one stabilizer that changes no kernel.
+"""Centred keys, the one stabilizer that changes no kernel: the mean key is taken off every key.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv.
 """
@@ -14,12 +14,12 @@ from guardbit.kernels.constants import device_constant
 
 
 class CenteredKeys(NamedTuple):
-    """Keys without what those of some heads have in common.
+    """Keys of which some heads are centred.
 
     Attributes:
         k: `(B, H_kv, M, D)`, as the kernel gets it.
-        mean: FP32 `(B, G, 1, D)`, what was taken off the keys of G key heads; None for none.
-        heads: These key heads.
+        mean: FP32 `(B, G, 1, D)`, the mean keys of the G centred key heads; None if there are none.
+        heads: The centred key heads.
     """
 
     k: Tensor
@@ -28,15 +28,15 @@ class CenteredKeys(NamedTuple):
 
 
 def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKeys:
-    """Takes off the keys of some query heads what they have in common, their mean over the keys.
+    """Subtracts the mean key from the keys of some query heads.
 
-    The softmax does not see a vector that is the same for all keys of a head, nor, in exact
-    arithmetic, do the gradients. Rounding does: what a wrong delta adds to dQ is a multiple of
-    sum_j P_ij K_j, which is large where the keys have much in common.
+    A vector that all keys of a head share changes neither the softmax nor, in exact arithmetic, the
+    gradients. It changes rounding: a wrong delta adds a multiple of sum_j P_ij K_j to dQ, which is
+    large where the keys share a large vector.
 
-    The mean is that of this call and of each sequence. It depends on later tokens, so under a
-    causal mask the output depends on them by its last bits. Key heads are shared: what one query
-    head asks for is done to its whole group.
+    The mean is taken over each sequence of this call. It depends on later tokens, so under a causal
+    mask they change the last bits of the output. Query heads share key heads: if one query head
+    asks for centred keys, its whole group gets them.
 
     Args:
         k: Keys `(B, H_kv, M, D)`.
@@ -53,7 +53,7 @@ def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKe
     index = device_constant(key_heads, torch.int64, k.device)
     chosen = k.index_select(1, index).float()
     mean = chosen.mean(2, keepdim=True)
-    # One key that is not finite, in padding say, is to spoil no more than it does by itself.
+    # A key that is not finite, in padding for example, must not make the other keys NaN.
     mean = mean.where(mean.isfinite(), 0.0)
     centered = torch.empty_like(k).copy_(k)
     centered.index_copy_(1, index, (chosen - mean).to(k.dtype))
@@ -61,7 +61,7 @@ def center_keys(k: Tensor, heads: tuple[int, ...], num_heads: int) -> CenteredKe
 
 
 def shift_of_lse(q: Tensor, keys: CenteredKeys, scale: float) -> Tensor:
-    """By how much centring has lowered L, FP32 `(B, H, N)`."""
+    """Returns by how much centring lowers L, FP32 `(B, H, N)`."""
     shift = q.new_zeros(q.shape[:-1], dtype=torch.float32)
     if keys.mean is not None:
         group = q.size(1) // keys.k.size(1)

@@ -1,70 +1,27 @@
-"""The O' that carries the delta of O and its rounding residual, in one launch of Triton.
+"""Launches the kernel that writes an O' with the delta of O and its rounding residual.
 
 Shapes: out, residual, d_out `(B, H, N, D)`; C heads are wanted.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch
-from guardbit.kernels.carrier import write_rows
-from guardbit.kernels.primitives import decode_residual, head_of, load_tile, widen
+from guardbit.kernels.device.compensated import carry_kernel
 
 # Rows of a program.
-_ROWS = 32
-
-
-@triton.jit(do_not_specialize=["heads", "rows"])
-def carry_kernel(
-    out_pointer,
-    residual_pointer,
-    d_out_pointer,
-    carrier_pointer,
-    numbers_pointer,
-    out_strides,
-    residual_strides,
-    d_out_strides,
-    carrier_strides,
-    heads,
-    rows,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: ROWS rows of one head."""
-    row_tiles = tl.cdiv(rows, ROWS)
-    place = tl.program_id(0) // row_tiles
-    first = tl.program_id(0) % row_tiles * ROWS
-    batch = place // heads
-    head = tl.load(numbers_pointer + place % heads)
-    out_base = head_of(out_pointer, out_strides, batch, head)
-    residual_base = head_of(residual_pointer, residual_strides, batch, head)
-    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
-    out = load_tile(out_base, first, out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    counts = load_tile(residual_base, first, residual_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    wide = widen(out)
-    lost = decode_residual(out, counts)
-    exact = wide + tl.where(tl.abs(wide) < float("inf"), lost, 0.0)
-    delta = tl.sum(widen(d_out) * exact, 1)
-    write_rows(
-        head_of(carrier_pointer, carrier_strides, batch, head), out_base, d_out_base,
-        carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, delta, HEAD_DIM, WIDTH,
-    )  # fmt: skip
+_BLOCK_M = 32
 
 
 def carry_compensated_delta(
-    d_out: Tensor, out: Tensor, residual: Tensor, into: Tensor, *, heads: Sequence[int]
+    d_out: Tensor, out: Tensor, residual: Tensor, into: Tensor, *, head_ids: Sequence[int]
 ) -> None:
     """Writes O' of some heads, see `guardbit.kernels.reference.write_carrier`.
 
@@ -73,7 +30,7 @@ def carry_compensated_delta(
         out: The output.
         residual: INT8, what rounding took from it.
         into: Where O' goes, rows adjacent in memory; may be `out`.
-        heads: The C heads.
+        head_ids: The C heads.
 
     Raises:
         TypeError: If a dtype is neither BF16 nor FP16.
@@ -81,26 +38,26 @@ def carry_compensated_delta(
     """
     launch.check_tensors(d_out=d_out, out=out)
     d_out, out, residual = (launch.rows_adjacent(x) for x in (d_out, out, residual))
-    batch, _, rows, head_dim = out.shape
-    numbers = launch.device_numbers(tuple(heads), out.device)
+    batch, _, seqlen_q, head_dim = out.shape
+    ids = launch.device_head_ids(tuple(head_ids), out.device)
     if not out.numel():
         return
     with launch.device_of(out):
-        carry_kernel[(triton.cdiv(rows, _ROWS) * batch * len(numbers),)](
+        carry_kernel[(triton.cdiv(seqlen_q, _BLOCK_M) * batch * len(ids),)](
             out,
             residual,
             d_out,
             into,
-            numbers,
+            ids,
             out.stride()[:3],
             residual.stride()[:3],
             d_out.stride()[:3],
             into.stride()[:3],
-            len(numbers),
-            rows,
+            len(ids),
+            seqlen_q,
             HEAD_DIM=head_dim,
             WIDTH=launch.padded_width(head_dim),
-            ROWS=_ROWS,
+            BLOCK_M=_BLOCK_M,
             num_warps=4,
             **launch.COMPILER_OPTIONS,
         )

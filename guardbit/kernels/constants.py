@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 
-# Not in inference mode, whose tensors a later training step could not save for its backward.
+# Outside inference mode: a later training step could not save inference tensors.
 @lru_cache(maxsize=4096)
 @torch.inference_mode(False)
 def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values as a tensor `(len(values),)` on the device; the host does not wait for the copy.
+    """Returns the values as a tensor `(len(values),)` on the device; the host does not wait.
 
     Args:
         values: Whole numbers that fit the dtype.

@@ -1,13 +1,11 @@
-"""Exact delta in Triton, and the O' that carries it to another kernel's backward, in one launch.
+"""Launches the kernel of exact delta, and of the O' that carries it to another kernel's backward.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
-`(B, H, N, E)`; C heads are wanted. Scores are kept as plain products q k, as in the forward.
+`(B, H, N, E)`; C heads are wanted.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -16,33 +14,12 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
-from guardbit.kernels.carrier import write_rows
+from guardbit.kernels.device.delta import delta_kernel
+from guardbit.kernels.device.masks import NO_MASK
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import (
-    ADDITIVE,
-    BOOLEAN,
-    NO_MASK,
-    allowed,
-    load_mask,
-    load_ranges,
-    mask_arguments,
-    range_arguments,
-    ranged_keys,
-    visible_keys,
-    within,
-)
-from guardbit.kernels.primitives import (
-    LOG2_E,
-    head_of,
-    load_tile,
-    partial_sums,
-    product,
-    tanh_and_slope,
-)
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
 
@@ -63,233 +40,6 @@ class Carried(NamedTuple):
     delta: Tensor
 
 
-@triton.jit
-def _add_keys(
-    row_sum,
-    weighted,
-    q,
-    d_out,
-    k_base,
-    v_base,
-    batch,
-    key_head,
-    mask_base,
-    k_stride,
-    v_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
-    log_sum,
-    start,
-    end,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    scale,
-    BOUNDED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-):
-    """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
-
-    `k_base` and `v_base` are where the head begins, or if DESCRIBED the tensors' descriptors.
-    With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
-    a format, as masks have it, has room; else in log2 units, which spares a multiplication.
-    """
-    zeros = tl.zeros((q.shape[0], KEYS), tl.float32)
-    probabilities, d_probabilities = zeros, zeros
-    for first in tl.range(start, end, KEYS):
-        if DESCRIBED:
-            k = k_base.load([batch, key_head, first, 0]).reshape(KEYS, WIDTH)
-            v = v_base.load([batch, key_head, first, 0]).reshape(KEYS, VALUE_WIDTH)
-        else:
-            k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, BOUNDED)
-            v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, BOUNDED)
-        scores = product(q, tl.trans(k), zeros)
-        if OVERLAP:
-            # Of the tile before, whose second product nothing has waited for yet.
-            weighted += partial_sums(probabilities * d_probabilities)
-        d_probabilities = product(d_out, tl.trans(v), zeros)
-        if SOFTCAP:
-            scores, _ = tanh_and_slope(scores * inner_scale)
-        if MASK == ADDITIVE:
-            mask = load_mask(
-                mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
-            )
-            exponents = tl.fma(scores, scale, mask.to(tl.float32)) - log_sum[:, None]
-            exponents *= LOG2_E
-        else:
-            exponents = tl.fma(scores, scale, -log_sum[:, None])
-        if MASK == BOOLEAN:
-            mask = load_mask(
-                mask_base, mask_strides, positions, first, rows - 1, keys, KEYS, BOUNDED
-            )
-            exponents = tl.where(mask != 0, exponents, float("-inf"))
-        if BOUNDED:
-            columns = first + tl.arange(0, KEYS)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-            exponents = tl.where(visible, exponents, float("-inf"))
-        probabilities = tl.exp2(exponents)
-        row_sum += partial_sums(probabilities)
-        if not OVERLAP:
-            weighted += partial_sums(probabilities * d_probabilities)
-    if OVERLAP:
-        weighted += partial_sums(probabilities * d_probabilities)
-    return row_sum, weighted
-
-
-@triton.jit(do_not_specialize=["places", "section", "heads", "group", "rows", "keys", "shift"])
-def delta_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    d_out_pointer,
-    lse_pointer,
-    mask_pointer,
-    ranges_pointer,
-    sinks_pointer,
-    numbers_pointer,
-    out_pointer,
-    delta_pointer,
-    carrier_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    d_out_strides,
-    lse_strides,
-    mask_strides,
-    out_strides,
-    carrier_strides,
-    places,
-    section,
-    heads,
-    group,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    scale,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    CARRY: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-):
-    """One program: delta of ROWS queries of one head, and with CARRY their rows of O'.
-
-    Of `section` heads at a time, whose keys and values the cache holds, heavy causal tiles come
-    first: with few heads a heavy one at the end would be waited for.
-    """
-    row_tiles = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
-    first_place = program // (section * row_tiles) * section
-    turn = program - first_place * row_tiles
-    present = tl.minimum(section, places - first_place)
-    place = first_place + turn % present
-    first = (row_tiles - 1 - turn // present) * ROWS
-    batch = place // heads
-    number = tl.load(numbers_pointer + place % heads)
-    key_head = number // group
-
-    q_base = head_of(q_pointer, q_strides, batch, number)
-    k_base = k_pointer
-    v_base = v_pointer
-    if not DESCRIBED:
-        k_base = head_of(k_pointer, k_strides, batch, key_head)
-        v_base = head_of(v_pointer, v_strides, batch, key_head)
-    d_out_base = head_of(d_out_pointer, d_out_strides, batch, number)
-    lse_base = head_of(lse_pointer, lse_strides, batch, number)
-    mask_base = mask_pointer
-    if MASK != NO_MASK:
-        mask_base = head_of(mask_pointer, mask_strides, batch, number)
-    positions = first + tl.arange(0, ROWS)
-    inside = positions < rows
-    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    d_out = load_tile(d_out_base, first, d_out_strides[2], rows, ROWS, VALUE_DIM, VALUE_WIDTH, True)
-    log_sum = tl.load(lse_base + positions * lse_strides[2], mask=inside, other=0.0)
-    # Whatever an engine leaves for a row that sees no key.
-    log_sum = tl.where(tl.abs(log_sum) == float("inf"), 0.0, log_sum)
-    if MASK != ADDITIVE:
-        scale *= LOG2_E
-        log_sum *= LOG2_E
-    first_seen, end_seen, whole = 0, 0, 0
-    if RANGED:
-        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
-        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
-    else:
-        whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
-
-    row_sum = tl.zeros((ROWS, 8), tl.float32)
-    weighted = tl.zeros((ROWS, 8), tl.float32)
-    # Loops never run zero times, for the reason given in the forward.
-    if RANGED:
-        leading_end = tl.minimum(whole, end)
-        if leading_end > start:
-            row_sum, weighted = _add_keys(
-                row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-                k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-                start, leading_end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
-                SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
-            )  # fmt: skip
-    if whole_end > whole:
-        row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-            whole, whole_end, rows, keys, shift, inner_scale, scale, False, CAUSAL, RANGED,
-            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
-        )  # fmt: skip
-    if end > whole_end:
-        row_sum, weighted = _add_keys(
-            row_sum, weighted, q, d_out, k_base, v_base, batch, key_head, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
-            whole_end, end, rows, keys, shift, inner_scale, scale, True, CAUSAL, RANGED,
-            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS, OVERLAP, DESCRIBED,
-        )  # fmt: skip
-    row_sum = tl.sum(row_sum, 1)
-    if SINKS:
-        sink = tl.load(sinks_pointer + number)
-        if MASK == ADDITIVE:
-            row_sum += tl.exp2((sink - log_sum) * LOG2_E)
-        else:
-            row_sum += tl.exp2(sink * LOG2_E - log_sum)
-    # Divided by 1, a row that sees no key keeps its 0.
-    delta = tl.sum(weighted, 1) / tl.where(row_sum == 0.0, 1.0, row_sum)
-    tl.store(delta_pointer + place.to(tl.int64) * rows + positions, delta, mask=inside)
-
-    if CARRY:
-        # A row that sees no key keeps its O: engines differ in what they make of it.
-        carried = tl.where(row_sum == 0.0, float("nan"), delta)
-        write_rows(
-            head_of(carrier_pointer, carrier_strides, batch, number),
-            head_of(out_pointer, out_strides, batch, number),
-            d_out_base, carrier_strides[2], out_strides[2], d_out_strides[2], first, rows, carried,
-            VALUE_DIM, VALUE_WIDTH,
-        )  # fmt: skip
-
-
 def exact_delta(
     d_out: Tensor,
     q: Tensor,
@@ -298,7 +48,7 @@ def exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
     """Delta of a few heads as a backward needs it, from unrounded probabilities.
 
@@ -313,7 +63,7 @@ def exact_delta(
         v: (B, H_kv, M, E).
         lse: FP32 (B, H, N), natural logarithm, from the kernel's forward, sinks in it; any strides.
         spec: What the call asks for.
-        heads: The query heads wanted, C of them.
+        head_ids: The query heads wanted, C of them.
 
     Returns:
         FP32 (B, C, N); 0 for a row that sees no key.
@@ -324,7 +74,7 @@ def exact_delta(
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
             is not on a CUDA device.
     """
-    return _launch(d_out, q, k, v, None, lse, spec, heads, None)
+    return _launch(d_out, q, k, v, None, lse, spec, head_ids, None)
 
 
 def carry_exact_delta(
@@ -336,7 +86,7 @@ def carry_exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Carried:
     """The O' with which a kernel's backward uses the exact delta of some heads, in one launch.
@@ -352,7 +102,7 @@ def carry_exact_delta(
         out: (B, H, N, E), as the kernel's forward returned it.
         lse: See `exact_delta`.
         spec: What the call asks for.
-        heads: The C query heads whose rows are to carry their delta.
+        head_ids: The C query heads whose rows are to carry their delta.
         into: Where O' is written, in these heads' rows only; may be `out` itself. None for a new
             tensor, in memory as `out` is, whose other heads are copied from `out`.
 
@@ -366,14 +116,14 @@ def carry_exact_delta(
             not on a CUDA device, or neighbouring elements of a row of `into` are not adjacent in
             memory.
     """
-    check_heads(heads, q.shape[1])
+    check_heads(head_ids, q.shape[1])
     if into is None:
         into = launch.empty_as(out)
-        if len(set(heads)) < q.shape[1]:
+        if len(set(head_ids)) < q.shape[1]:
             into.copy_(out)
     if into.stride(-1) != 1:
         raise ValueError("`into` needs rows whose neighbouring elements are adjacent in memory.")
-    return Carried(into, _launch(d_out, q, k, v, out, lse, spec, heads, into))
+    return Carried(into, _launch(d_out, q, k, v, out, lse, spec, head_ids, into))
 
 
 def _launch(
@@ -384,42 +134,42 @@ def _launch(
     out: Tensor | None,
     lse: Tensor,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     carrier: Tensor | None,
 ) -> Tensor:
     """Launches the kernel, which writes delta, and with `carrier` the heads' rows of O'."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v, **({} if out is None else {"out": out}))
-    check_heads(heads, q.shape[1])
+    check_heads(head_ids, q.shape[1])
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))
-    batch, all_heads, rows, head_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
-    numbers = launch.device_numbers(tuple(heads), q.device)
-    count = len(numbers)
-    delta = torch.empty((batch, count, rows), dtype=torch.float32, device=q.device)
-    shape = (batch, all_heads, rows, keys)
-    mask, mask_strides, kind = mask_arguments(spec, shape, delta)
-    ranges, is_ranged = range_arguments(spec, shape, delta)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    computed_heads = len(ids)
+    delta = torch.empty((batch, computed_heads, seqlen_q), dtype=torch.float32, device=q.device)
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    mask, mask_strides, kind = launch.mask_arguments(spec, shape, delta)
+    ranges, is_ranged = launch.range_arguments(spec, shape, delta)
     inner_scale, scale = launch.factors(spec)
     if not delta.numel():
         return delta
     out = d_out if out is None else launch.rows_adjacent(out)
     carried = out if carrier is None else carrier
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
-    size = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
+    tile = tiles.tile(launch.capability_of(q), max(width, value_width), "delta")
     if kind != NO_MASK.value or spec.softcap > 0:
-        size = size.for_mask
-    described = size.described and launch.is_describable(k) and launch.is_describable(v)
+        tile = tile.for_mask
+    use_tma = tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
     with launch.device_of(q):
-        delta_kernel[(triton.cdiv(rows, size.rows) * batch * count,)](
+        delta_kernel[(triton.cdiv(seqlen_q, tile.block_m) * batch * computed_heads,)](
             q,
-            launch.described(k, size.keys, width) if described else k,
-            launch.described(v, size.keys, value_width) if described else v,
+            launch.tma_descriptor(k, tile.block_n, width) if use_tma else k,
+            launch.tma_descriptor(v, tile.block_n, value_width) if use_tma else v,
             d_out,
             lse,
             mask,
             ranges,
             launch.sinks_of(spec, delta),
-            numbers,
+            ids,
             out,
             delta,
             carried,
@@ -431,13 +181,13 @@ def _launch(
             mask_strides,
             out.stride()[:3],
             carried.stride()[:3],
-            batch * count,
-            max(1, _CACHE // max(1, keys * (head_dim + value_dim) * q.element_size())),
-            count,
-            all_heads // kv_heads,
-            rows,
-            keys,
-            causal_shift(spec.causal, rows, keys),
+            batch * computed_heads,
+            max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size())),
+            computed_heads,
+            num_heads // kv_heads,
+            seqlen_q,
+            seqlen_k,
+            causal_shift(spec.causal, seqlen_q, seqlen_k),
             inner_scale,
             scale,
             CAUSAL=spec.causal is not False and not is_ranged,
@@ -450,11 +200,11 @@ def _launch(
             WIDTH=width,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=value_width,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            OVERLAP=size.overlap,
-            DESCRIBED=described,
-            **size.options,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            OVERLAP=tile.overlap,
+            USE_TMA=use_tma,
+            **tile.options,
             **launch.COMPILER_OPTIONS,
         )
     return delta

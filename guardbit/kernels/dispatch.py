@@ -1,4 +1,4 @@
-"""Triton's kernels where they can run, plain torch elsewhere: the one place that chooses.
+"""Chooses between the Triton kernels and plain torch, here and nowhere else.
 
 Triton is imported when it is first needed.
 """
@@ -37,14 +37,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def on_triton(backend: str, q: Tensor) -> bool:
-    """Whether Triton's kernels serve a call, or the plain-torch ones.
+    """Whether a call runs the Triton kernels; otherwise it runs plain torch.
 
     Args:
         backend: One of `BACKENDS`.
         q: Queries of the call; keys and values have the same dtype and device.
 
     Raises:
-        ValueError: If Triton's are asked for and cannot.
+        ValueError: If `backend` is "triton" and they cannot run it.
     """
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
         return False
@@ -65,7 +65,7 @@ def _triton_obstacle(q: Tensor) -> str | None:
             found = ".".join(map(str, capability))
             return f"needs compute capability 8.0 or newer, but {q.device} has {found}"
         return None
-    from guardbit.kernels.primitives import INTERPRET
+    from guardbit.kernels.device.rounding import INTERPRET
 
     return None if INTERPRET.value else f"needs CUDA tensors, but q is on {q.device}"
 
@@ -74,8 +74,8 @@ def _triton_obstacle(q: Tensor) -> str | None:
 def launcher(
     direction: Literal["forward", "backward"], triton: bool, device_type: str
 ) -> Callable[..., Any]:
-    """Our own forward or backward, see `reference.forward` and `reference.backward`."""
-    if triton:  # takes no notice of autocast, which costs 10 us to leave
+    """Returns our forward or backward, see `reference.forward` and `reference.backward`."""
+    if triton:  # ignores autocast, which takes 10 us to leave
         from guardbit.kernels import backward, forward
 
         return forward.forward if direction == "forward" else backward.backward
@@ -90,14 +90,14 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> Shadow:
-    """O and row statistics to FP32 accuracy, see `reference.shadow`.
+    """Computes O and row statistics to FP32 accuracy, see `reference.shadow`.
 
-    With dropout always in plain torch: Triton's kernel drops nothing.
+    With dropout it always runs in plain torch: the Triton kernel drops nothing.
     """
-    settings: dict[str, Any] = {"spec": spec, "eps": eps, "rows": rows}
+    settings: dict[str, Any] = {"spec": spec, "eps": eps, "query_ids": query_ids}
     if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import shadow as kernels
 
@@ -111,15 +111,15 @@ def row_maxima(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> RowMaxima:
     """The maxima of `shadow` alone, for less; of the same backend, so that they are the same."""
     if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import shadow as kernels
 
-        return kernels.row_maxima(q, k, spec=spec, rows=rows)
-    return reference.row_maxima(q, k, spec=spec, rows=rows)
+        return kernels.row_maxima(q, k, spec=spec, query_ids=query_ids)
+    return reference.row_maxima(q, k, spec=spec, query_ids=query_ids)
 
 
 def _is_audited_by_triton(
@@ -135,14 +135,14 @@ def delta_bias(
     exact: Tensor,
     *,
     residual: Tensor | None,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The error of delta that adds up, see `reference.delta_bias`."""
+    """Sums the error of delta, see `reference.delta_bias`."""
     if on_triton("auto", out):
-        from guardbit.kernels import shadow as kernels
+        from guardbit.kernels import delta_bias as kernels
 
-        return kernels.delta_bias(d_out, out, exact, residual=residual, rows=rows)
-    return reference.delta_bias(d_out, out, exact, residual=residual, rows=rows)
+        return kernels.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)
+    return reference.delta_bias(d_out, out, exact, residual=residual, query_ids=query_ids)
 
 
 def exact_query_gradient(
@@ -152,14 +152,14 @@ def exact_query_gradient(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     dropout: Dropout | None,
 ) -> Tensor:
-    """DQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
+    """Computes dQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
 
-    With dropout always in plain torch, as `shadow`.
+    With dropout it always runs in plain torch, as `shadow` does.
     """
-    settings: dict[str, Any] = {"spec": spec, "heads": heads}
+    settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids}
     if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import audit
 
@@ -175,15 +175,15 @@ def exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
-    """Delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
+    """Computes delta of some heads from unrounded probabilities, see `reference.exact_delta`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
-        return delta.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        return delta.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids)
     with torch.autocast(q.device.type, enabled=False):
-        return reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=heads)
+        return reference.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids)
 
 
 def carry_exact_delta(
@@ -195,55 +195,57 @@ def carry_exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
 ) -> Tensor:
-    """O with the exact delta of some heads in their rows, see `reference.write_carrier`."""
+    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
-        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=heads).out
+        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, head_ids=head_ids).out
     with torch.autocast(q.device.type, enabled=False):
         exact = reference.exact_delta(
-            d_out, q, k, v, lse, spec=spec, heads=heads, unseeing=math.nan
+            d_out, q, k, v, lse, spec=spec, head_ids=head_ids, unseeing=math.nan
         )  # fmt: skip
         carried = torch.empty_like(out).copy_(out)
-        reference.write_carrier(carried, d_out, exact, heads)
+        reference.write_carrier(carried, d_out, exact, head_ids)
     return carried
 
 
 def carry_compensated_delta(
-    d_out: Tensor, out: Tensor, residual: Tensor, *, heads: Sequence[int], into: Tensor | None
+    d_out: Tensor, out: Tensor, residual: Tensor, *, head_ids: Sequence[int], into: Tensor | None
 ) -> Tensor:
-    """O with the delta of O and its residual in some heads' rows, see `reference.write_carrier`.
+    """Returns an O' whose rows carry the compensated delta of some heads.
+
+    That is the delta of O and its rounding residual, see `reference.write_carrier`.
 
     Args:
         d_out: Gradient of the output.
         out: The output.
-        residual: What rounding took from it, INT8, of all heads.
-        heads: The heads whose rows carry their delta.
+        residual: The rounding residual of all heads, INT8.
+        head_ids: The heads whose rows carry their delta.
         into: Where their rows are written; None for a copy of `out`.
     """
     triton = on_triton("auto", out)
     carried = torch.empty_like(out) if into is None else into
-    # Triton's kernel writes all rows of its heads, torch only those that can carry their delta.
-    if into is None and not (triton and len(heads) == out.size(1)):
+    # The Triton kernel writes all rows of its heads; torch only those that can carry their delta.
+    if into is None and not (triton and len(head_ids) == out.size(1)):
         carried.copy_(out)
     if triton:
         from guardbit.kernels import compensated
 
-        compensated.carry_compensated_delta(d_out, out, residual, carried, heads=heads)
+        compensated.carry_compensated_delta(d_out, out, residual, carried, head_ids=head_ids)
         return carried
-    index = device_constant(tuple(heads), torch.int64, out.device)
+    index = device_constant(tuple(head_ids), torch.int64, out.device)
     rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
     delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
-    reference.write_carrier(carried, d_out, delta, heads)
+    reference.write_carrier(carried, d_out, delta, head_ids)
     return carried
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether nobody stands between an op and its implementation, which may be called by itself.
+    """Whether an op's implementation may be called directly: no mode or subclass intercepts it.
 
-    The dispatcher takes each of 18 arguments apart and puts it together again.
+    This saves the dispatcher's conversion of each of 18 arguments.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0

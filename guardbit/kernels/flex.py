@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels import dispatch, programs, reference
+from guardbit.kernels import dispatch, flex_functions, reference
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, log, site_state
@@ -87,13 +87,13 @@ class _Shared(NamedTuple):
     @property
     def spec(self) -> AttentionSpec:
         """What the call asks for."""
-        return programs.specification(
+        return flex_functions.specification(
             self.program, self.scale, len(self.q), self.tensors, self.numbers
         )
 
-    def used(self, heads: tuple[int, ...]) -> Tensor:
+    def used(self, head_ids: tuple[int, ...]) -> Tensor:
         """The delta `(B, C, N)` that FlexAttention's backward takes by itself, FP32."""
-        index = device_constant(heads, torch.int64, self.q.device)
+        index = device_constant(head_ids, torch.int64, self.q.device)
         d_out, out = (x.index_select(1, index).float() for x in (self.d_out, self.out))
         return (d_out * out).sum(-1)
 
@@ -116,7 +116,7 @@ def _begin(
     """
     state = site_state(int(site))
     state.requested = ("none",) * q.size(1)
-    state.stock_dropout_p, state.is_masked = 0.0, False
+    state.native_dropout_p, state.is_masked = 0.0, False
     # Compiled forwards without gradients, such as a backward runs again, do not come here.
     state.begin_forward(is_first=state.ran_at < state.clock.now)
     names, why = _settled(state.running, obstacle)
@@ -149,17 +149,17 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     """The gradient of LSE that makes the backward use the exact delta of the switched heads."""
     call = _Shared(*arguments)
     found = torch.zeros_like(call.lse)
-    heads = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
-    if not heads:
+    head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
+    if not head_ids:
         return found
     state = site_state(int(call.site))
     try:
         natural = call.lse * _LN2
         delta = dispatch.exact_delta(
-            call.d_out, call.q, call.k, call.v, natural, spec=call.spec, heads=heads
+            call.d_out, call.q, call.k, call.v, natural, spec=call.spec, head_ids=head_ids
         )
-        index = device_constant(heads, torch.int64, call.q.device)
-        found.index_copy_(1, index, reference.lse_gradient(call.used(heads), delta) * _LN2)
+        index = device_constant(head_ids, torch.int64, call.q.device)
+        found.index_copy_(1, index, reference.lse_gradient(call.used(head_ids), delta) * _LN2)
     except Exception as error:
         state.fall_back(error)
         return torch.zeros_like(call.lse)
@@ -191,7 +191,9 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
             dq = dq.where((given == 0).all(), torch.nan)
         seen = _seen(call, dq, d_lse)
     except Exception as error:
-        log.warning("site '%s': a call of flex_attention went unseen (%s)", state.name, error)
+        log.warning(
+            "attention module '%s': a call of flex_attention was not seen (%s)", state.name, error
+        )
         return
     state.observer(seen)
 
@@ -199,10 +201,10 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
 def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
     """A call as observers hear of it."""
     names, carried = call.stabilizers, call.out
-    heads = tuple(h for h, name in enumerate(names) if name == "exact_delta")
-    if heads:
-        index = device_constant(heads, torch.int64, call.q.device)
-        delta = call.used(heads) - d_lse.index_select(1, index) / _LN2
+    head_ids = tuple(h for h, name in enumerate(names) if name == "exact_delta")
+    if head_ids:
+        index = device_constant(head_ids, torch.int64, call.q.device)
+        delta = call.used(head_ids) - d_lse.index_select(1, index) / _LN2
         d_out = call.d_out.index_select(1, index)
         carried = call.out.float().index_copy(1, index, reference.float_carrier(d_out, delta))
     return AttentionCall(
@@ -251,7 +253,7 @@ class _Began(NamedTuple):
     Attributes:
         site: Number of the site, 0-d CPU tensor.
         names: What `_begin` returned.
-        program: Number of its functions, see `programs.register`; None if they are not known.
+        program: Number of its functions, see `flex_functions.register`; None if they are not known.
     """
 
     site: Tensor
@@ -300,7 +302,9 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
         kept = dict(options)
         if site is not None:
             try:
-                program = programs.register(score_mod, block_mask[-1], score_closed, mask_closed)
+                program = flex_functions.register(
+                    score_mod, block_mask[-1], score_closed, mask_closed
+                )
             except Exception:  # a graph unlike any that we know
                 program = None
             obstacle = _UNRECORDED if program is None else ""

@@ -1,13 +1,10 @@
-"""Forward in Triton: O, L and the residual, with each head's own stabilizer in one launch.
+"""Launches the forward kernel: O, L and the residual, with a stabilizer for each head.
 
-Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv. Scores are kept as plain
-products q k; s stands for them, and "log2 units" for s scale log2(e), the exponent of exp2.
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -16,286 +13,13 @@ from collections.abc import Sequence
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.device.forward import forward_kernel
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import allowed, visible_keys
-from guardbit.kernels.primitives import (
-    LN_2,
-    count_above,
-    encode_residual,
-    head_of,
-    kept_entries,
-    load_tile,
-    partial_sums,
-    product,
-    random_halves,
-    round_nearest,
-    round_stochastic,
-    store_tile,
-)
 from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
-from guardbit.records import STABILIZERS
-
-# A head's code in the device array: its place in STABILIZERS.
-_COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
-_STOCHASTIC = tl.constexpr(STABILIZERS.index("stochastic"))
-_ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
-
-# How many heads of a launch have a stabilizer. With all or none there is nothing to choose.
-_NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-
-# The narrowest right operand of a product on tensor cores, PTX's m16n8k16.
-_LEAST_WIDTH = tl.constexpr(8)
-
-
-@triton.jit
-def _second_near_maximum(second, differences, row_max, tile_max, distance):
-    """Whether a row's second largest score so far lies within a distance of its largest.
-
-    Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
-    the distance, the old one is the second score near the new.
-
-    Args:
-        second: Whether it did in earlier tiles.
-        differences: s of this tile less the largest so far.
-        row_max: Largest s of earlier tiles.
-        tile_max: Largest s of this tile.
-        distance: The distance in units of s.
-    """
-    here = count_above(differences, -distance) > 1.0
-    second = tl.where(tile_max > row_max, here, second)
-    return second | (tl.abs(tile_max - row_max) <= distance)
-
-
-@triton.jit
-def _attend(
-    accumulator,
-    row_max,
-    raised,
-    row_sum,
-    rounded_sum,
-    tied,
-    q,
-    k_base,
-    v_base,
-    k_stride,
-    v_stride,
-    rows,
-    start,
-    end,
-    keys,
-    shift,
-    scale_log2,
-    eps,
-    shift_turns,
-    shift_min_log2,
-    shift_range_log2,
-    code,
-    word,
-    place,
-    threshold,
-    COMPENSATED: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
-
-    Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
-    row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
-    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max.
-    Which products are fused with a sum is spelled out, so that all variants give the same bits.
-    """
-    dtype: tl.constexpr = v_base.dtype.element_ty
-    for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
-        if MASKED:
-            columns = first + tl.arange(0, KEYS)
-            visible = allowed(rows[:, None], columns[None, :], keys, shift, CAUSAL)
-            scores = tl.where(visible, scores, float("-inf"))
-        tile_max = tl.max(scores, 1)
-        new_max = tl.maximum(row_max, tile_max)
-        # 0 instead of the -inf of a row that has seen no key.
-        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
-        # Subtracted before the scale: the largest P-bar is 1 however large s is. Fused into one
-        # multiply-add, s beyond 10^4 makes it 2^e with e the rounding of row_max scale, which BF16
-        # then rounds.
-        differences = scores - finite[:, None]
-        if ROW_MAX != _NO_HEAD:
-            tied = _second_near_maximum(tied, differences, row_max, tile_max, eps)
-        if ROW_MAX == _NO_HEAD:
-            new_raised = raised
-            exponents = differences * scale_log2
-            rise = (row_max - finite) * scale_log2
-        else:
-            shifted = tied
-            if ROW_MAX == _SOME_HEADS:
-                shifted = tied & (code == _ROW_MAX)
-            turns = tl.abs(finite) * shift_turns
-            fraction = tl.fma(tl.abs(finite), shift_turns, -tl.floor(turns))
-            shift_log2 = tl.fma(tl.maximum(fraction, 0.0), shift_range_log2, shift_min_log2)
-            new_raised = tl.where(shifted, shift_log2, 0.0)
-            exponents = tl.fma(differences, scale_log2, -new_raised[:, None])
-            rise = tl.fma(row_max - finite, scale_log2, raised - new_raised)
-        probabilities = tl.exp2(exponents)
-        rescale = tl.exp2(rise)
-        rounded = round_nearest(probabilities, dtype)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        weights = rounded
-        if DROPOUT:
-            kept = kept_entries(word, rows, place, first, threshold, KEYS)
-            weights = tl.where(kept, rounded, 0.0)
-        accumulator = product(weights, v, accumulator * rescale[:, None])
-        if COMPENSATED != _NO_HEAD:
-            # By a tensor core: widening and adding the rounded numbers costs more.
-            ones = tl.full((KEYS, _LEAST_WIDTH), 1.0, dtype)
-            rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
-        if COMPENSATED != _ALL_HEADS:
-            row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
-        row_max = new_max
-        raised = new_raised
-    return accumulator, row_max, raised, row_sum, rounded_sum, tied
-
-
-@triton.jit(
-    do_not_specialize=[
-        "rows", "keys", "shift", "seed", "offset", "all_heads", "heads", "group", "threshold"
-    ]
-)  # fmt: skip
-def forward_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    out_pointer,
-    lse_pointer,
-    residual_pointer,
-    codes_pointer,
-    numbers_pointer,
-    word_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    out_strides,
-    all_heads,
-    heads,
-    group,
-    rows,
-    keys,
-    shift,
-    scale,
-    scale_log2,
-    eps,
-    shift_turns,
-    shift_min_log2,
-    shift_range_log2,
-    seed: tl.int64,
-    offset,
-    threshold,
-    factor,
-    CAUSAL: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    COMPENSATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    ROW_MAX: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """One program: one tile of ROWS queries of one head; heavy causal tiles come first.
-
-    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
-    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
-    """
-    row_tiles = tl.cdiv(rows, ROWS)
-    program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = (place // heads).to(tl.int64)
-    head = place % heads
-    code = tl.load(codes_pointer + head)
-    number = tl.load(numbers_pointer + head)
-    key_head = number // group
-    dtype: tl.constexpr = q_pointer.dtype.element_ty
-
-    random_place = batch * all_heads + number
-    word = tl.full((), 0, tl.int64)
-    if DROPOUT:
-        word = tl.load(word_pointer)
-
-    q_base = head_of(q_pointer, q_strides, batch, number)
-    k_base = head_of(k_pointer, k_strides, batch, key_head)
-    v_base = head_of(v_pointer, v_strides, batch, key_head)
-    positions = first + tl.arange(0, ROWS)
-    q = load_tile(q_base, first, q_strides[2], rows, ROWS, HEAD_DIM, WIDTH, True)
-    if NEGATIVE_SCALE:
-        q = (-q.to(tl.float32)).to(dtype)
-    whole_end, end = visible_keys(first, keys, shift, ROWS, KEYS, CAUSAL)
-
-    accumulator = tl.zeros((ROWS, WIDTH), tl.float32)
-    row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-    raised = tl.zeros((ROWS,), tl.float32)
-    row_sum = tl.zeros((ROWS, 8), tl.float32)
-    rounded_sum = tl.zeros((ROWS, _LEAST_WIDTH), tl.float32)
-    tied = tl.zeros((ROWS,), tl.int1)
-    # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
-    # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
-    if whole_end > 0:
-        accumulator, row_max, raised, row_sum, rounded_sum, tied = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, tied,
-            q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, keys, shift,
-            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
-            word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-        )  # fmt: skip
-    if end > whole_end:
-        accumulator, row_max, raised, row_sum, rounded_sum, tied = _attend(
-            accumulator, row_max, raised, row_sum, rounded_sum, tied,
-            q, k_base, v_base, k_strides[2], v_strides[2], positions, whole_end, end, keys, shift,
-            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
-            word, random_place, threshold,
-            COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, KEYS,
-        )  # fmt: skip
-
-    row_sum = tl.sum(row_sum, 1)
-    if COMPENSATED == _ALL_HEADS:
-        row_sum = tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH)
-    elif COMPENSATED == _SOME_HEADS:
-        row_sum = tl.where(
-            code == _COMPENSATED, tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH), row_sum
-        )
-    # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    lse = tl.fma(row_max, scale, (raised + tl.log2(row_sum)) * LN_2)
-    tl.store(lse_pointer + place.to(tl.int64) * rows + positions, lse, mask=positions < rows)
-
-    if DROPOUT:
-        accumulator *= factor
-    exact = accumulator * (1.0 / row_sum)[:, None]
-    out = round_nearest(exact, dtype)
-    if COMPENSATED != _NO_HEAD:
-        # Before the numbers are drawn: no head is both, and registers are few.
-        residual = encode_residual(exact, out)
-        if COMPENSATED == _SOME_HEADS:
-            residual = tl.where(code == _COMPENSATED, residual, 0)
-        residual_base = head_of(residual_pointer, out_strides, batch, head)
-        store_tile(residual_base, first, out_strides[2], rows, residual, ROWS, HEAD_DIM, WIDTH)
-    if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
-        groups = tl.arange(0, WIDTH // 8)[None, :]
-        halves = random_halves(seed, groups, positions[:, None], random_place, offset)
-        out = round_stochastic(exact, halves, dtype)
-    out_base = head_of(out_pointer, out_strides, batch, head)
-    store_tile(out_base, first, out_strides[2], rows, out, ROWS, HEAD_DIM, WIDTH)
 
 
 def forward(
@@ -310,7 +34,7 @@ def forward(
     eps: float = 1e-3,
     seed: int = 0,
     offset: int = 0,
-    heads: Sequence[int] | None = None,
+    head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
 ) -> Forward:
     """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
@@ -330,7 +54,7 @@ def forward(
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         seed: Key of the random numbers, modulo 2^64.
         offset: Last word of the random numbers' counter, modulo 2^32.
-        heads: The query heads to compute, C of them; None for all.
+        head_ids: The query heads to compute, C of them; None for all.
         dropout: What to drop from P-bar; None for nothing.
 
     Returns:
@@ -342,13 +66,13 @@ def forward(
     """
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
-    batch, all_heads, rows, head_dim = q.shape
-    kv_heads, keys = k.shape[1:3]
-    numbers = tuple(range(all_heads)) if heads is None else tuple(heads)
-    launch.check_count(stabilizers, len(numbers))
-    shift = causal_shift(causal, rows, keys)
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
+    launch.check_count(stabilizers, len(computed))
+    shift = causal_shift(causal, seqlen_q, seqlen_k)
     codes = launch.device_codes(tuple(stabilizers), q.device)
-    out = launch.empty_like_rows(q if heads is None else q[:, : len(numbers)])
+    out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers
     residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
@@ -356,14 +80,14 @@ def forward(
         return Forward(out, lse, residual)
 
     width = launch.padded_width(head_dim)
-    size = tiles.tile(launch.capability_of(q), width, "forward")
+    tile = tiles.tile(launch.capability_of(q), width, "forward")
     if dropout is not None:
-        size = size.for_dropout
-    row_tiles = triton.cdiv(rows, size.rows)
+        tile = tile.for_dropout
+    row_tiles = triton.cdiv(seqlen_q, tile.block_m)
     shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
-        forward_kernel[(row_tiles * batch * len(numbers),)](
+        forward_kernel[(row_tiles * batch * len(computed),)](
             q,
             k,
             v,
@@ -371,17 +95,17 @@ def forward(
             lse,
             out if residual is None else residual,
             codes,
-            launch.device_numbers(numbers, q.device),
-            lse if dropout is None else dropout.word,
+            launch.device_head_ids(computed, q.device),
+            lse if dropout is None else dropout.philox_key,
             q.stride()[:3],
             k.stride()[:3],
             v.stride()[:3],
             out.stride()[:3],
-            all_heads,
-            len(numbers),
-            all_heads // kv_heads,
-            rows,
-            keys,
+            num_heads,
+            len(computed),
+            num_heads // kv_heads,
+            seqlen_q,
+            seqlen_k,
             shift,
             size_of_scale,
             size_of_scale * math.log2(math.e),
@@ -401,9 +125,9 @@ def forward(
             DROPOUT=dropout is not None,
             HEAD_DIM=head_dim,
             WIDTH=width,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            **size.options,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
             **launch.COMPILER_OPTIONS,
         )
     return Forward(out, lse, residual)

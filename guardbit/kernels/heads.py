@@ -1,13 +1,13 @@
-"""One attention call whose heads run what each of them is asked to run.
+"""Runs one attention call, each head with its own stabilizer.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out, d_out `(B, H, N, D)`;
 lse `(B, H, N)` FP32.
 
-In an instrumented model a head's forward is the engine's, PyTorch's own kernel, or ours, and the
-engine's backward serves all heads in one launch where it is proved to read O for delta alone
-(`guardbit.kernels.engines.proof`): a stabilized head then hands it an O' that carries the delta it
-is to use. Where that is not so, ours computes the heads that it ran, and the engine the others.
-`guardbit.flash_attention` runs ours in all heads.
+In an instrumented model, a head's forward runs either the engine (the kernel that PyTorch or a
+library would run) or our kernel. The engine's backward serves all heads in one launch if it is
+proved to read O for delta only (`guardbit.kernels.engines.proof`). A stabilized head then hands it
+an O' that carries the delta to use. Otherwise our backward computes the heads whose forward ours
+ran, and the engine's the others. `guardbit.flash_attention` runs our kernels in all heads.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch import Tensor
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.centering import center_keys, shift_of_lse
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.engines import Drawn, Engine, Gradients
+from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
 
 
 class Options(NamedTuple):
-    """What only our forward asks for, see `guardbit.flash_attention`."""
+    """Options of our forward only, see `guardbit.flash_attention`."""
 
     beta: float
     eps: float
@@ -40,12 +40,12 @@ class Ran(NamedTuple):
 
     Attributes:
         out: The output.
-        lse: Of all heads; zeros where the engine gives none.
-        residual: What rounding took from O in the compensated heads, or None.
-        engine: The engine that is to run backward; None where ours does in all heads.
+        lse: The logsumexp of all heads; zeros where the engine returns none.
+        residual: The rounding residual of O in the compensated heads, or None.
+        engine: The engine whose backward runs; None if ours runs in all heads.
         shared: Whether the engine's backward serves all heads.
-        on_triton: Whether ours ran in Triton.
-        names: What each head ran.
+        on_triton: Whether our kernels ran in Triton.
+        names: The stabilizer that each head ran.
     """
 
     out: Tensor
@@ -73,13 +73,13 @@ def forward(
 
     Args:
         call: The call.
-        asked: One stabilizer a head.
-        options: Of our forward.
+        asked: One stabilizer for each head.
+        options: Those of our forward.
         training: Whether a gradient will be asked for.
-        keeps_residual: Whether there is room for what `compensated` keeps.
-        random: With dropout INT64 `(3,)`, filled: seed and offset of PyTorch's kernel and the word
-            of ours.
-        generator_state: With dropout UINT8, filled, see `engines.Drawn`.
+        keeps_residual: Whether there is memory for the residual of `compensated`.
+        random: With dropout INT64 `(3,)`; is filled with seed and offset of PyTorch's kernel and
+            the Philox key of ours.
+        generator_state: With dropout UINT8; is filled, see `engines.Drawn`.
     """
     q, v, spec, state = call.q, call.v, call.spec, call.state
     engine = call.library
@@ -95,7 +95,7 @@ def forward(
 
     def run_engine() -> tuple[Tensor, Tensor]:
         assert engine is not None
-        out, lse = engine.forward(q, k, v, spec, training, drawn)
+        out, lse = engine.forward(Inputs(q, k, v, spec, drawn, call.wants_mask), training)
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
             return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
@@ -104,7 +104,7 @@ def forward(
         return out, lse
 
     if engine is not None and len(plan.own) < call.heads:
-        # First, so that it draws the random numbers that it would draw by itself.
+        # Runs first, so that it draws the same random numbers as without GuardBit.
         out, lse = run_engine()
     if plan.own:
         try:
@@ -122,7 +122,7 @@ def forward(
                 eps=options.eps,
                 seed=options.seed,
                 offset=random_offset(),
-                heads=plan.own if out is not None else None,
+                head_ids=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )
             if result.residual is not None and out is not None:
@@ -133,14 +133,14 @@ def forward(
                 raise
             state.fall_back(error)
             if plan.compensated and is_recomputing():
-                # What is recomputed must be of the first forward's shape.
+                # A recomputed forward must return the first forward's shapes.
                 residual = torch.zeros_like(q, dtype=torch.int8)
             on_triton = False
             names, why = _without_ours(names), ""
         else:
             state.succeed()
             _count(state, "forward", plan, on_triton)
-        if own is None and out is None:  # past the except clause, which holds memory
+        if own is None and out is None:  # after the except clause, which keeps memory alive
             out, lse = run_engine()
     if own is not None:
         if out is None or lse is None:
@@ -152,7 +152,7 @@ def forward(
             if own.residual is not None and residual is not None:
                 residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
-    if plan.centered and not call.native:  # whose caller may look at it
+    if plan.centered and not call.native:  # the caller may ask for lse
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
@@ -164,7 +164,7 @@ def _without_ours(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def dropout_of(call: Call, plan: Plan, random: Tensor) -> Dropout | None:
-    """What our kernels drop in their heads, or None."""
+    """Returns what our kernels drop in their heads, or None."""
     if call.spec.dropout_p == 0:
         return None
     return Dropout(call.spec.dropout_p, random[2], plan.own, call.heads)
@@ -185,7 +185,7 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
-    """Gives x the memory layout of `like`, which the op's fake kernels promise."""
+    """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
     if x.stride() == like.stride():
         return x
     promised = torch.empty_like(like, dtype=x.dtype)
@@ -208,7 +208,8 @@ def backward(
         generator_state: See `forward`.
 
     Returns:
-        The gradients; O, or the O' that carries the deltas that were used; and what each head ran.
+        The gradients; O, or the O' that carries the deltas in use; and the stabilizer that each
+        head ran.
     """
     state, engine = call.state, ran.engine
     plan = plan_of(ran.names, call.native)
@@ -231,9 +232,9 @@ def backward(
     try:
         own = _by_ours(call, d_out, carried, ran, plan, random)
     except Exception as error:
-        if engine is None or drawn is not None:  # what ours dropped, PyTorch's cannot know
+        if engine is None or drawn is not None:  # PyTorch's kernel cannot know what ours dropped
             raise
-        # Its backward works with our out and lse too: only the rounding is different.
+        # The engine's backward takes our out and lse too: only the rounding differs.
         state.fall_back(error)
         plan = plan_of(_without_ours(plan.names), True)
     if own is None:
@@ -241,8 +242,8 @@ def backward(
         return _by_engine(call, engine, d_out, carried, ran.lse, drawn), carried, plan.names
     if engine is None or len(plan.own) == call.heads:
         return own, carried, plan.names
-    # A zero gradient contributes exact zeros: the other heads' gradients keep their bits, and key
-    # heads shared with one of ours receive only the others' share.
+    # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
+    # keep their bits, and a key head that both share gets only the engine's part here.
     rest = d_out.index_fill(1, device_constant(plan.own, torch.int64, d_out.device), 0)
     others = _by_engine(call, engine, rest, carried, ran.lse, drawn)
     return _merge(others, own, plan.own), carried, plan.names
@@ -254,18 +255,18 @@ def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
 
 
 def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
-    """O, or an O' in which the rows of some heads carry the delta that these heads want."""
+    """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
     carried, state = ran.out, call.state
     if plan.exact:
         carried = dispatch.carry_exact_delta(
-            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, heads=plan.exact
+            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, head_ids=plan.exact
         )
         state.launches["backward", "exact_delta"] += 1
     if plan.compensated and ran.shared:
         assert ran.residual is not None
         into = None if carried is ran.out else carried
         carried = dispatch.carry_compensated_delta(
-            d_out, ran.out, ran.residual, heads=plan.compensated, into=into
+            d_out, ran.out, ran.residual, head_ids=plan.compensated, into=into
         )
         state.launches["backward", "compensated"] += 1
     if carried is not ran.out:
@@ -277,9 +278,8 @@ def _by_engine(
     call: Call, engine: Engine, d_out: Tensor, out: Tensor, lse: Tensor, drawn: Drawn | None
 ) -> Gradients:
     out = engine.laid_out(out, call.q)
-    found = engine.backward(
-        d_out, call.q, call.k, call.v, out, lse, call.spec, drawn, call.wants_mask
-    )
+    inputs = Inputs(call.q, call.k, call.v, call.spec, drawn, call.wants_mask)
+    found = engine.backward(inputs, d_out, out, lse)
     call.state.launches["backward", engine.name] += 1
     return found
 
@@ -304,7 +304,7 @@ def _by_ours(
 
 
 def _chosen(
-    heads: tuple[int, ...],
+    head_ids: tuple[int, ...],
     d_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -313,27 +313,27 @@ def _chosen(
     lse: Tensor,
     residual: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Takes some query heads, each with a key head of its own."""
+    """Selects some query heads, each with a copy of its key head."""
     group = q.size(1) // k.size(1)
-    index = device_constant(heads, torch.int64, q.device)
-    key_index = device_constant(tuple(h // group for h in heads), torch.int64, q.device)
+    index = device_constant(head_ids, torch.int64, q.device)
+    key_index = device_constant(tuple(h // group for h in head_ids), torch.int64, q.device)
     k, v = k.index_select(1, key_index), v.index_select(1, key_index)
     d_out, q, out, lse = (x.index_select(1, index) for x in (d_out, q, out, lse))
     return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
 
 
-def _merge(rest: Gradients, own: Gradients, heads: tuple[int, ...]) -> Gradients:
-    """Puts the chosen heads' gradients among the others', in place."""
+def _merge(rest: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
+    """Writes the chosen heads' gradients among the others', in place."""
     dq, dk, dv = rest[:3]
-    dq.index_copy_(1, device_constant(heads, torch.int64, dq.device), own.dq)
+    dq.index_copy_(1, device_constant(head_ids, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):
-        # One query head of a group at a time: adding two in one go would be atomic, in any order.
-        places = tuple(place for place, head in enumerate(heads) if head % group == member)
+        # One query head of a group at a time: adding two at once would use atomics, in any order.
+        places = tuple(place for place, head in enumerate(head_ids) if head % group == member)
         if not places:
             continue
         chosen = device_constant(places, torch.int64, dk.device)
-        key_heads = tuple(heads[place] // group for place in places)
+        key_heads = tuple(head_ids[place] // group for place in places)
         index = device_constant(key_heads, torch.int64, dk.device)
         for whole, part in ((dk, own.dk), (dv, own.dv)):
             whole.index_add_(1, index, part.index_select(1, chosen))

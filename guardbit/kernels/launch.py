@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels share: checks, memory layout, small device arrays."""
+"""What the launchers share: checks, memory layout, small device arrays, arguments of masks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.primitives import INTERPRET
+from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
+from guardbit.kernels.device.rounding import INTERPRET
+from guardbit.kernels.mask.geometry import dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
 
-#: Whatever Triton's defaults are: the same sums are fused in every version.
+#: Set explicitly, so that every version of Triton fuses the same sums.
 COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Refuses what the kernels cannot take.
+    """Raises for tensors that the kernels cannot take.
 
     Raises:
         TypeError: If a dtype is neither BF16 nor FP16, or two differ.
@@ -39,7 +41,7 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_count(stabilizers: Sequence[str], heads: int) -> None:
-    """Refuses anything but one name a head.
+    """Raises unless there is one name for each head.
 
     Raises:
         ValueError: Saying how many came.
@@ -52,7 +54,7 @@ def check_count(stabilizers: Sequence[str], heads: int) -> None:
 
 @lru_cache(maxsize=1024)
 def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
-    """One INT8 a head, its place in STABILIZERS, copied to the device once: later calls are free.
+    """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once.
 
     Raises:
         ValueError: If a name is unknown.
@@ -64,18 +66,18 @@ def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
     return device_constant(tuple(codes), torch.int8, device)
 
 
-def device_numbers(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    """The numbers of some heads, INT32 `(C,)`."""
-    return device_constant(heads, torch.int32, device)
+def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copies the numbers of some heads to the device, INT32 `(C,)`."""
+    return device_constant(head_ids, torch.int32, device)
 
 
 def signed(seed: int) -> int:
-    """The seed modulo 2^64 as a signed 64-bit number."""
+    """Returns the seed modulo 2^64 as a signed 64-bit number."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def signed_half(offset: int) -> int:
-    """The offset modulo 2^32 as a signed 32-bit number."""
+    """Returns the offset modulo 2^32 as a signed 32-bit number."""
     return (offset + 2**31) % 2**32 - 2**31
 
 
@@ -84,14 +86,14 @@ _SMALLEST_SCALE = 2.0**-126
 
 
 def size_of_scale(scale: float) -> float:
-    """The scale without its sign, which the kernels take apart, and never 0."""
+    """Returns |scale|, never 0; the kernels get its sign separately."""
     return max(abs(scale), _SMALLEST_SCALE)
 
 
 def factors(spec: AttentionSpec) -> tuple[float, float]:
-    """What products q k are multiplied with before the soft cap's tanh, and scores after it.
+    """Returns the factor of products q k before the soft cap's tanh, and that of scores after it.
 
-    Without a soft cap there is no tanh, and the second is the scale.
+    Without a soft cap there is no tanh: the first is 1, the second the scale.
     """
     if spec.softcap > 0:
         return spec.scale / spec.softcap, spec.softcap
@@ -99,35 +101,35 @@ def factors(spec: AttentionSpec) -> tuple[float, float]:
 
 
 def sinks_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
-    """The sinks as kernels load them, FP32 (H,); without sinks any tensor, `unused`."""
+    """Returns the sinks as kernels load them, FP32 (H,); `unused` where there are none."""
     return unused if spec.sinks is None else spec.sinks.float().contiguous()
 
 
 def padded_width(head_dim: int) -> int:
-    """The power of two, at least 16, that a head's dimension is padded to inside a kernel."""
+    """Returns the power of two, at least 16, that kernels pad the head dimension to."""
     return max(16, triton.next_power_of_2(head_dim))
 
 
 def rows_adjacent(x: Tensor) -> Tensor:
-    """x, or a copy of it, with neighbouring elements of a row adjacent in memory."""
+    """Returns x, or a copy, whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def empty_like_rows(x: Tensor) -> Tensor:
-    """An empty tensor of x's shape and memory order, neighbouring elements of a row adjacent."""
+    """Returns an empty tensor of x's shape and memory order, with a contiguous last dimension."""
     empty = torch.empty_like(x)
     return empty if empty.stride(-1) == 1 else empty.new_empty(x.shape)
 
 
 def empty_as(x: Tensor) -> Tensor:
-    """An empty tensor laid out as x to the last stride, or contiguous if rows of x are not."""
+    """Returns an empty tensor with x's strides, or a contiguous one if the last stride is not 1."""
     if x.stride(-1) != 1:
         return torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
-def is_describable(x: Tensor) -> bool:
-    """Whether the copy engine of Hopper takes x `(B, H, M, D)`: what it asks of addresses."""
+def can_use_tma(x: Tensor) -> bool:
+    """Whether TMA takes x `(B, H, M, D)`: not empty, address and strides multiples of 16 bytes."""
     unit = 16 // x.element_size()
     return (
         x.numel() > 0
@@ -137,16 +139,62 @@ def is_describable(x: Tensor) -> bool:
     )
 
 
-def described(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Describes x `(B, H, M, D)`, of which a kernel loads `rows` rows of a head; 0 beyond M, D."""
+def tma_descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+    """Describes x `(B, H, M, D)` for loads of `rows` rows of a head; they read 0 beyond M and D."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, 1, rows, width])
 
 
 def device_of(x: Tensor) -> AbstractContextManager:
-    """Context in which launches go to x's device."""
+    """Returns a context in which launches go to x's device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 def capability_of(x: Tensor) -> tuple[int, int] | None:
-    """Compute capability of x's device; None on the CPU."""
+    """Returns the compute capability of x's device; None on the CPU."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
+def mask_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, tuple[int, ...], int]:
+    """Returns what a kernel needs to load the dense mask of a call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor, given where there is no mask.
+
+    Returns:
+        The mask, booleans as bytes, its four strides, and the kernel's MASK.
+
+    Raises:
+        ValueError: If the mask does not broadcast to `shape`.
+    """
+    if spec.mask is None:
+        return unused, (0, 0, 0, 0), NO_MASK.value
+    mask = dense_mask(spec.mask, shape)
+    if mask.dtype == torch.bool:
+        return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
+    return mask, mask.stride(), ADDITIVE.value
+
+
+def range_arguments(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
+) -> tuple[Tensor, bool]:
+    """Returns what a kernel needs to load the keys that each query sees, and checks the call.
+
+    Args:
+        spec: What the call asks for.
+        shape: (B, H, N, M).
+        unused: Any tensor on the device, given where `causal` says it all.
+
+    Returns:
+        INT32 (2, N), first keys and ends, and the kernel's RANGED.
+
+    Raises:
+        ValueError: If a field of `spec` does not fit `shape`.
+    """
+    if spec.is_ranged:
+        return torch.stack(visible_range(spec, shape, unused.device)), True
+    spec.check_shape(shape)
+    return unused, False

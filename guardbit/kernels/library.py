@@ -1,11 +1,10 @@
-"""The opaque op behind calls of libraries' attention: as `guardbit.kernels.op`, for their kernels.
+"""The opaque op behind calls of libraries' attention, as `guardbit.kernels.op` is for PyTorch's.
 
 Shapes: q, out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`; lse `(B, H, N)` FP32. Packed sequences have
 a batch of one and the places of their documents.
 
-The library's own kernel runs forward and backward with the library's own arguments; heads can be
-switched to what hands its backward another delta, or it other keys. None of its kernels is
-replaced.
+The library's own kernel runs forward and backward, with the library's own arguments. None of its
+kernels is replaced: a switched head hands its backward another delta, or hands it centred keys.
 """
 
 from __future__ import annotations
@@ -52,19 +51,19 @@ _library.define(
 
 
 class Numbers(NamedTuple):
-    """What a call hands the op besides tensors, in the order of its schema.
+    """The op's arguments that are no tensors, in the order of its schema.
 
     Attributes:
-        max_queries: Of the longest document; 0 without documents.
-        max_keys: The same.
-        engine: Place in `engines.LIBRARIES`.
+        max_queries: Queries of the longest document; 0 without documents.
+        max_keys: Keys of the longest document; 0 without documents.
+        engine: Index in `engines.LIBRARIES`.
         deterministic: See `LibraryEngine`.
-        causal: Whether it is, bottom-right aligned.
+        causal: Whether the causal mask applies, aligned to the bottom right.
         scale: See `AttentionSpec`, as the rest.
-        left: Of the window.
-        right: The same.
-        softcap: Of the scores.
-        dropout_p: Of entries of P.
+        left: Keys before the query in the window.
+        right: Keys after the query in the window.
+        softcap: Soft cap of the scores.
+        dropout_p: Probability with which an entry of P is dropped.
         training: Whether a gradient will be asked for.
         traced: Whether a compiler traces the call.
     """
@@ -86,9 +85,9 @@ class Numbers(NamedTuple):
 def library_attention(
     q: Tensor, k: Tensor, v: Tensor, site: Tensor, spec: AttentionSpec, engine: LibraryEngine
 ) -> tuple[Tensor, Tensor]:
-    """A library's attention, with heads that can be switched.
+    """Computes a library's attention, with heads that can be switched.
 
-    Until a head of the site is switched the result has the very bits of the library's own function.
+    Until a head is switched, the result equals that of the library's own function bit for bit.
 
     Args:
         q: Queries.
@@ -123,7 +122,7 @@ def library_attention(
 
 
 def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
-    """What was asked for, put together again; tensors from q to site as in the schema."""
+    """Returns the call that the arguments describe; `tensors` are q to site of the schema."""
     q, k, v, sinks, cu_queries, cu_keys, site = tensors
     documents = None
     if cu_queries is not None and cu_keys is not None:
@@ -145,19 +144,19 @@ def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs forward.
+    """Runs the forward.
 
-    The last two outputs are for the backward, so that the two agree, whatever is switched in
-    between: `kernels`, INT64 `(1 + H,)` on the CPU, whether the engine takes another delta, and one
-    stabilizer a head; and with dropout `random`, INT64 `(2,)`, seed and offset.
+    The last two outputs are for the backward, so that both agree whatever is switched in between.
+    `kernels`, INT64 `(1 + H,)` on the CPU, says whether the engine takes another delta, and the
+    stabilizer of each head. With dropout, `random`, INT64 `(2,)`, holds seed and offset.
 
-    A compiler is promised an output that is contiguous in the library's layout.
+    To a compiler, the op promises an output that is contiguous in the library's layout.
     """
     numbers = Numbers(*arguments[7:])
     call = _call(arguments[:7], numbers)
     q, spec, state = call.q, call.spec, call.state
     state.requested = ("none",) * call.heads
-    state.stock_dropout_p = spec.dropout_p
+    state.native_dropout_p = spec.dropout_p
     state.is_masked = False
     state.begin_forward()
     if numbers.training:
@@ -176,12 +175,12 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return out, lse, kernels, random
 
 
-# Of GuardBit's own kernels, which never run here.
+# Options of GuardBit's own kernels, which never run here.
 _OPTIONS = heads.Options(beta=2.0, eps=1e-3, seed=0, backend="auto")
 
 
 def _promised(q: Tensor) -> Tensor:
-    """Memory for an output as libraries have it."""
+    """Returns an empty output in the layout of libraries."""
     batch, num_heads, rows, width = q.shape
     return q.new_empty(batch, rows, num_heads, width).transpose(1, 2)
 
@@ -235,7 +234,7 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     observer = call.state.observer
     if observer is not None:
         dropout_p, dropped = numbers.dropout_p, None
-        if dropout_p > 0:  # by the library, which does not tell what
+        if dropout_p > 0:  # by the library, which does not say which entries
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), call.heads)
         observer(
             AttentionCall(
@@ -268,7 +267,7 @@ def _attention_backward_fake(
 
 
 class _Attention(torch.autograd.Function):
-    # As in `guardbit.kernels.op`, and for the same reason by hand.
+    # Registered by hand for the reason given in `guardbit.kernels.op`.
     @staticmethod
     def forward(ctx, q, k, v, sinks, others):
         tensors, numbers = (q, k, v, sinks, *others[:3]), others[3:]

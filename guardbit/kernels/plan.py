@@ -1,8 +1,8 @@
-"""What each head of a call runs: as it is asked to, or what takes its place in this call.
+"""Decides what each head of a call runs: the stabilizer it is asked for, or a substitute.
 
-An engine's backward serves all heads in one launch where it is proved to read O for delta alone
-(`guardbit.kernels.engines.proof`): a stabilized head then hands it an O' that carries the delta it
-is to use.
+An engine's backward serves all heads in one launch if it is proved to read O for delta only
+(`guardbit.kernels.engines.proof`). A stabilized head then hands it an O' that carries the delta to
+use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import SiteState
 
-#: The stabilizers that need our forward; the others leave it to the engine.
+#: The stabilizers that need our forward. With the others the engine's forward runs.
 OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})
 
 
@@ -27,9 +27,9 @@ class Plan(NamedTuple):
 
     Attributes:
         names: One stabilizer a head.
-        own: The heads whose forward is ours.
+        own: The heads whose forward our kernel computes.
         exact: The heads whose backward gets an exact delta.
-        compensated: The heads whose forward keeps what rounding took from O.
+        compensated: The heads whose forward keeps the rounding residual of O.
         centered: The heads whose keys are centred.
     """
 
@@ -41,14 +41,14 @@ class Plan(NamedTuple):
 
     @property
     def own_names(self) -> tuple[str, ...]:
-        """What our kernels are to do in `own`, by their names for it."""
+        """The stabilizer of each head in `own`, as our kernels know it."""
         names = (self.names[head] for head in self.own)
         return tuple(name if name in OWN_FORWARD else "none" for name in names)
 
 
 @lru_cache(maxsize=1024)
 def plan_of(names: tuple[str, ...], native: bool) -> Plan:
-    """Sorts the heads of a call by what they run.
+    """Groups the heads of a call by what they run.
 
     Args:
         names: One stabilizer a head.
@@ -73,8 +73,8 @@ class Call:
         k: Keys.
         v: Values.
         spec: What the call asks for besides.
-        state: Of the site.
-        native: Whether PyTorch's function was called, and not ours.
+        state: The state of the call's attention module.
+        native: Whether PyTorch's or a library's function was called, not `flash_attention`.
         wants_mask: Whether the gradient of an additive mask is asked for.
         library: The engine of the library whose function was called; None for PyTorch's choice.
     """
@@ -97,20 +97,20 @@ class Call:
 def resolve(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
-    """Settles what each head runs, where what it is asked for does not work in this call.
+    """Settles what each head runs, with a substitute where a stabilizer cannot run in this call.
 
     Args:
         call: The call.
-        asked: One stabilizer a head.
-        engine: PyTorch's choice for it; None if ours serves all heads.
-        keeps_residual: Whether there is room for what `compensated` keeps.
+        asked: One stabilizer for each head.
+        engine: The engine of the call; None if our kernels serve all heads.
+        keeps_residual: Whether there is memory for the residual of `compensated`.
 
     Returns:
-        One stabilizer a head, whether the engine's backward may serve all heads, and why a head
-        runs other than it is asked to, or "".
+        One stabilizer for each head; whether the engine's backward may serve all heads; and why a
+        head does not run what it was asked for, or "".
 
     Raises:
-        ValueError: If ours serves all heads, and the call asks for what they do not take.
+        ValueError: If our kernels serve all heads and do not take what the call asks for.
     """
     if engine is None and call.spec.extras:
         raise ValueError(f"GuardBit's own kernels take {_none_of(call.spec.extras)}.")
@@ -120,7 +120,7 @@ def resolve(
 
 
 def _without_centering(spec: AttentionSpec, asked: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """Takes `centered_keys` back where the softmax would see it, and says why, or ""."""
+    """Replaces `centered_keys` where it would change the result, and says why, or ""."""
     seeing = [field for field in spec.extras if field in ("soft cap", "sinks")]
     if not seeing or "centered_keys" not in asked:
         return asked, ""
@@ -131,14 +131,14 @@ def _without_centering(spec: AttentionSpec, asked: tuple[str, ...]) -> tuple[tup
 def _resolved(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
-    """As `resolve`, where nothing that is asked for has to be refused or taken back."""
+    """Does what `resolve` says, after its checks."""
     stabilized = set(asked) - {"none", "centered_keys"}
     if not stabilized:
         return asked, False, ""
     if engine is None:
         if call.spec.dropout_p == 0 or "exact_delta" not in asked:
             return asked, False, ""
-        # What ours drops it knows in its own backward, where compensated delta is as exact.
+        # Our backward knows what our forward dropped, and its compensated delta is as exact.
         names = tuple("compensated" if name == "exact_delta" else name for name in asked)
         return names, False, "compensated runs instead of exact_delta, which knows no dropout"
     if call.spec.dropout_p > 0:
@@ -165,7 +165,7 @@ def _resolved(
 def _settled(
     name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
 ) -> tuple[str, str]:
-    """What one stabilizer becomes in a call, and why it is not what was asked for, or ""."""
+    """Returns what runs instead of one stabilizer, and why, or the stabilizer itself and ""."""
     if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
         return name, ""
     beyond = _beyond_ours(call)
@@ -204,5 +204,5 @@ def _beyond_ours(call: Call) -> tuple[str, ...]:
 
 
 def _none_of(fields: tuple[str, ...]) -> str:
-    """In words, "no mask", or "no mask, no window"."""
+    """Returns words such as "no mask" or "no mask, no window"."""
     return ", ".join(f"no {field}" for field in fields)

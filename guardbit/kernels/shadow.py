@@ -1,14 +1,12 @@
-"""Shadow in Triton: O to FP32 accuracy on tensor cores, what its rows look like, and delta's bias.
+"""Launches the shadow kernel: O to FP32 accuracy, and statistics of its rows or their maxima alone.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; R is the
-number of rows looked at. Scores are kept as plain products q k, as in the forward, or with a soft
-cap as its tanh of them; s stands for either.
+number of queries looked at.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
+
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -16,395 +14,14 @@ import math
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch, tiles
+from guardbit.kernels.device.masks import NO_MASK
+from guardbit.kernels.device.shadow import shadow_kernel
 from guardbit.kernels.mask.geometry import causal_shift
-from guardbit.kernels.mask.tiles import (
-    NO_MASK,
-    add_mask,
-    allowed,
-    load_ranges,
-    mask_arguments,
-    range_arguments,
-    ranged_keys,
-    visible_keys,
-    within,
-)
-from guardbit.kernels.primitives import (
-    LN_2,
-    decode_residual,
-    head_of,
-    load_rows,
-    load_tile,
-    mark_above,
-    partial_maxima,
-    partial_sums,
-    product,
-    round_nearest,
-    store_tile,
-    tanh_and_slope,
-    widen,
-    with_sink,
-)
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
-
-# Rows of a program that sums up the bias of delta.
-_BIAS_ROWS = 64
-
-# As bits: below those of every size.
-_MINUS_INFINITY = tl.constexpr(-0x800000)
-
-# exp2 of it is 0 as of -inf, and 0 times it is no NaN.
-_NOTHING = tl.constexpr(-1024.0)
-
-# FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
-_FP16_RANGE = tl.constexpr(2.0**15)
-
-
-@triton.jit
-def _lowest_tied_in_bfloat16(row_max, eps):
-    """The smallest FP32 score that, both rounded to BF16, lies within eps of the row maximum.
-
-    Rounding is monotonic, so that one comparison with this replaces rounding every score.
-    """
-    bits = row_max.to(tl.uint32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    lowest = bits.to(tl.float32, bitcast=True) - eps
-    bits = tl.abs(lowest).to(tl.uint32, bitcast=True)
-    # The BF16 number at or above it, and half-way to the next one below. What lies half-way itself
-    # goes to the even one.
-    above = (bits + 0xFFFF) >> 16
-    above_bits = (above << 16) - 0x8000 + (above & 1)
-    towards_zero = bits >> 16
-    below_bits = (towards_zero << 16) + 0x8000 - (towards_zero & 1)
-    positive = lowest > 0.0
-    size = tl.where(positive, above_bits, below_bits).to(tl.float32, bitcast=True)
-    return tl.where(positive, size, -size)
-
-
-@triton.jit
-def _row_maxima(
-    highest,
-    largest,
-    q,
-    k_base,
-    mask_base,
-    k_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
-    start,
-    end,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    inverse_scale,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Takes the keys from `start` to `end` into the highest s and the largest |s|, eight a row.
-
-    |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last.
-    """
-    for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
-        if SOFTCAP:
-            scores, _ = tanh_and_slope(scores * inner_scale)
-        if MASK != NO_MASK:
-            scores, seen, counted = add_mask(
-                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
-                MASK, MASKED,
-            )  # fmt: skip
-        sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        if MASK != NO_MASK:
-            scores = tl.where(seen, scores, float("-inf"))
-            sizes = tl.where(counted, sizes, _MINUS_INFINITY)
-        if MASKED:
-            columns = first + tl.arange(0, KEYS)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-            scores = tl.where(visible, scores, float("-inf"))
-            sizes = tl.where(visible, sizes, _MINUS_INFINITY)
-        highest = tl.maximum(highest, partial_maxima(scores))
-        largest = tl.maximum(largest, partial_maxima(sizes))
-    return highest, largest
-
-
-@triton.jit
-def _attend(
-    accumulator,
-    row_sum,
-    weighted,
-    maxima,
-    maxima_bf16,
-    q,
-    k_base,
-    v_base,
-    mask_base,
-    k_stride,
-    v_stride,
-    mask_strides,
-    positions,
-    first_seen,
-    end_seen,
-    reference,
-    tied,
-    tied_bf16,
-    start,
-    end,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    scale_log2,
-    inverse_scale,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
-
-    Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
-    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count.
-    """
-    dtype: tl.constexpr = v_base.dtype.element_ty
-    for first in tl.range(start, end, KEYS):
-        k = load_tile(k_base, first, k_stride, keys, KEYS, HEAD_DIM, WIDTH, MASKED)
-        v = load_tile(v_base, first, v_stride, keys, KEYS, VALUE_DIM, VALUE_WIDTH, MASKED)
-        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], KEYS), tl.float32))
-        if SOFTCAP:
-            scores, _ = tanh_and_slope(scores * inner_scale)
-        if MASK != NO_MASK:
-            scores, seen, _ = add_mask(
-                scores, mask_base, mask_strides, positions, first, rows - 1, keys, inverse_scale,
-                MASK, MASKED,
-            )  # fmt: skip
-        exponents = tl.fma(scores, scale_log2, -reference[:, None])
-        if MASK != NO_MASK:
-            exponents = tl.where(seen, exponents, _NOTHING)
-        if MASKED:
-            columns = first + tl.arange(0, KEYS)
-            if RANGED:
-                visible = within(columns, first_seen, end_seen)
-            else:
-                visible = allowed(positions[:, None], columns[None, :], keys, shift, CAUSAL)
-            exponents = tl.where(visible, exponents, _NOTHING)
-        maxima += partial_sums(mark_above(exponents, tied[:, None]))
-        maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
-        probabilities = tl.exp2(exponents)
-        row_sum += partial_sums(probabilities)
-        weighted += partial_sums(probabilities * exponents)
-        if dtype == tl.float16:
-            probabilities *= _FP16_RANGE
-        high = round_nearest(probabilities, dtype)
-        low = round_nearest(probabilities - widen(high), dtype)
-        # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
-        # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
-        accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
-    return accumulator, row_sum, weighted, maxima, maxima_bf16
-
-
-@triton.jit(do_not_specialize=["heads", "group", "count", "rows", "keys", "shift"])
-def shadow_kernel(
-    q_pointer,
-    k_pointer,
-    v_pointer,
-    mask_pointer,
-    ranges_pointer,
-    sinks_pointer,
-    rows_pointer,
-    out_pointer,
-    row_max_pointer,
-    entropy_pointer,
-    maxima_pointer,
-    maxima_bf16_pointer,
-    largest_pointer,
-    q_strides,
-    k_strides,
-    v_strides,
-    mask_strides,
-    heads,
-    group,
-    count,
-    rows,
-    keys,
-    shift,
-    inner_scale,
-    scale,
-    scale_log2,
-    inverse_scale,
-    eps,
-    eps_log2,
-    CHOSEN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    RANGED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    SINKS: tl.constexpr,
-    MASK: tl.constexpr,
-    NEGATIVE_SCALE: tl.constexpr,
-    ONLY_MAXIMA: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-):
-    """One program: ROWS of the `count` rows of one head; heavy causal tiles come first.
-
-    The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
-    of the outputs row_max and largest are written.
-    """
-    row_tiles = tl.cdiv(count, ROWS)
-    program = tl.program_id(0)
-    place = program // row_tiles
-    first = (row_tiles - 1 - program % row_tiles) * ROWS
-    batch = place // heads
-    head = place % heads
-    key_head = head // group
-    dtype: tl.constexpr = q_pointer.dtype.element_ty
-
-    q_base = head_of(q_pointer, q_strides, batch, head)
-    k_base = head_of(k_pointer, k_strides, batch, key_head)
-    v_base = head_of(v_pointer, v_strides, batch, key_head)
-    mask_base = mask_pointer
-    if MASK != NO_MASK:
-        mask_base = head_of(mask_pointer, mask_strides, batch, head)
-    places = first + tl.arange(0, ROWS)
-    positions = places
-    if CHOSEN:
-        # Past the end, the last one again.
-        positions = tl.load(rows_pointer + tl.minimum(places, count - 1)).to(tl.int32)
-    q = load_rows(q_base, positions, q_strides[2], rows, HEAD_DIM, WIDTH)
-    if NEGATIVE_SCALE:
-        q = (-q.to(tl.float32)).to(dtype)
-    first_seen, end_seen, whole = 0, 0, 0
-    if RANGED:
-        first_seen, end_seen = load_ranges(ranges_pointer, positions, rows)
-        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, keys, KEYS)
-        leading_end = tl.minimum(whole, end)
-    else:
-        whole_end, _ = visible_keys(tl.min(positions, 0), keys, shift, 1, KEYS, CAUSAL)
-        _, end = visible_keys(tl.max(positions, 0), keys, shift, 1, KEYS, CAUSAL)
-
-    highest = tl.full((ROWS, 8), float("-inf"), tl.float32)
-    largest = tl.full((ROWS, 8), _MINUS_INFINITY, tl.int32)
-    if RANGED:
-        highest, largest = _row_maxima(
-            highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-            first_seen, end_seen, start, leading_end, rows, keys, shift, inner_scale, inverse_scale,
-            True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
-        )  # fmt: skip
-    highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        first_seen, end_seen, whole, whole_end, rows, keys, shift, inner_scale, inverse_scale,
-        False, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
-    highest, largest = _row_maxima(
-        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
-        first_seen, end_seen, whole_end, end, rows, keys, shift, inner_scale, inverse_scale,
-        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, KEYS,
-    )  # fmt: skip
-    row_max = tl.max(highest, 1)
-    # Stored at once, to free its registers.
-    largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
-    largest_base = largest_pointer + place.to(tl.int64) * count + first
-    tl.store(largest_base + tl.arange(0, ROWS), largest, mask=tl.arange(0, ROWS) < count - first)
-    if ONLY_MAXIMA:
-        # As below, where the sum of a row shows its NaN: the largest size does as well.
-        row_max = tl.where(largest != largest, float("nan"), row_max * scale)
-        row_max_base = row_max_pointer + place.to(tl.int64) * count
-        tl.store(row_max_base + places, row_max, mask=places < count)
-        return
-    # 0 instead of the -inf of a row that sees no key.
-    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
-    # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
-    # the same, O and entropy do not change, and the thresholds are moved along.
-    reference = finite_max * scale_log2
-    moved = tl.fma(finite_max, scale_log2, -reference)
-    lowest = _lowest_tied_in_bfloat16(finite_max * scale, eps) / scale
-    # The division may round beyond the maximum itself.
-    tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
-    tied = moved - eps_log2
-
-    accumulator = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
-    row_sum = tl.zeros((ROWS, 8), tl.float32)
-    weighted = tl.zeros((ROWS, 8), tl.float32)
-    maxima = tl.zeros((ROWS, 8), tl.float32)
-    maxima_bf16 = tl.zeros((ROWS, 8), tl.float32)
-    if RANGED:
-        accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-            accumulator, row_sum, weighted, maxima, maxima_bf16,
-            q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-            first_seen, end_seen, reference, tied, tied_bf16, start, leading_end, rows, keys,
-            shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
-            HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
-        )  # fmt: skip
-    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16,
-        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, rows, keys,
-        shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
-    )  # fmt: skip
-    accumulator, row_sum, weighted, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, weighted, maxima, maxima_bf16,
-        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, rows, keys,
-        shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, KEYS,
-    )  # fmt: skip
-
-    # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
-    row_sum = tl.sum(row_sum, 1)
-    weighted = tl.sum(weighted, 1)
-    if SINKS:
-        moved_by, sink = with_sink(sinks_pointer, head, reference)
-        decay, share = tl.exp2(moved_by), tl.exp2(sink)
-        weighted = (weighted + moved_by * row_sum) * decay + share * sink
-        row_sum = row_sum * decay + share
-        accumulator *= decay[:, None]
-    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
-    entropy = tl.log(row_sum) - weighted / row_sum * LN_2
-    if dtype == tl.float16:
-        accumulator *= 1.0 / _FP16_RANGE
-    out = accumulator / row_sum[:, None]
-    # The maximum passes over a NaN, the sum does not.
-    spoilt = (row_sum != row_sum) & (row_max < float("inf"))
-    row_max = tl.where(spoilt, float("nan"), row_max * scale)
-    counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
-
-    inside = places < count
-    place_start = place.to(tl.int64) * count
-    out_base = out_pointer + place_start * VALUE_DIM
-    store_tile(out_base, first, VALUE_DIM, count, out, ROWS, VALUE_DIM, VALUE_WIDTH)
-    tl.store(row_max_pointer + place_start + places, row_max, mask=inside)
-    tl.store(entropy_pointer + place_start + places, entropy, mask=inside)
-    tl.store(maxima_pointer + place_start + places, tl.sum(maxima, 1) * counted, mask=inside)
-    tl.store(
-        maxima_bf16_pointer + place_start + places, tl.sum(maxima_bf16, 1) * counted, mask=inside
-    )
 
 
 def shadow(
@@ -414,7 +31,7 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float = 1e-3,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
 
@@ -434,8 +51,8 @@ def shadow(
         v: (B, H_kv, M, E).
         spec: What the call asks for.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        rows: INT64 (R,), the queries to look at, each in 0 to N - 1, which is not checked; None for
-            all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N. That each lies in 0 to N - 1
+            is not checked.
 
     Returns:
         See `Shadow`.
@@ -446,17 +63,17 @@ def shadow(
             is not on a CUDA device.
     """
     launch.check_tensors(q=q, k=k, v=v)
-    shape = (*q.shape[:2], q.shape[2] if rows is None else len(rows))
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
     out = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
     row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
-    _launch(q, k, v, spec, eps, rows, result)
+    _launch(q, k, v, spec, eps, query_ids, result)
     return result
 
 
 def row_maxima(
-    q: Tensor, k: Tensor, *, spec: AttentionSpec, rows: Tensor | None = None
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
 ) -> RowMaxima:
     """The maxima of `shadow` alone, from one pass over the keys and no values.
 
@@ -467,7 +84,7 @@ def row_maxima(
         q: (B, H, N, D), BF16 or FP16; any strides.
         k: (B, H_kv, M, D).
         spec: What the call asks for.
-        rows: INT64 (R,), see `shadow`; None for all N.
+        query_ids: INT64 (R,), see `shadow`; None for all N.
 
     Returns:
         See `RowMaxima`.
@@ -477,11 +94,11 @@ def row_maxima(
         ValueError: See `shadow`.
     """
     launch.check_tensors(q=q, k=k)
-    shape = (*q.shape[:2], q.shape[2] if rows is None else len(rows))
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
     row_max, largest = (torch.empty(shape, device=q.device) for _ in range(2))
     nowhere = row_max  # what is not written
     result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
-    _launch(q, k, k, spec, 0.0, rows, result, only_maxima=True)
+    _launch(q, k, k, spec, 0.0, query_ids, result, only_maxima=True)
     return RowMaxima(row_max, largest)
 
 
@@ -491,36 +108,36 @@ def _launch(
     v: Tensor,
     spec: AttentionSpec,
     eps: float,
-    rows: Tensor | None,
+    query_ids: Tensor | None,
     result: Shadow,
     only_maxima: bool = False,
 ) -> None:
     """Fills a shadow, or the maxima of one."""
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
-    batch, heads, all_rows, head_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
     entropy, count = result.entropy, result.row_max.shape[2]
-    whole_shape = (batch, heads, all_rows, keys)
-    dense, dense_strides, kind = mask_arguments(spec, whole_shape, entropy)
-    ranges, is_ranged = range_arguments(spec, whole_shape, entropy)
+    whole_shape = (batch, num_heads, seqlen_q, seqlen_k)
+    dense, dense_strides, kind = launch.mask_arguments(spec, whole_shape, entropy)
+    ranges, is_ranged = launch.range_arguments(spec, whole_shape, entropy)
     if not result.out.numel():
         return
 
     width, value_width = launch.padded_width(head_dim), launch.padded_width(value_dim)
-    size = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
+    tile = tiles.tile(launch.capability_of(q), max(width, value_width), "shadow")
     if kind != NO_MASK.value or is_ranged or spec.softcap > 0:
-        size = size.for_mask
+        tile = tile.for_mask
     inner_scale, scale = launch.factors(spec)
     size_of_scale = launch.size_of_scale(scale)
     with launch.device_of(q):
-        shadow_kernel[(triton.cdiv(count, size.rows) * batch * heads,)](
+        shadow_kernel[(triton.cdiv(count, tile.block_m) * batch * num_heads,)](
             q,
             k,
             v,
             dense,
             ranges,
             launch.sinks_of(spec, entropy),
-            entropy if rows is None else rows.contiguous(),
+            entropy if query_ids is None else query_ids.contiguous(),
             result.out,
             result.row_max,
             entropy,
@@ -531,19 +148,19 @@ def _launch(
             k.stride()[:3],
             v.stride()[:3],
             dense_strides,
-            heads,
-            heads // kv_heads,
+            num_heads,
+            num_heads // kv_heads,
             count,
-            all_rows,
-            keys,
-            causal_shift(spec.causal, all_rows, keys),
+            seqlen_q,
+            seqlen_k,
+            causal_shift(spec.causal, seqlen_q, seqlen_k),
             inner_scale,
             size_of_scale,
             size_of_scale * math.log2(math.e),
             1 / size_of_scale,
             eps,
             eps * math.log2(math.e),
-            CHOSEN=rows is not None,
+            HAS_QUERY_IDS=query_ids is not None,
             CAUSAL=spec.causal is not False and not is_ranged,
             RANGED=is_ranged,
             SOFTCAP=spec.softcap > 0,
@@ -555,120 +172,8 @@ def _launch(
             WIDTH=width,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=value_width,
-            ROWS=size.rows,
-            KEYS=size.keys,
-            **size.options,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
             **launch.COMPILER_OPTIONS,
         )
-
-
-@triton.jit(do_not_specialize=["heads", "count", "rows"])
-def delta_bias_kernel(
-    d_out_pointer,
-    out_pointer,
-    residual_pointer,
-    exact_pointer,
-    rows_pointer,
-    bias_pointer,
-    size_pointer,
-    d_out_strides,
-    out_strides,
-    residual_strides,
-    heads,
-    count,
-    rows,
-    CHOSEN: tl.constexpr,
-    COMPENSATED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """One program: the share of ROWS of the `count` rows of one head in the two sums."""
-    row_tiles = tl.cdiv(count, ROWS)
-    program = tl.program_id(0)
-    place = program // row_tiles
-    first = program % row_tiles * ROWS
-    batch = place // heads
-    head = place % heads
-    places = first + tl.arange(0, ROWS)
-    positions = places
-    if CHOSEN:
-        chosen = tl.load(rows_pointer + places, mask=places < count, other=-1)
-        positions = chosen.to(tl.int32)
-
-    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
-    d_out = load_rows(d_out_base, positions, d_out_strides[2], rows, HEAD_DIM, WIDTH)
-    out_base = head_of(out_pointer, out_strides, batch, head)
-    rounded = load_rows(out_base, positions, out_strides[2], rows, HEAD_DIM, WIDTH)
-    exact_base = exact_pointer + place.to(tl.int64) * count * HEAD_DIM
-    exact = load_tile(exact_base, first, HEAD_DIM, count, ROWS, HEAD_DIM, WIDTH, True)
-    errors = widen(rounded) - exact
-    if COMPENSATED:
-        residual_base = head_of(residual_pointer, residual_strides, batch, head)
-        counts = load_rows(residual_base, positions, residual_strides[2], rows, HEAD_DIM, WIDTH)
-        errors += decode_residual(rounded, counts)
-    bias = tl.sum(widen(d_out) * errors, 1)
-    tl.store(bias_pointer + program, tl.sum(bias, 0))
-    tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
-
-
-def delta_bias(
-    d_out: Tensor,
-    out: Tensor,
-    exact: Tensor,
-    *,
-    residual: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
-
-    One launch sums 64 rows a program; their sums are added up in FP64, in one order.
-
-    Args:
-        d_out: (B, H, N, D), gradient of the output, BF16 or FP16; any strides.
-        out: (B, H, N, D), as the kernel in use returned it.
-        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
-        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
-            head is compensated.
-        rows: INT64 (R,), see `shadow`; None for all N.
-
-    Returns:
-        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If a tensor is not on a CUDA device.
-    """
-    launch.check_tensors(d_out=d_out, out=out)
-    d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
-    batch, heads, all_rows, head_dim = out.shape
-    count = exact.shape[2]
-    row_tiles = triton.cdiv(count, _BIAS_ROWS)
-    sums = torch.empty((2, batch, heads, row_tiles), dtype=torch.float32, device=out.device)
-    width = launch.padded_width(head_dim)
-    counts = launch.rows_adjacent(residual) if residual is not None else out
-    if sums.numel():
-        with launch.device_of(out):
-            delta_bias_kernel[(sums[0].numel(),)](
-                d_out,
-                out,
-                counts,
-                exact,
-                exact if rows is None else rows.contiguous(),
-                *sums,
-                d_out.stride()[:3],
-                out.stride()[:3],
-                counts.stride()[:3],
-                heads,
-                count,
-                all_rows,
-                CHOSEN=rows is not None,
-                COMPENSATED=residual is not None,
-                HEAD_DIM=head_dim,
-                WIDTH=width,
-                ROWS=_BIAS_ROWS,
-                num_warps=4 if width <= 64 else 8,
-                **launch.COMPILER_OPTIONS,
-            )
-    bias, size = sums.double().sum((1, 3))
-    return bias, size

@@ -65,11 +65,11 @@ class AttentionCall:
     @property
     def known_heads(self) -> tuple[int, ...]:
         """The heads whose output can be recomputed: all, or with dropout those that are ours."""
-        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.heads
+        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
 
-    def dropout_of(self, heads: Sequence[int]) -> Dropout | None:
+    def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
         """What was dropped in some of the known heads, for a recomputation of just these."""
-        return None if self.dropout is None else self.dropout._replace(heads=tuple(heads))
+        return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))
 
 
 class _Setting(NamedTuple):
@@ -130,8 +130,8 @@ class SiteState:
             "triton" counts besides how often ours ran in Triton; else they ran in plain torch.
             Calls that were left to PyTorch's function, see `is_idle`, are not counted.
         requested: One name a head, as the last call asked for; empty before the first.
-        stock_dropout_p: Probability with which PyTorch's own kernel drops in the heads it computes;
-            0 where nothing drops, or all heads are always ours.
+        native_dropout_p: Probability with which PyTorch's kernel drops entries in the heads that it
+            computes; 0 without dropout, or where our kernels compute all heads.
         is_masked: Whether the last call had an explicit mask.
         at_rest: Whether calls need not be seen for now.
         failure: Why switched heads last ran PyTorch's kernel, or None if they did not. As long as
@@ -150,7 +150,7 @@ class SiteState:
     observer: Callable[[AttentionCall], None] | None = None
     launches: Counter[tuple[str, str]] = field(default_factory=Counter)
     requested: tuple[str, ...] = ()
-    stock_dropout_p: float = 0.0
+    native_dropout_p: float = 0.0
     is_masked: bool = False
     at_rest: bool = False
     failure: str | None = None
@@ -238,7 +238,7 @@ class SiteState:
             self.last_substituted = (self.clock.now, why)
         if why and why not in self._told:
             self._told.add(why)
-            log.warning("site '%s': %s", self.name, why)
+            log.warning("attention module '%s': %s", self.name, why)
 
     def succeed(self) -> None:
         """Notes that switched heads ran as they should."""
@@ -259,8 +259,8 @@ class SiteState:
         if not self._failure_told:
             self._failure_told = True
             log.warning(
-                "site '%s': the kernels of its switched heads failed (%s); PyTorch's kernel runs"
-                " in their place, %s",
+                "attention module '%s': the kernels of its switched heads failed (%s);"
+                " PyTorch's kernel runs in their place, %s",
                 self.name,
                 self.failure,
                 "in this call" if passes else "until they are switched anew",

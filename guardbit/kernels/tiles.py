@@ -1,10 +1,10 @@
 """Tile sizes, warps and pipeline depth of each kernel, by device and head dimension.
 
-Never tuned in a user's first step. Of sm_90, forward and gradients for 64 and 128 features are the
-fastest that `benchmarks/tune_tiles.py` found on an H200, the forward for 256 the fastest of the
-five of its candidates that were tried. The rest was chosen to need little local memory. A device
-that is not listed gets `FALLBACK`, which fits 99 KiB of shared memory, the least of any GPU since
-Ampere (CUDA C++ Programming Guide, table of technical specifications per compute capability).
+Nothing is tuned at run time. For sm_90, `benchmarks/tune_tiles.py` chose forward and gradients for
+head sizes 64 and 128, the fastest on an H200, and the forward for 256, the fastest of five
+candidates. The other entries were chosen to need little local memory. A device that is not listed
+gets `FALLBACK`. It fits 99 KiB of shared memory, the least of any GPU since Ampere (CUDA C++
+Programming Guide, table of technical specifications per compute capability).
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ class Tile(NamedTuple):
     """How one program of a kernel works.
 
     Attributes:
-        rows: Queries a tile.
-        keys: Keys a tile.
-        warps: Warps of 32 threads.
-        stages: Tiles in flight: the depth of the software pipeline.
-        registers: Most registers a thread may use; None for as many as the compiler likes.
-        overlap: Of delta alone: whether a tile's second product runs while its exponentials are
+        block_m: Queries a tile.
+        block_n: Keys a tile.
+        num_warps: Warps of 32 threads.
+        num_stages: Tiles in flight: the depth of the software pipeline.
+        max_registers: Most registers a thread may use; None for no limit.
+        overlap: For delta only: whether a tile's second product runs while its exponentials are
             computed, which takes registers.
-        described: Of delta alone: whether keys and values are copied by Hopper's copy engine, from
-            descriptors of their tensors, which saves the registers and instructions of addresses.
+        use_tma: For delta only: whether Hopper's copy engine loads keys and values, from
+            descriptors of their tensors. That saves registers and address arithmetic.
     """
 
-    rows: int
-    keys: int
-    warps: int
-    stages: int
-    registers: int | None = None
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
     overlap: bool = False
-    described: bool = False
+    use_tma: bool = False
 
     @property
     def options(self) -> dict[str, int | None]:
         """What the compiler is told."""
         return {
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "maxnreg": self.registers,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "maxnreg": self.max_registers,
         }
 
     @property
     def for_dropout(self) -> Tile:
-        """With as many registers as it takes: drawing the mask needs more."""
-        return self._replace(registers=None)
+        """The same without a register limit: drawing the dropout mask needs more."""
+        return self._replace(max_registers=None)
 
     @property
     def for_mask(self) -> Tile:
-        """With one tile fewer in flight, no overlap and no descriptors, for a dense mask."""
+        """The same with one tile fewer in flight, no overlap and no TMA, for a dense mask."""
         return self._replace(
-            registers=None, stages=max(1, self.stages - 1), overlap=False, described=False
+            max_registers=None, num_stages=max(1, self.num_stages - 1), overlap=False, use_tma=False
         )
 
 
@@ -152,8 +152,8 @@ TILES: dict[tuple[int, int], dict[Pass, dict[int, Tile]]] = {
         "delta": {
             16: Tile(128, 64, 8, 3),
             32: Tile(128, 64, 8, 3),
-            64: Tile(64, 64, 4, 3, 168, described=True),
-            128: Tile(128, 64, 8, 4, None, True, described=True),
+            64: Tile(64, 64, 4, 3, 168, use_tma=True),
+            128: Tile(128, 64, 8, 4, None, True, use_tma=True),
             256: Tile(64, 64, 8, 2),
         },
     },

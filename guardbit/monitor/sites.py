@@ -149,7 +149,7 @@ class Site:
                 f"{interception.OBSERVE} shows what goes into attention, and neither its output nor"
                 " gradients; guardbit.watch_attention shows these, too"
             )
-        dropout_p = switchboard.site_state(self.number).stock_dropout_p
+        dropout_p = switchboard.site_state(self.number).native_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None
         return (
@@ -161,10 +161,10 @@ class Site:
     def unstabilizable(self) -> str | None:
         """Why a switch of heads would change nothing in the latest calls, or None."""
         state = switchboard.site_state(self.number)
-        if self.refusal is not None or state.stock_dropout_p == 0 or not state.is_masked:
+        if self.refusal is not None or state.native_dropout_p == 0 or not state.is_masked:
             return None
         return (
-            f"it is called with both a mask and dropout ({state.stock_dropout_p}), so a switch"
+            f"it is called with both a mask and dropout ({state.native_dropout_p}), so a switch"
             " leaves PyTorch's kernel running until calls come without one of them; set the"
             " attention's dropout to 0 to have its heads guarded"
         )

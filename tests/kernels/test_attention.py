@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, op, switchboard
+from guardbit.kernels import dispatch, execution, op, switchboard
 from guardbit.kernels.attention import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -204,13 +204,13 @@ def switched(site):
 @pytest.mark.parametrize("stabilizer", ["compensated", "stochastic", "row_max"])
 def test_untouched_heads_keep_their_bits(stabilizer, dtype, site):
     q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, dtype)
-    stock = gradients(switched(site), (q, k, v), d_out)
+    native = gradients(switched(site), (q, k, v), d_out)
     switch(site, ["none", stabilizer, "none", "none", stabilizer, stabilizer])
     mixed = gradients(switched(site), (q, k, v), d_out)
     ours = gradients(
         lambda *x: flash_attention(*x, causal="top-left", stabilizer=stabilizer), (q, k, v), d_out
     )
-    for mine, before in zip(mixed[:2], stock[:2], strict=True):
+    for mine, before in zip(mixed[:2], native[:2], strict=True):
         assert torch.equal(mine[:, [0, 2, 3]], before[:, [0, 2, 3]])
     assert torch.equal(mixed[0][:, [1, 4, 5]], ours[0][:, [1, 4, 5]])
     # Their backward is PyTorch's, and rounds P and dS as ours does, in other tiles.
@@ -219,7 +219,7 @@ def test_untouched_heads_keep_their_bits(stabilizer, dtype, site):
     # switched, key head 2 is only switched heads'.
     exact = fp64(q, k, v, d_out, "top-left")
     step = 2.0**-7 if dtype == torch.bfloat16 else 2.0**-20
-    for mine, before, truth in zip(mixed[2:], stock[2:], exact[3:], strict=True):
+    for mine, before, truth in zip(mixed[2:], native[2:], exact[3:], strict=True):
         assert torch.equal(mine[:, 1], before[:, 1])
         # A sum of two or three rounded shares, P and dS rounded before: three steps bound it, and
         # one share missing or counted twice is of the order of the largest value itself.
@@ -258,11 +258,11 @@ def test_random_bits_do_not_depend_on_which_heads_are_switched(site):
 
 def test_a_nan_in_a_switched_head_stays_there(site):
     q, k, v, d_out = inputs(1, 4, 4, 12, 12, 16)
-    stock = gradients(switched(site), (q, k, v), d_out)
+    native = gradients(switched(site), (q, k, v), d_out)
     q[:, 1] = math.nan
     switch(site, ["none", "compensated", "none", "none"])
     mixed = gradients(switched(site), (q, k, v), d_out)
-    for mine, before in zip(mixed, stock, strict=True):
+    for mine, before in zip(mixed, native, strict=True):
         assert torch.equal(mine[:, [0, 2, 3]], before[:, [0, 2, 3]])
         assert mine[:, 1].isnan().any()
 
@@ -331,10 +331,10 @@ def test_launches_and_observer_tell_what_ran(site):
 
 def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     q, k, v, d_out = inputs(1, 4, 2, 9, 9, 16)
-    stock = gradients(switched(site), (q, k, v), d_out)
+    native = gradients(switched(site), (q, k, v), d_out)
     switch(site, ["compensated"] * 3)
     found = gradients(switched(site), (q, k, v), d_out)
-    assert all(torch.equal(a, b) for a, b in zip(found, stock, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, native, strict=True))
     assert switchboard.site_state(int(site)).in_force == ("none",) * 4
 
 
@@ -359,7 +359,7 @@ def op_with(backend, site, dropout_p=0.0):
 
     def attention(q, k, v):
         codes = [0] * q.size(1)
-        request = op.Request(
+        request = execution.Request(
             q, k, v, None, site, codes, causal=2, dropout_p=dropout_p, backend=code, training=True
         )
         return op.attention(request)[0]
@@ -520,22 +520,23 @@ def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("names", [("none",) * 4, MIX], ids=str)
-@pytest.mark.parametrize("stock", [False, True])
-def test_the_ops_pass_opcheck(stock, names, traced, dropout_p, site):
+@pytest.mark.parametrize("native", [False, True])
+def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
     q, k, v, d_out = inputs(2, 4, 2, 9, 9, 16, torch.bfloat16)
     q = q.transpose(1, 2).contiguous().transpose(1, 2)
     codes = [STABILIZERS.index(name) for name in names]
     # Where nothing is traced nothing depends on the fake kernel, and once a head is compensated the
     # residual is not empty as it says; where it is traced and no head is, it holds anything.
     checks = ["test_schema", "test_autograd_registration"]
-    math_kernel = stock and dropout_p > 0  # has a layout of its own, and its backward runs autograd
+    # It has a layout of its own, and its backward runs autograd.
+    math_kernel = native and dropout_p > 0
     if traced or not ("compensated" in names or math_kernel):
         checks.append("test_faketensor")
     if traced == ("compensated" in names) and not dropout_p:  # which never repeats itself
         checks.append("test_aot_dispatch_dynamic")
     leaves = [x.requires_grad_() for x in (q, k, v)]
     arguments = (
-        None, site, codes, 2, None, dropout_p, 2.0, 1e-3, 0, 0, stock, True, False, traced, True,
+        None, site, codes, 2, None, dropout_p, 2.0, 1e-3, 0, 0, native, True, False, traced, True,
     )  # fmt: skip
     op = torch.ops.guardbit.attention_with_dropout if dropout_p else torch.ops.guardbit.attention
     torch.library.opcheck(op, (*leaves, *arguments), test_utils=checks)
@@ -556,7 +557,7 @@ def test_the_ops_pass_opcheck(stock, names, traced, dropout_p, site):
             2,
             None,
             dropout_p,
-            stock,
+            native,
             False,
             traced,
         ),

@@ -66,7 +66,7 @@ SHAPES = [
 def test_agrees_with_fp64(shape, dtype, causal):
     tensors = inputs(shape, dtype)
     heads = [shape[1] - 1, 0]
-    options = {"spec": AttentionSpec(0.25, causal), "heads": heads}
+    options = {"spec": AttentionSpec(0.25, causal), "head_ids": heads}
     computed = audit.exact_query_gradient(*tensors, **options)
     truth = exact(*tensors, causal, 0.25, heads)
     assert computed.dtype == torch.float32
@@ -109,7 +109,7 @@ def test_dense_masks(module, name, causal):
     tensors = inputs((2, 4, 2, 40, 70, 16))
     mask = masks(40, 70)[name].to(DEVICE)
     spec = AttentionSpec(-0.25, causal, mask)
-    computed = module.exact_query_gradient(*tensors, spec=spec, heads=[3, 0])
+    computed = module.exact_query_gradient(*tensors, spec=spec, head_ids=[3, 0])
     truth = exact(*tensors, causal, -0.25, [3, 0], mask)
     assert relative(computed, truth) <= 2e-6
     # Rows that see no key.
@@ -119,7 +119,9 @@ def test_dense_masks(module, name, causal):
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
 def test_any_scale(scale):
     tensors = inputs((1, 2, 2, 20, 40, 16))
-    computed = audit.exact_query_gradient(*tensors, spec=AttentionSpec(scale, True), heads=[0, 1])
+    computed = audit.exact_query_gradient(
+        *tensors, spec=AttentionSpec(scale, True), head_ids=[0, 1]
+    )
     assert relative(computed, exact(*tensors, True, scale, [0, 1])) <= 2e-6
     if scale == 0:
         assert not computed.any()
@@ -130,13 +132,13 @@ def test_gradients_of_any_size_in_fp16(size):
     # As loss scaling makes them: dO of FP16's last places, and dS beyond its largest number.
     d_out, q, k, v = inputs((1, 1, 1, 20, 40, 16), torch.float16)
     tensors = (d_out.sign() * size, q, k, v * (16.0 if size > 1 else 1.0))
-    computed = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), heads=[0])
+    computed = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), head_ids=[0])
     assert relative(computed, exact(*tensors, True, 0.25, [0])) <= 2e-6
 
 
 def test_rows_without_a_key_have_no_gradient():
     tensors = inputs((1, 1, 1, 70, 33, 16))
-    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), heads=[0])
+    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), head_ids=[0])
     assert not dq[:, :, :37].any()
     assert dq[:, :, 38:].any(-1).all()
 
@@ -144,29 +146,29 @@ def test_rows_without_a_key_have_no_gradient():
 def test_layouts_strides_and_repeated_heads():
     tensors = inputs((1, 4, 2, 20, 20, 16))
     options = {"spec": AttentionSpec(0.25, True)}
-    expected = audit.exact_query_gradient(*tensors, **options, heads=[0, 3])
+    expected = audit.exact_query_gradient(*tensors, **options, head_ids=[0, 3])
     by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
     transposed = [x.mT.contiguous().mT for x in tensors]
     for layout in (by_rows, transposed):
-        computed = audit.exact_query_gradient(*layout, **options, heads=[3, 0, 3])
+        computed = audit.exact_query_gradient(*layout, **options, head_ids=[3, 0, 3])
         assert torch.equal(computed, expected[:, [1, 0, 1]])
 
 
 def test_no_keys_no_rows_no_heads():
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
-        computed = audit.exact_query_gradient(*inputs(shape), spec=AttentionSpec(1.0), heads=[1])
+        computed = audit.exact_query_gradient(*inputs(shape), spec=AttentionSpec(1.0), head_ids=[1])
         assert computed.shape == (shape[0], 1, shape[3], 16)
         assert not computed.any()
     tensors = inputs((1, 2, 2, 5, 5, 16))
-    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), heads=[])
+    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), head_ids=[])
     assert dq.shape == (1, 0, 5, 16)
 
 
 def test_refusals():
     tensors = inputs((1, 2, 1, 3, 3, 16))
     with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
-        audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), heads=[0, 2, -1])
+        audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), head_ids=[0, 2, -1])
     with pytest.raises(TypeError, match=r"d_out torch.float32, q torch.bfloat16"):
         audit.exact_query_gradient(
-            tensors[0].float(), *tensors[1:], spec=AttentionSpec(1.0), heads=[0]
+            tensors[0].float(), *tensors[1:], spec=AttentionSpec(1.0), head_ids=[0]
         )

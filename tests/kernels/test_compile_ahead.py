@@ -45,26 +45,26 @@ FLOATS = {
 #: What pointers point to, by kernel; all others to the inputs' dtype.
 POINTERS = {
     "forward": {
-        "lse": "fp32", "residual": "i8", "codes": "i8", "numbers": "i32", "word": "i64",
+        "lse": "fp32", "residual": "i8", "codes": "i8", "head_ids": "i32", "philox_key": "i64",
     },
     "query_gradients": {
         **dict.fromkeys(("lse", "statistics"), "fp32"),
-        **dict.fromkeys(("residual", "codes"), "i8"), "numbers": "i32", "word": "i64",
+        **dict.fromkeys(("residual", "codes"), "i8"), "head_ids": "i32", "philox_key": "i64",
     },
     "key_gradients": {
-        "statistics": "fp32", "numbers": "i32", "word": "i64",
+        "statistics": "fp32", "head_ids": "i32", "philox_key": "i64",
     },
     "shadow": {
         **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask", "sinks"), "fp32"),
-        **dict.fromkeys(("rows", "maxima", "maxima_bf16"), "i64"), "ranges": "i32",
+        **dict.fromkeys(("query_ids", "maxima", "maxima_bf16"), "i64"), "ranges": "i32",
     },
     "audit": {
         **dict.fromkeys(("dq", "mask", "sinks"), "fp32"),
-        **dict.fromkeys(("numbers", "ranges"), "i32"),
+        **dict.fromkeys(("head_ids", "ranges"), "i32"),
     },
     "delta": {
         **dict.fromkeys(("lse", "delta", "mask", "sinks"), "fp32"),
-        **dict.fromkeys(("numbers", "ranges"), "i32"),
+        **dict.fromkeys(("head_ids", "ranges"), "i32"),
     },
 }  # fmt: skip
 
@@ -82,8 +82,8 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
         stem, _, kind = name.rpartition("_")
         if name in constants:
             signature[name] = "constexpr"
-        elif constants.get("DESCRIBED") and stem in ("k", "v") and kind == "pointer":
-            block = f"1, 1, {constants['KEYS']}, {constants['WIDTH']}"
+        elif constants.get("USE_TMA") and stem in ("k", "v") and kind == "pointer":
+            block = f"1, 1, {constants['BLOCK_N']}, {constants['WIDTH']}"
             signature[name] = f"tensordesc<{dtype}[{block}]>"
             continue
         elif kind == "pointer":
@@ -158,7 +158,9 @@ def compile_all(architecture):
             backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
         ),
         "shadow": (
-            shadow.shadow_kernel, "bf16", {"CHOSEN": True, "NEGATIVE_SCALE": True, "MASK": 0},
+            shadow.shadow_kernel,
+            "bf16",
+            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0, "ONLY_MAXIMA": False},
         ),
         # FP16 takes more products than BF16.
         "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),
@@ -171,15 +173,15 @@ def compile_all(architecture):
                 "CAUSAL": True,
                 "HEAD_DIM": width,
                 "WIDTH": width,
-                "ROWS": tile.rows,
-                "KEYS": tile.keys,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
                 **flags,
             }
             if "MASK" in flags:
                 constants |= {"VALUE_DIM": width, "VALUE_WIDTH": width}
                 constants |= dict.fromkeys(("RANGED", "SOFTCAP", "SINKS"), False)
             if name == "delta":
-                constants |= {"OVERLAP": tile.overlap, "DESCRIBED": tile.described}
+                constants |= {"OVERLAP": tile.overlap, "USE_TMA": tile.use_tma}
             variants = {name: {}}
             if "DROPOUT" in flags:
                 variants[f"{name} with dropout"] = {"DROPOUT": True}
@@ -190,7 +192,7 @@ def compile_all(architecture):
             for variant, changes in variants.items():
                 chosen = tile
                 if name == "delta" and variant != name:
-                    changes = {**changes, "OVERLAP": False, "DESCRIBED": False}
+                    changes = {**changes, "OVERLAP": False, "USE_TMA": False}
                 if changes:
                     chosen = tile.for_dropout if "DROPOUT" in changes else tile.for_mask
                 result = compile_kernel(

@@ -71,7 +71,7 @@ def exact(d_out, q, k, v, spec):
 
 def check_delta(module, tensors, spec, heads):
     lse, _, truth, size = exact(*tensors, spec)
-    computed = module.exact_delta(*tensors, lse.float(), spec=spec, heads=heads)
+    computed = module.exact_delta(*tensors, lse.float(), spec=spec, head_ids=heads)
     assert computed.dtype == torch.float32
     assert computed.shape == truth[:, heads].shape
     error = (computed - truth[:, heads]).abs()
@@ -146,7 +146,7 @@ def test_rows_that_see_no_key_have_delta_0_whatever_l_is(module, left, kind):
     dead = lse == -math.inf
     assert dead[..., :8].all() and not dead[..., 8:].any()
     lse = lse.float().masked_fill(dead, left)
-    computed = module.exact_delta(*tensors, lse, spec=spec, heads=[0, 1])
+    computed = module.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1])
     assert (computed[dead] == 0).all()
     assert (computed - truth).abs().max() <= 1e-5
 
@@ -160,7 +160,7 @@ def test_rows_whose_every_entry_is_the_lowest_number_weigh_all_keys_alike(module
     lse = torch.full((1, 1, 20), torch.finfo(torch.float32).min, device=DEVICE)
     spec = AttentionSpec(0.25, False, mask)
     lse[..., 5:] = exact(*tensors, spec)[0].float()[..., 5:]
-    computed = module.exact_delta(*tensors, lse, spec=spec, heads=[0])
+    computed = module.exact_delta(*tensors, lse, spec=spec, head_ids=[0])
     d_out, _, _, v = (x.double() for x in tensors)
     truth = (d_out @ v.mT).mean(-1)[..., :5]
     assert (computed[..., :5] - truth).abs().max() <= 1e-5
@@ -173,7 +173,7 @@ def test_an_error_of_l_leaves_delta_as_it_is(module, wrong):
     tensors = inputs((1, 2, 1, 70, 70, 16, 16))
     spec = AttentionSpec(0.25, True)
     lse, _, truth, size = exact(*tensors, spec)
-    computed = module.exact_delta(*tensors, (lse + wrong).float(), spec=spec, heads=[0, 1])
+    computed = module.exact_delta(*tensors, (lse + wrong).float(), spec=spec, head_ids=[0, 1])
     assert ((computed - truth).abs() <= DELTA_ERROR * size).all()
 
 
@@ -200,10 +200,10 @@ def test_any_scale(module, scale):
 def test_heads_layouts_and_strides(module):
     tensors = inputs((2, 4, 2, 33, 33, 16, 16))
     lse = exact(*tensors, AttentionSpec(0.25, True))[0].float()
-    options = {"spec": AttentionSpec(0.25, True), "heads": [3, 0, 3]}
+    options = {"spec": AttentionSpec(0.25, True), "head_ids": [3, 0, 3]}
     expected = module.exact_delta(*tensors, lse, **options)
     assert torch.equal(expected[:, 0], expected[:, 2])
-    one = module.exact_delta(*tensors, lse, spec=options["spec"], heads=[3])
+    one = module.exact_delta(*tensors, lse, spec=options["spec"], head_ids=[3])
     padded = torch.full((2, 4, 64), 9.0, device=DEVICE)
     padded[..., :33] = lse
     for layout in (
@@ -222,22 +222,26 @@ def test_no_keys_no_rows_no_batch_no_heads(module):
     for shape in [(1, 2, 2, 5, 0, 16, 16), (1, 2, 2, 0, 5, 16, 16), (0, 2, 2, 5, 5, 16, 16)]:
         tensors = inputs(shape)
         lse = torch.zeros(tensors[1].shape[:3], device=DEVICE)
-        computed = module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[1])
+        computed = module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), head_ids=[1])
         assert computed.shape == (shape[0], 1, shape[3])
         assert not computed.any()
     tensors = inputs((1, 2, 2, 5, 5, 16, 16))
     lse = torch.zeros(1, 2, 5, device=DEVICE)
-    assert module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[]).shape == (1, 0, 5)
+    assert module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), head_ids=[]).shape == (
+        1,
+        0,
+        5,
+    )
 
 
 @BOTH
 def test_refusals(module):
     tensors, lse = inputs((1, 2, 2, 5, 5, 16, 16)), torch.zeros(1, 2, 5, device=DEVICE)
     with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
-        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), heads=[0, 2, -1])
+        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0), head_ids=[0, 2, -1])
     with pytest.raises(ValueError, match=r"broadcasts to .* = \(1, 2, 5, 5\), but has \(4, 5\)"):
         mask = torch.zeros(4, 5, device=DEVICE)
-        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0, mask=mask), heads=[0])
+        module.exact_delta(*tensors, lse, spec=AttentionSpec(1.0, mask=mask), head_ids=[0])
     with pytest.raises(ValueError, match="'bottom'"):
         AttentionSpec(1.0, "bottom")
     with pytest.raises(TypeError, match=r"torch\.int64"):
@@ -248,7 +252,7 @@ def test_memory_of_fp64_inputs_is_fp64():
     tensors = [x.double() for x in inputs((1, 2, 1, 33, 40, 16, 16))]
     spec = AttentionSpec(0.25, True)
     lse, _, truth, _ = exact(*tensors, spec)
-    computed = plain.exact_delta(*tensors, lse, spec=spec, heads=[0, 1], chunk=7)
+    computed = plain.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1], chunk=7)
     assert computed.dtype == torch.float64
     torch.testing.assert_close(computed, truth, rtol=0, atol=1e-13)
 
@@ -412,10 +416,10 @@ def test_fused_carrier_is_the_plain_one_bit_for_bit(dtype, all_heads):
     lse, out, _, _ = exact(*tensors, spec)
     out = out.to(dtype)
     heads = [2, 0, 1] if all_heads else [2, 0]
-    result = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=heads)
+    result = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, head_ids=heads)
     assert torch.equal(
         result.delta.nan_to_num(3e38),
-        kernels.exact_delta(*tensors, lse.float(), spec=spec, heads=heads).nan_to_num(3e38),
+        kernels.exact_delta(*tensors, lse.float(), spec=spec, head_ids=heads).nan_to_num(3e38),
     )
     expected = out.clone()
     plain.write_carrier(expected, d_out, result.delta, heads)
@@ -436,9 +440,9 @@ def test_rows_that_see_no_key_keep_what_the_engine_left(launched, lse_of_dead_ro
     own = torch.full_like(tensors[0], 7.0)
     arguments = (*tensors, own, lse.float().masked_fill(dead, lse_of_dead_rows))
     if launched:
-        out = kernels.carry_exact_delta(*arguments, spec=spec, heads=[0, 1]).out
+        out = kernels.carry_exact_delta(*arguments, spec=spec, head_ids=[0, 1]).out
     else:
-        out = dispatch.carry_exact_delta(*(x.cpu() for x in arguments), spec=spec, heads=[0, 1])
+        out = dispatch.carry_exact_delta(*(x.cpu() for x in arguments), spec=spec, head_ids=[0, 1])
         out = out.to(own.device)
     assert torch.equal(out[dead], own[dead])
     carried = (out.double() * tensors[0].double()).sum(-1)
@@ -456,7 +460,7 @@ def test_cases_of_the_carrier_fused():
             lse = torch.zeros(1, 1, len(rows), device=DEVICE)
             own = torch.full_like(d_out, 7.0)
             result = kernels.carry_exact_delta(
-                d_out, q, q[:, :, :1], v, own, lse, spec=AttentionSpec(1.0), heads=[0]
+                d_out, q, q[:, :, :1], v, own, lse, spec=AttentionSpec(1.0), head_ids=[0]
             )
             expected = own.clone()
             plain.write_carrier(expected, d_out, result.delta, [0])
@@ -471,16 +475,18 @@ def test_carrier_written_into_what_is_given_and_in_place():
     out = out.to(BF16).transpose(1, 2).contiguous().transpose(1, 2)
     tensors[0][:, :, 5, 3] = math.nan
     before = out.clone()
-    expected = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=[1])
+    expected = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, head_ids=[1])
     assert expected.out.stride() == out.stride()
     assert torch.equal(out, before)
-    result = kernels.carry_exact_delta(*tensors, out, lse.float(), spec=spec, heads=[1], into=out)
+    result = kernels.carry_exact_delta(
+        *tensors, out, lse.float(), spec=spec, head_ids=[1], into=out
+    )
     assert result.out is out
     assert torch.equal(out, expected.out)
     assert torch.equal(out[:, [0, 2, 3]], before[:, [0, 2, 3]])
     with pytest.raises(ValueError, match="adjacent"):
         kernels.carry_exact_delta(
-            *tensors, out, lse.float(), spec=spec, heads=[1], into=out.mT.contiguous().mT
+            *tensors, out, lse.float(), spec=spec, head_ids=[1], into=out.mT.contiguous().mT
         )
 
 
@@ -489,9 +495,9 @@ def test_same_bits_every_time_and_whatever_other_heads_are_asked_for():
     spec = AttentionSpec(0.25, True)
     lse, out, _, _ = exact(*tensors, spec)
     arguments = (*tensors, out.to(BF16), lse.float())
-    first = kernels.carry_exact_delta(*arguments, spec=spec, heads=[0, 1, 2, 3])
+    first = kernels.carry_exact_delta(*arguments, spec=spec, head_ids=[0, 1, 2, 3])
     for heads in ([0, 1, 2, 3], [2], [3, 2]):
-        again = kernels.carry_exact_delta(*arguments, spec=spec, heads=heads)
+        again = kernels.carry_exact_delta(*arguments, spec=spec, head_ids=heads)
         assert torch.equal(again.out[:, heads], first.out[:, heads])
         assert torch.equal(again.delta, first.delta[:, heads])
 
@@ -514,13 +520,15 @@ def test_no_way_of_the_loop_changes_a_number(monkeypatch, shape, causal):
     spec = AttentionSpec(0.25, causal)
     lse = exact(*tensors, spec)[0].float()
     results, look_up = [], tiles.tile
-    for change in ({}, {"overlap": True}, {"described": True}):
+    for change in ({}, {"overlap": True}, {"use_tma": True}):
         monkeypatch.setattr(
             tiles, "tile", lambda *key, change=change: look_up(*key)._replace(**change)
         )
         check_delta(kernels, tensors, spec, [0, 1])
         for keys, values in ((k, v), (odd, v), (k, sparse)):
-            results.append(kernels.exact_delta(d_out, q, keys, values, lse, spec=spec, heads=[1]))
+            results.append(
+                kernels.exact_delta(d_out, q, keys, values, lse, spec=spec, head_ids=[1])
+            )
     assert all(torch.equal(results[0], result) for result in results)
 
 
@@ -528,8 +536,8 @@ def test_descriptors_are_of_what_the_copy_engine_takes():
     x = torch.zeros(2, 3, 40, 16, dtype=BF16, device=DEVICE)
     taken = [x, x.transpose(1, 2), x[:, :, 1:], x[..., :8]]
     refused = [x[..., 1:9], x.mT, x[:, :, :0], x[:1].expand(2, 3, 40, 16), x[..., ::2]]
-    assert [launch.is_describable(y) for y in taken] == [True] * 4
-    assert [launch.is_describable(y) for y in refused] == [False] * 5
+    assert [launch.can_use_tma(y) for y in taken] == [True] * 4
+    assert [launch.can_use_tma(y) for y in refused] == [False] * 5
 
 
 def test_what_the_kernels_cannot_take():
@@ -537,7 +545,7 @@ def test_what_the_kernels_cannot_take():
     lse = torch.zeros(1, 2, 5, device=DEVICE)
     with pytest.raises(TypeError, match=r"d_out torch.float32, q torch.bfloat16"):
         kernels.exact_delta(
-            tensors[0].float(), *tensors[1:], lse, spec=AttentionSpec(1.0), heads=[0]
+            tensors[0].float(), *tensors[1:], lse, spec=AttentionSpec(1.0), head_ids=[0]
         )
 
 
@@ -550,14 +558,14 @@ def test_backward_with_a_carrier_is_the_backward_with_exact_delta():
     spec = AttentionSpec(0.25, True)
     common = {"causal": True, "scale": 0.25, "stabilizers": ["none"] * 2}
     forward = reference.forward(q, k, v, **common)
-    result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, heads=[0, 1])
+    result = kernels.carry_exact_delta(d_out, q, k, v, *forward[:2], spec=spec, head_ids=[0, 1])
     mine = reference.backward(d_out, q, k, v, result.out, forward.lse, None, **common)
-    stock = reference.backward(d_out, q, k, v, *forward, **common)
+    native = reference.backward(d_out, q, k, v, *forward, **common)
     truth = reference.exact_query_gradient(
-        d_out, q, k, v, spec=AttentionSpec(0.25, True), heads=[0, 1]
+        d_out, q, k, v, spec=AttentionSpec(0.25, True), head_ids=[0, 1]
     )
-    assert torch.equal(mine.dv, stock.dv)
-    assert (mine.dq - truth).norm() < 0.3 * (stock.dq - truth).norm()
+    assert torch.equal(mine.dv, native.dv)
+    assert (mine.dq - truth).norm() < 0.3 * (native.dq - truth).norm()
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left"])

@@ -61,7 +61,7 @@ def check(tensors, spec, heads):
     """delta against FP64, the fused carrier against the plain one, both against a second run."""
     lse, out, truth, allowed = exact(*tensors, spec)
     arguments = (*tensors, out.to(tensors[0].dtype), lse.float())
-    result = delta.carry_exact_delta(*arguments, spec=spec, heads=heads)
+    result = delta.carry_exact_delta(*arguments, spec=spec, head_ids=heads)
     error = (result.delta - truth[:, heads]).abs()
     assert (error <= allowed[:, heads]).all(), (error / allowed[:, heads]).max()
     expected = arguments[4].clone()
@@ -69,9 +69,9 @@ def check(tensors, spec, heads):
     carried = result.delta.masked_fill((lse == -math.inf)[:, heads], math.nan)
     write_carrier(expected, tensors[0], carried, heads)
     assert torch.equal(result.out, expected)
-    again = delta.carry_exact_delta(*arguments, spec=spec, heads=heads)
+    again = delta.carry_exact_delta(*arguments, spec=spec, head_ids=heads)
     assert all(torch.equal(x, y) for x, y in zip(result, again, strict=True))
-    alone = delta.exact_delta(*tensors, lse.float(), spec=spec, heads=heads)
+    alone = delta.exact_delta(*tensors, lse.float(), spec=spec, head_ids=heads)
     assert torch.equal(alone, result.delta)
 
 
@@ -112,7 +112,7 @@ def test_as_many_heads_as_a_launch_may_have():
     tensors = [x.repeat(256, 1, 1, 1) for x in inputs(160, 160, 3, 3, 16, 16, torch.bfloat16)]
     spec = AttentionSpec(0.25, True)
     lse, _, truth, allowed = exact(*tensors, spec)
-    found = delta.exact_delta(*tensors, lse.float(), spec=spec, heads=range(160))
+    found = delta.exact_delta(*tensors, lse.float(), spec=spec, head_ids=range(160))
     assert ((found - truth).abs() <= allowed).all()
 
 
@@ -132,12 +132,12 @@ def test_a_backward_that_reads_o_for_delta_only_takes_the_carrier():
         )
         return [x.double() for x in gradients]
 
-    carried = delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, heads=range(4))
+    carried = delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, head_ids=range(4))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     _, truth, _, _ = exact(d_out, *leaves, spec)
     right = torch.autograd.grad(truth, leaves, d_out.double())[0]
-    mine, stock = ((backward(o)[0] - right).norm() / right.norm() for o in (carried.out, out))
+    mine, native = ((backward(o)[0] - right).norm() / right.norm() for o in (carried.out, out))
     # 3.6 % against 0.25 % on such inputs, twice as long.
-    assert stock > 0.01
+    assert native > 0.01
     assert mine < 0.004
     assert torch.equal(backward(carried.out)[2], backward(out)[2])

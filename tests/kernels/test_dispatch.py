@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guardbit.kernels import audit, dispatch, shadow
+from guardbit.kernels import audit, delta_bias, dispatch, shadow
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
 
@@ -25,7 +25,7 @@ def triton_calls(monkeypatch):
 
     recording(shadow, "shadow")
     recording(shadow, "row_maxima")
-    recording(shadow, "delta_bias")
+    recording(delta_bias, "delta_bias")
     recording(audit, "exact_query_gradient")
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
     return calls
@@ -41,10 +41,10 @@ def inputs(dtype=torch.bfloat16):
 def run_all(q, k, v, d_out, out, dropout=None):
     rows = torch.tensor([0, 7, 32])
     spec = AttentionSpec(0.3, True)
-    found = dispatch.shadow(q, k, v, spec=spec, eps=1e-3, rows=rows, dropout=dropout)
-    bias = dispatch.delta_bias(d_out, out, found.out, residual=None, rows=rows)
-    few = None if dropout is None else dropout._replace(heads=(3, 1))
-    exact = dispatch.exact_query_gradient(d_out, q, k, v, spec=spec, heads=(3, 1), dropout=few)
+    found = dispatch.shadow(q, k, v, spec=spec, eps=1e-3, query_ids=rows, dropout=dropout)
+    bias = dispatch.delta_bias(d_out, out, found.out, residual=None, query_ids=rows)
+    few = None if dropout is None else dropout._replace(head_ids=(3, 1))
+    exact = dispatch.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=(3, 1), dropout=few)
     return (*found, *bias, exact)
 
 
@@ -107,7 +107,7 @@ def test_a_compensated_carrier_copies_the_output_once_at_most(heads, backend, mo
     d_out[0, 2, 5] = torch.inf  # a row that keeps its output
     residual = torch.ones_like(out, dtype=torch.int8)
     with Copies(out.shape) as copies:
-        carried = dispatch.carry_compensated_delta(d_out, out, residual, heads=heads, into=None)
+        carried = dispatch.carry_compensated_delta(d_out, out, residual, head_ids=heads, into=None)
     # Triton's kernel writes every row of its heads, be it as it was.
     assert copies.count == (0 if backend == "triton" and len(heads) == 4 else 1)
     assert torch.equal(carried[0, 2, 5], out[0, 2, 5])

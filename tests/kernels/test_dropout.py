@@ -194,7 +194,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
     number = switchboard.add_site()
     options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
     torch.manual_seed(0)
-    stock = torch.nn.functional.scaled_dot_product_attention(
+    native = torch.nn.functional.scaled_dot_product_attention(
         *tensors, dropout_p=0.2, is_causal=True, enable_gqa=True
     )
     whole = run(  # as in a mixed call, where ours draw after PyTorch's kernel
@@ -215,7 +215,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
         rest = [h for h in range(6) if h not in heads]
         assert torch.equal(out[:, heads], whole[0][:, heads])
         assert torch.equal(dq[:, heads], whole[2][:, heads])
-        assert torch.equal(out[:, rest], stock[:, rest])
+        assert torch.equal(out[:, rest], native[:, rest])
     switchboard.remove_site(number)
 
 
@@ -242,15 +242,15 @@ def test_shadow_and_exact_query_gradient():
     out, _, dq, _, _ = fp64(q, k, v, d_out, mask, 0.3, True)
     common = {"spec": AttentionSpec(0.25, True)}
     rows = torch.tensor([0, 7, 29])
-    plain = reference.shadow(q, k, v, rows=rows, **common)
+    plain = reference.shadow(q, k, v, query_ids=rows, **common)
     shadow = reference.shadow(
-        q, k, v, rows=rows, dropout=Dropout(0.3, word, (0, 1, 2, 3), 4), **common
+        q, k, v, query_ids=rows, dropout=Dropout(0.3, word, (0, 1, 2, 3), 4), **common
     )
     torch.testing.assert_close(shadow.out.double(), out[:, :, rows], **FP32_CLOSE)
     for name in ("row_max", "maxima", "maxima_bf16", "entropy"):
         assert torch.equal(getattr(shadow, name), getattr(plain, name)), name
     found = reference.exact_query_gradient(
-        d_out, q, k, v, heads=[3, 1], dropout=Dropout(0.3, word, (3, 1), 4), **common
+        d_out, q, k, v, head_ids=[3, 1], dropout=Dropout(0.3, word, (3, 1), 4), **common
     )
     torch.testing.assert_close(found.double(), dq[:, [3, 1]], **FP32_CLOSE)
 

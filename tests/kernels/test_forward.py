@@ -34,7 +34,7 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
 
 
 def key_tile(q):
-    return tiles.tile(launch.capability_of(q), launch.padded_width(q.shape[-1]), "forward").keys
+    return tiles.tile(launch.capability_of(q), launch.padded_width(q.shape[-1]), "forward").block_n
 
 
 def exact(q, k, v, causal, scale):
@@ -128,7 +128,7 @@ def test_a_head_does_not_depend_on_the_others():
         alone = forward.forward(q, k, v, stabilizers=[name] * 4, **options)
         assert torch.equal(alone.out[:, head], mix.out[:, head])
         assert torch.equal(alone.lse[:, head], mix.lse[:, head])
-        chosen = forward.forward(q, k, v, stabilizers=[name], heads=[head], **options)
+        chosen = forward.forward(q, k, v, stabilizers=[name], head_ids=[head], **options)
         assert torch.equal(chosen.out[:, 0], mix.out[:, head])
         if name == "compensated":
             assert torch.equal(chosen.residual[:, 0], mix.residual[:, head])

@@ -238,7 +238,9 @@ def test_mixes_equal_separate_launches_and_repeat_bit_for_bit(width):
             assert torch.equal(alone.out[:, heads], mix.out[:, heads]), (name, rows)
             assert torch.equal(alone.lse[:, heads], mix.lse[:, heads]), (name, rows)
             assert torch.equal(gradients.dq[:, heads], mix_gradients.dq[:, heads]), (name, rows)
-            chosen = forward.forward(*tensors[:3], stabilizers=[name] * 2, heads=heads, **options)
+            chosen = forward.forward(
+                *tensors[:3], stabilizers=[name] * 2, head_ids=heads, **options
+            )
             assert torch.equal(chosen.out, mix.out[:, heads]), (name, rows)
             if name == "compensated":
                 assert torch.equal(alone.residual[:, heads], mix.residual[:, heads])

@@ -275,7 +275,7 @@ def test_random_numbers_follow_seed_offset_and_position():
     assert torch.equal(whole.out, out(9).out)
     assert torch.equal(whole.out, out(9, key_tile=30).out)
     assert not torch.equal(whole.out, out(10).out)
-    assert torch.equal(whole.out[:, 2:], out(9, names=["stochastic"], heads=[2]).out)
+    assert torch.equal(whole.out[:, 2:], out(9, names=["stochastic"], head_ids=[2]).out)
     exact = output_before_rounding(q, k, v, scale=1.0).float()
     different = 0
     for element in itertools.product(*map(range, exact.shape)):
@@ -569,7 +569,7 @@ def test_products_are_fp32_whatever_the_program_allows(precision, monkeypatch):
     try:
         run(q, k, v, d_out, "none")
         reference.shadow(q, k, v, spec=AttentionSpec(1.0))
-        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), heads=[0])
+        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), head_ids=[0])
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)

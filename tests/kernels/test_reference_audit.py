@@ -57,7 +57,7 @@ def test_shadow_agrees_with_fp64(kv_heads, groups, rows, keys, causal, dtype, ch
         k,
         v,
         spec=AttentionSpec(0.5, causal),
-        rows=None if chosen is None else torch.tensor(chosen),
+        query_ids=None if chosen is None else torch.tensor(chosen),
         chunk=chunk,
     )
     positions = range(rows) if chosen is None else chosen
@@ -148,7 +148,7 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(causal, chunk):
         scores = scores.masked_fill(hidden, -math.inf)
     rows = torch.tensor([8, 0, 3])
     spec = AttentionSpec(0.5, causal)
-    result = reference.row_maxima(q, k, spec=spec, rows=rows, chunk=chunk)
+    result = reference.row_maxima(q, k, spec=spec, query_ids=rows, chunk=chunk)
     top = scores.amax(-1)[:, :, rows]
     sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)[:, :, rows]
     # FP32 sums of 16 products of size 1.
@@ -199,7 +199,7 @@ def test_exact_query_gradient_agrees_with_fp64(kv_heads, groups, rows, keys, cau
     q, k, v, d_out = random_inputs((2, heads, kv_heads, rows, keys, 16), dtype, rows + keys)
     chosen = [heads - 1, 0]
     computed = reference.exact_query_gradient(
-        d_out, q, k, v, spec=AttentionSpec(0.5, causal), heads=chosen, chunk=chunk
+        d_out, q, k, v, spec=AttentionSpec(0.5, causal), head_ids=chosen, chunk=chunk
     )
     assert computed.dtype == torch.float32
     for place, head in enumerate(chosen):
@@ -225,7 +225,7 @@ def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
     result = reference.forward(q, k, v, **common, **names)
     low = reference.backward(d_out, q, k, v, *result, **common, **names)
     spec = AttentionSpec(common["scale"], True)
-    exact = reference.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[0, 1])
+    exact = reference.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[0, 1])
     error = (low.dq.float() - exact).norm() / exact.norm()
     # A few roundings to 8 bits, each 2^-9 at most and about a third of it in the mean.
     assert 2.0**-11 < error < 2.0**-7
@@ -234,7 +234,7 @@ def test_exact_query_gradient_is_far_nearer_than_the_low_precision_backward():
 def test_exact_query_gradient_refuses_heads_that_do_not_exist():
     q, k, v, d_out = random_inputs((1, 2, 1, 3, 3, 16), torch.bfloat16)
     with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
-        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), heads=[0, 2, -1])
+        reference.exact_query_gradient(d_out, q, k, v, spec=AttentionSpec(1.0), head_ids=[0, 2, -1])
 
 
 @settings(deadline=None, max_examples=30)
@@ -284,7 +284,7 @@ def test_delta_bias_of_chosen_rows_counts_the_residual():
     residual[:, 1] = 0
     rows = torch.tensor([5, 0, 3])
     bias, bias_abs = reference.delta_bias(
-        d_out, out, exact[:, :, rows], residual=residual, rows=rows
+        d_out, out, exact[:, :, rows], residual=residual, query_ids=rows
     )
     # Three rows of eight features; half a last place is 120 of its 240 steps, kept exactly.
     assert bias.tolist() == [0.0, -3 * 8 * 2.0**-9]

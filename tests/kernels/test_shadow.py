@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.kernels import reference, shadow
+from guardbit.kernels import delta_bias, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
 
@@ -111,7 +111,7 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
     q, k, v, _ = inputs(shape)
     rows = torch.arange(shape[3]).flip(0)[: shape[3] // 2 + 1].to(DEVICE)
     for some in (None, rows):
-        result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), rows=some)
+        result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
         scores = scores_of(q, k, causal, scale)
         scores = scores if some is None else scores[:, :, some]
         row_max = scores.amax(-1)
@@ -139,7 +139,7 @@ def test_chosen_rows_are_those_of_all(causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
     every = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
-    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), rows=rows)
+    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), query_ids=rows)
     check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
@@ -311,7 +311,7 @@ def test_dense_masks(module, name, causal):
     boolean = mask.dtype == torch.bool
     scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask.double()
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
-    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), rows=rows)
+    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), query_ids=rows)
     scores = scores[:, :, rows]
     # Where every key has the lowest number, all weigh alike.
     alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
@@ -348,7 +348,7 @@ def test_layouts_and_strides():
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
-    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), rows=every_other)
+    result = shadow.shadow(*by_rows, spec=AttentionSpec(0.25, True), query_ids=every_other)
     assert torch.allclose(result.out, expected.out[:, :, rows], rtol=0, atol=2e-6)  # 33 terms
 
 
@@ -387,7 +387,12 @@ def test_no_keys_no_rows_no_batch():
         assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), rows=none).out.shape == (1, 2, 0, 16)
+    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
+        1,
+        2,
+        0,
+        16,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -404,7 +409,9 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     used = out.double() if residual is None else out.double() + decode_residual(out, residual)
     picked = slice(None) if rows is None else rows
     error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
-    bias, size = shadow.delta_bias(d_out, out, exact[:, :, picked], residual=residual, rows=rows)
+    bias, size = delta_bias.delta_bias(
+        d_out, out, exact[:, :, picked], residual=residual, query_ids=rows
+    )
     assert bias.dtype == size.dtype == torch.float64
     # FP32 sums of 80 and of 64 terms; a residual leaves errors of the size of FP32's of out.
     close = {"rtol": 1e-4, "atol": 1e-5 * error.abs().sum((0, 2)).max().item() + 2e-5}
@@ -424,21 +431,21 @@ def test_delta_bias_has_the_sign_of_the_rounding():
     assert (exact[:, 0] == 1 + 2.0**-9).all()
     out = exact.bfloat16()
     d_out = torch.full_like(q, 0.5)
-    bias, size = shadow.delta_bias(d_out, out, exact)
+    bias, size = delta_bias.delta_bias(d_out, out, exact)
     steps = 0.5 * 70 * 16 * 2.0**-9
     assert bias.tolist() == [-steps, steps]
     assert size.tolist() == [steps, steps]
     # The other sign of dO, and the residual that takes it all away.
-    assert shadow.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
+    assert delta_bias.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
     residual = encode_residual(exact, out)
-    assert shadow.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
+    assert delta_bias.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
 
 
 def test_delta_bias_shows_nan_in_its_own_head():
     d_out = torch.ones(1, 2, 5, 16, dtype=torch.bfloat16, device=DEVICE)
     exact = torch.ones(1, 2, 5, 16, device=DEVICE)
     exact[0, 1, 3, 2] = math.nan
-    bias, size = shadow.delta_bias(d_out, torch.ones_like(d_out), exact)
+    bias, size = delta_bias.delta_bias(d_out, torch.ones_like(d_out), exact)
     assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
 
 
@@ -449,4 +456,4 @@ def test_refusals():
     with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
         shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
-        shadow.delta_bias(q.float(), q, q.float())
+        delta_bias.delta_bias(q.float(), q, q.float())

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import audit, backward, forward, shadow
+from guardbit.kernels import audit, backward, delta_bias, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 
@@ -102,7 +102,7 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
 
             heads = [3, 0]
             spec = AttentionSpec(scale, causal)
-            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=heads)
+            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=heads)
             right = gradients[0][:, heads]
             assert relative(computed, right) <= 3e-6 or right.norm() <= 1e-6
 
@@ -116,7 +116,7 @@ def test_chosen_rows_delta_bias_and_repetition(width):
     again = shadow.shadow(q, k, v, spec=spec)
     assert all(torch.equal(x, y) for x, y in zip(every, again, strict=True))
     rows = torch.linspace(0, 999, 130, device="cuda").round().long()
-    some = shadow.shadow(q, k, v, spec=spec, rows=rows)
+    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
     for whole, chosen in zip(every, some, strict=True):
         torch.testing.assert_close(chosen, whole[:, :, rows], rtol=1e-6, atol=1e-6)
 
@@ -127,8 +127,8 @@ def test_chosen_rows_delta_bias_and_repetition(width):
     error = (d_out.double() * (used - truth)).sum(-1)
     for chosen in (None, rows):
         exact = every.out if chosen is None else some.out
-        bias, size = shadow.delta_bias(
-            d_out, result.out, exact, residual=result.residual, rows=chosen
+        bias, size = delta_bias.delta_bias(
+            d_out, result.out, exact, residual=result.residual, query_ids=chosen
         )
         picked = error if chosen is None else error[:, :, chosen]
         scale = picked.abs().sum((0, 2))
@@ -141,8 +141,8 @@ def test_audit_repeats_its_bits_and_is_far_nearer_than_the_kernels():
     q, k, v, d_out = inputs((1, 4, 2, 2048, 2048, 64))
     options = {"causal": True, "scale": 0.125}
     spec = AttentionSpec(0.125, True)
-    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
-    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[2, 1])
+    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
+    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
     assert torch.equal(computed, again)
     gradients = dense(q, k, v, d_out, True, 0.125)[3]
     names = {"stabilizers": ["none"] * 4}
@@ -166,11 +166,11 @@ def test_more_heads_than_a_grid_axis_holds():
     # 65,535 programs is the limit of the second and third grid axis.
     q, k, v, d_out = inputs((1, 70_000, 70_000, 33, 33, 16))
     result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
-    bias, _ = shadow.delta_bias(d_out, q, result.out)
+    bias, _ = delta_bias.delta_bias(d_out, q, result.out)
     for start in (0, 69_900):
         heads = slice(start, start + 100)
         few = shadow.shadow(q[:, heads], k[:, heads], v[:, heads], spec=AttentionSpec(0.25, True))
         for whole, piece in zip(result, few, strict=True):
             assert torch.equal(whole[:, heads], piece)
-        part, _ = shadow.delta_bias(d_out[:, heads], q[:, heads], few.out)
+        part, _ = delta_bias.delta_bias(d_out[:, heads], q[:, heads], few.out)
         assert torch.equal(bias[heads], part)

@@ -53,9 +53,9 @@ def test_agrees_with_fp64_and_repeats_its_bits(name, width, value_width, dtype):
         check(module, tensors, spec, truth)
     lse = truth.lse.float()
     calls = (
-        lambda: (delta.exact_delta(*tensors, lse, spec=spec, heads=[0, 2]),),
+        lambda: (delta.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 2]),),
         lambda: shadow.shadow(*tensors[1:], spec=spec),
-        lambda: (audit.exact_query_gradient(*tensors, spec=spec, heads=[0, 2]),),
+        lambda: (audit.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 2]),),
     )
     torch.cuda.synchronize()
     try:

@@ -40,7 +40,7 @@ def score_error(tensors, spec):
 def check_delta(module, tensors, spec, truth):
     heads = list(range(tensors[1].shape[1]))[::-1]
     lse = truth.lse.float()
-    found = module.exact_delta(*tensors, lse, spec=spec, heads=heads)
+    found = module.exact_delta(*tensors, lse, spec=spec, head_ids=heads)
     assert found.dtype == torch.float32
     error = (found - truth.terms.sum(-1)[:, heads]).abs()
     bar = (DELTA_ERROR + 2 * score_error(tensors, spec)) * sizes(tensors, truth).sum(-1)[:, heads]
@@ -50,7 +50,7 @@ def check_delta(module, tensors, spec, truth):
 
 def check_shadow(module, tensors, spec, truth, rows=None):
     _, q, k, v = tensors
-    found = module.shadow(q, k, v, spec=spec, rows=rows)
+    found = module.shadow(q, k, v, spec=spec, query_ids=rows)
     picked = slice(None) if rows is None else rows
     scores, weights, sink_weights, out = (
         x[:, :, picked] for x in (truth.scores, truth.weights, truth.sink_weights, truth.out)
@@ -82,7 +82,7 @@ def check_shadow(module, tensors, spec, truth, rows=None):
 
 def check_audit(module, tensors, spec, truth):
     heads = list(range(tensors[1].shape[1]))[::-1]
-    found = module.exact_query_gradient(*tensors, spec=spec, heads=heads)
+    found = module.exact_query_gradient(*tensors, spec=spec, head_ids=heads)
     right = truth.dq[:, heads]
     assert found.shape == right.shape
     if not right.numel() or not tensors[2].numel():
@@ -172,7 +172,7 @@ def test_rows_of_a_document_without_keys_have_delta_0_whatever_l_is(modules, lef
     dead = truth.lse == -math.inf
     assert dead[..., 64:134].all() and not dead[..., :64].any()
     lse = truth.lse.float().masked_fill(dead, left)
-    found = modules[0].exact_delta(*tensors, lse, spec=spec, heads=[0, 1])
+    found = modules[0].exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1])
     assert (found[dead] == 0).all()
 
 
@@ -185,7 +185,7 @@ def test_an_error_of_l_leaves_delta_as_it_is_with_a_sink(modules, wrong):
     truth = dense(*tensors, spec)
     assert truth.sink_weights[:, 2].min() > 0.9
     lse = (truth.lse + wrong).float()
-    found = modules[0].exact_delta(*tensors, lse, spec=spec, heads=[0, 1, 2, 3])
+    found = modules[0].exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1, 2, 3])
     error = (found - truth.terms.sum(-1)).abs()
     assert (error <= 2 * DELTA_ERROR * truth.terms.abs().sum(-1)).all()
 
@@ -197,8 +197,8 @@ def test_the_gradient_of_sinks_is_that_of_autograd(name):
     truth = dense(*tensors, spec)
     heads = [1, 0]
     lse = truth.lse.float()
-    delta = reference.exact_delta(*tensors, lse, spec=spec, heads=heads)
-    found = reference.sink_gradient(delta, lse, spec.sinks, heads=heads)
+    delta = reference.exact_delta(*tensors, lse, spec=spec, head_ids=heads)
+    found = reference.sink_gradient(delta, lse, spec.sinks, head_ids=heads)
     size = (truth.sink_weights * truth.terms.abs().sum(-1)).sum((0, 2))
     # L of 30 is rounded to 2^-20.
     assert ((found - truth.d_sinks[heads]).abs() <= (2.0**-20 + 8e-6) * size[heads]).all()
@@ -225,9 +225,9 @@ def test_chunks_change_nothing():
     truth = dense(*tensors, spec)
     lse = truth.lse.float()
     for chunk in (1, 37, 999):
-        delta = reference.exact_delta(*tensors, lse, spec=spec, heads=[0, 1], chunk=chunk)
+        delta = reference.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (delta - truth.terms.sum(-1)).abs().max() <= 1e-5
-        dq = reference.exact_query_gradient(*tensors, spec=spec, heads=[0, 1], chunk=chunk)
+        dq = reference.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (dq - truth.dq).abs().max() <= 1e-5
         out = reference.shadow(*tensors[1:], spec=spec, chunk=chunk).out
         assert (out - truth.out).abs().max() <= 1e-5
@@ -238,9 +238,9 @@ def test_fields_that_do_not_fit_are_refused_by_each():
     spec = AttentionSpec(1.0, sinks=torch.zeros(3, device=DEVICE))
     lse = torch.zeros(1, 2, 5, device=DEVICE)
     for call in (
-        lambda: reference.exact_delta(d_out, q, k, v, lse, spec=spec, heads=[0]),
+        lambda: reference.exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=[0]),
         lambda: reference.shadow(q, k, v, spec=spec),
-        lambda: reference.exact_query_gradient(d_out, q, k, v, spec=spec, heads=[0]),
+        lambda: reference.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[0]),
     ):
         with pytest.raises(ValueError, match="`sinks` needs one number a head"):
             call()

@@ -1,9 +1,8 @@
-"""Ways to compute attention, one file each, and which of them a call gets.
+"""Engines, the ways to compute attention: one file each, and the choice for a call.
 
-An engine runs forward, and runs its backward from a given O'. It is PyTorch's own kernel, called
-with PyTorch's own arguments, so that its results are the very bits that
-`F.scaled_dot_product_attention` would have returned. `proof` finds out whether its backward reads O
-for delta alone, without which no O' may be handed to it.
+An engine runs a forward, and runs its backward from a given O'. It calls PyTorch's or a library's
+own kernel with its own arguments, so its results equal those of the original function bit for bit.
+`proof` finds out whether the backward reads O for delta only; otherwise no O' is handed to it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.engines.cpu_flash import CPUFlash
 from guardbit.kernels.engines.cudnn import CuDNN
 from guardbit.kernels.engines.efficient import Efficient
@@ -38,6 +37,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Gradients",
+    "Inputs",
     "LibraryEngine",
     "Whole",
     "choose",
@@ -85,7 +85,7 @@ def choose(
 
 
 def engine_of(backend: SDPBackend, q: Tensor) -> Engine:
-    """Returns the engine that is PyTorch's kernel of a name, for queries like q."""
+    """Returns the engine of a PyTorch backend, for queries like q."""
     return _engine(backend, q.is_cuda, q.size(-1))
 
 

@@ -18,9 +18,9 @@ from guardbit.kernels.spec import AttentionSpec
 
 
 class Drawn(NamedTuple):
-    """Where the random numbers of a call with dropout came from; its backward draws them again.
+    """Where a call's random numbers came from, so that its backward can redraw them.
 
-    The forward fills one of the two; which, depends on the engine.
+    The forward fills one of the two. Which one depends on the engine.
 
     Attributes:
         philox: INT64 `(2,)` on the device of q, seed and offset.
@@ -30,6 +30,26 @@ class Drawn(NamedTuple):
 
     philox: Tensor
     generator_state: Tensor
+
+
+class Inputs(NamedTuple):
+    """What an engine computes attention of, forward and backward.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for.
+        drawn: Where its random numbers came from; needed with dropout.
+        wants_mask: Whether the gradient of an additive mask is asked for.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    drawn: Drawn | None = None
+    wants_mask: bool = False
 
 
 class Gradients(NamedTuple):
@@ -43,13 +63,13 @@ class Gradients(NamedTuple):
 
 
 class Engine(ABC):
-    """One way to compute attention, forward and backward, with the bits of PyTorch's own call.
+    """One way to compute attention. Results equal those of the original function bit for bit.
 
     Attributes:
         backend: PyTorch's name of it.
-        reads_out: Whether its backward takes delta from an O that it is given. Where it does not,
-            delta comes from P and dP as they are, and there is nothing to hand over.
-        deterministic: Whether the call itself asks for a backward that adds in a fixed order.
+        reads_out: Whether its backward computes delta from an O that it is given. Otherwise delta
+            comes from P and dP, and no O' can be handed over.
+        deterministic: Whether the call asks for a backward that adds in a fixed order.
     """
 
     backend: SDPBackend
@@ -58,7 +78,7 @@ class Engine(ABC):
 
     @cached_property  # the enum makes it anew each time
     def name(self) -> str:
-        """PyTorch's name, as telemetry tells it."""
+        """PyTorch's name, as telemetry has it."""
         return self.backend.name
 
     @property
@@ -67,69 +87,40 @@ class Engine(ABC):
         return f"PyTorch's {self.name} kernel"
 
     @abstractmethod
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Computes out and lse; lse is None where the engine gives none.
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        """Computes out and lse; lse is None where the engine returns none.
 
         Args:
-            q: Queries.
-            k: Keys.
-            v: Values.
-            spec: What the call asks for.
+            inputs: The call. With dropout it fills `inputs.drawn`.
             training: Whether a gradient will be asked for.
-            drawn: Is filled; needed with dropout.
         """
 
     @abstractmethod
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """Computes the gradients.
 
         Args:
+            inputs: The call, as the forward got it, with what the forward drew.
             d_out: Gradient of out.
-            q: Queries.
-            k: Keys.
-            v: Values.
-            out: Output of the forward, or O', which carries another delta, laid out as
-                `laid_out` says.
-            lse: Of the forward.
-            spec: Those of the forward.
-            drawn: That of the forward.
-            wants_mask: Whether the gradient of an additive mask is asked for.
+            out: Output of the forward, or an O' that carries another delta, laid out by `laid_out`.
+            lse: The forward's.
         """
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Returns `out`, in a copy if need be, in the one layout that the backward takes it in.
+        """Returns `out`, or a copy, in the one layout that the backward can read.
 
-        PyTorch's kernels take some strides for granted and read another tensor where these differ.
+        PyTorch's kernels assume some strides and read wrong elements where these differ.
         """
         return out
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor | None:
-    """A mask as PyTorch hands it to its kernels: what it adds to the scores; None for none.
+    """Returns a mask as PyTorch hands it to its kernels, added to the scores; None for none.
 
     Args:
         mask: See `AttentionSpec`.
         dtype: Of q.
-        hidden: What stands for a key that is not seen.
+        hidden: What is added for a key that is not seen.
     """
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
 
 _aten = torch.ops.aten
 
@@ -17,34 +16,17 @@ class CPUFlash(Engine):
 
     backend = SDPBackend.FLASH_ATTENTION
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, _, _ = inputs
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, spec.dropout_p, spec.causal is not False,
             attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
         )  # fmt: skip
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
+        q, k, v, spec, _, _ = inputs
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out,
             q,

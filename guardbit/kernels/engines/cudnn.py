@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
 from guardbit.kernels.engines.random import keep, philox_of
-from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
 
@@ -20,16 +19,9 @@ class CuDNN(Engine):
 
     backend = SDPBackend.CUDNN_ATTENTION
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, drawn, _ = inputs
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
             q, k, v, additive(spec.mask, q.dtype, _HIDDEN), training, spec.dropout_p,
             spec.causal is not False, False, scale=spec.scale,
@@ -37,19 +29,9 @@ class CuDNN(Engine):
         keep(drawn, seed, offset)
         return out, lse
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
+        q, k, v, spec, drawn, _ = inputs
         seed, offset = philox_of(drawn, q.device).unbind()
         gradients = _aten._scaled_dot_product_cudnn_attention_backward(
             d_out,
@@ -72,15 +54,15 @@ class CuDNN(Engine):
         return Gradients(*gradients)
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """As q: the graph that PyTorch keeps for later calls knows q's strides, not those of out.
+        """Lays O' out as q: PyTorch's cached graph stores q's strides, not those of out.
 
-        With O' laid out otherwise dQ was off by 30 to 160 % (torch 2.11, cuDNN 9.19, H200).
+        With other strides of O', dQ was off by 30 to 160 % (torch 2.11, cuDNN 9.19, H200).
         """
         wanted = torch.empty_like(q) if q.shape == out.shape else out
         return out if out.stride() == wanted.stride() else wanted.copy_(out)
 
 
-# PyTorch's own conversion for cuDNN puts -65504 in the place of -inf until 2.11, which makes a row
-# that sees no key attend to all of them (pytorch #177842, mended in 2.12).
+# Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
+# key attends to all keys (pytorch #177842, fixed in 2.12).
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0

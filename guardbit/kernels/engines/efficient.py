@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients, additive
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
 from guardbit.kernels.engines.random import is_capturing, keep, philox_of
-from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
 
@@ -25,16 +24,9 @@ class Efficient(Engine):
 
     backend = SDPBackend.EFFICIENT_ATTENTION
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, drawn, _ = inputs
         out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
             q, k, v, _prepared(spec.mask, q, k), training, spec.dropout_p,
             spec.causal is not False, scale=spec.scale,
@@ -42,19 +34,9 @@ class Efficient(Engine):
         keep(drawn, seed, offset)
         return out, lse
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
+        q, k, v, spec, drawn, wants_mask = inputs
         if drawn is not None and not is_capturing():
             seed, offset = drawn.generator_state.view(torch.int64).unbind()
         else:
@@ -71,15 +53,15 @@ class Efficient(Engine):
         return Gradients(dq, dk, dv, d_mask.sum_to_size(spec.mask.shape))
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Heads beside one another in each row: the backward takes that for granted.
+        """Lays the heads out side by side in each row, as the backward assumes.
 
-        It reads row n of head h at n H D + h D, whatever the strides say (kernel_backward.h).
+        It reads row n of head h at n H D + h D, whatever the strides are (kernel_backward.h).
         """
         return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as PyTorch hands it to the kernel."""
+    """Returns the mask as PyTorch hands it to the kernel."""
     mask = additive(mask, q.dtype)
     if mask is None:
         return None

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs
 from guardbit.kernels.engines.random import keep, philox_of
-from guardbit.kernels.spec import AttentionSpec
 
 _aten = torch.ops.aten
 
@@ -18,35 +17,18 @@ class Flash(Engine):
 
     backend = SDPBackend.FLASH_ATTENTION
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, drawn, _ = inputs
         out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
             q, k, v, spec.dropout_p, spec.causal is not False, False, scale=spec.scale
         )
         keep(drawn, seed, offset)
         return out, lse
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
+        q, k, v, spec, drawn, _ = inputs
         philox = philox_of(drawn, q.device).view(torch.uint64)
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             d_out,

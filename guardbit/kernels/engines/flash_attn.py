@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3 and 4 as the packages of its authors have them.
+"""FlashAttention 2, 3 and 4, from the packages of its authors.
 
 Each is called by the functions that its own autograd functions call:
 
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines.base import Drawn, Gradients
+from guardbit.kernels.engines.base import Gradients, Inputs
 from guardbit.kernels.engines.library import (
     LibraryEngine,
     call,
     found,
-    heads_first,
-    library_layout,
+    from_library_layout,
     nothing_like,
     parameters,
+    to_library_layout,
 )
 from guardbit.kernels.engines.random import philox_of
 from guardbit.kernels.spec import AttentionSpec
@@ -34,7 +34,7 @@ class _FlashAttn(LibraryEngine):
 
     Attributes:
         home: The module with the functions.
-        needs: Parameters of the forward without which it is another function than is known here.
+        needs: Parameters that the forward must have; without them this engine does not know it.
     """
 
     home: str
@@ -60,37 +60,20 @@ class _FlashAttn(LibraryEngine):
                 return f"the functions of this release of {self.label} do not take {min(unknown)}"
         return super().why_missing(is_packed)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
-        q, k, v = (library_layout(x, spec) for x in (q, k, v))
+        q, k, v, spec, drawn, _ = inputs
+        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
         function = self.functions(spec.documents is not None)[0]
         out, lse, *rest = call(function, q=q, k=k, v=v, **self.arguments(spec))
         if drawn is not None:
             drawn.philox.copy_(rest[-1].view(torch.int64))
-        return heads_first(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
+        return from_library_layout(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
-        d_out, q, k, v, out = (library_layout(x, spec) for x in (d_out, q, k, v, out))
+        q, k, v, spec, drawn, _ = inputs
+        d_out, q, k, v, out = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
         lse = lse if spec.documents is None else lse.squeeze(0)
         dq, dk, dv = nothing_like(q, k, v)
         returned = call(
@@ -109,11 +92,11 @@ class _FlashAttn(LibraryEngine):
             rng_state=philox_of(drawn, q.device),
             **self.arguments(spec),
         )
-        gradients = (heads_first(x, spec) for x in (dq, dk, dv))
+        gradients = (from_library_layout(x, spec) for x in (dq, dk, dv))
         return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
 
     def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
-        """What a call asks for, by all names that one of the functions has for it."""
+        """Returns what a call asks for, under every name that one of the functions has for it."""
         left, right = spec.window
         causal = spec.causal is True
         asked: dict[str, Any] = {

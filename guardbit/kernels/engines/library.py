@@ -1,10 +1,10 @@
-"""What engines of libraries have in common: functions of their own, packed sequences.
+"""What the engines of libraries share: how their functions are called, and packed sequences.
 
-Libraries lay tensors out as `(B, N, H, D)`, packed ones as `(T, H, D)` with the places of the
-documents beside them. An engine gets `(B, H, N, D)` like all others; what it hands on are views.
+Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)` with the bounds of
+the documents. An engine gets `(B, H, N, D)`, as all engines do, and hands on views.
 
-What a library offers differs from release to release, so its functions are called by the names of
-their parameters, of those that this release knows.
+The parameters of a library's functions differ between releases. So they are called by keyword, with
+the keywords that the installed release has.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _IS_ROCM = torch.version.hip is not None
 
 
 class LibraryEngine(Engine):
-    """The kernels of a library, with the arguments its own functions would have called them with.
+    """The kernels of a library, called with the arguments that its own functions would pass.
 
     Args:
         deterministic: Whether the backward is to add in a fixed order, where that is a choice.
     """
 
-    #: What telemetry calls it.
+    #: Its name in telemetry.
     label: str
-    #: Whether a call with dropout tells where its random numbers came from.
+    #: Whether a call with dropout returns where its random numbers came from.
     drops: bool = False
 
     def __init__(self, deterministic: bool = False) -> None:
@@ -43,7 +43,7 @@ class LibraryEngine(Engine):
 
     @cached_property
     def name(self) -> str:
-        """The library's name, as telemetry tells it."""
+        """The library's name, as telemetry has it."""
         return self.label
 
     @property
@@ -52,33 +52,33 @@ class LibraryEngine(Engine):
         return f"the kernel of {self.label}"
 
     def why_missing(self, is_packed: bool) -> str | None:
-        """Why it cannot be called as it is installed, a clause, or None.
+        """Returns why the installed release cannot be called, a clause, or None.
 
         Args:
-            is_packed: Whether for packed sequences, which may have functions of their own.
+            is_packed: Whether for packed sequences, which may need other functions.
         """
-        # There LSE may lie otherwise.
+        # On ROCm, LSE may have another layout.
         return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
 
 
-def library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Views `(B, H, N, D)` as libraries have it."""
+def to_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Returns a view of `(B, H, N, D)` in the layout of libraries."""
     return x.transpose(1, 2) if spec.documents is None else x.squeeze(0).transpose(0, 1)
 
 
-def heads_first(x: Tensor, spec: AttentionSpec) -> Tensor:
-    """Undoes `library_layout`."""
+def from_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Undoes `to_library_layout`."""
     return x.transpose(1, 2) if spec.documents is None else x.transpose(0, 1).unsqueeze(0)
 
 
 def found(home: str, attribute: str) -> Callable[..., Any] | None:
-    """A function of a library, if the library is imported and has it."""
+    """Returns a function of a library, or None if the library is not imported or lacks it."""
     return getattr(sys.modules.get(home), attribute, None)
 
 
 @lru_cache(maxsize=64)
 def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
-    """The names of a function's or an op's parameters, each with whether it has a default."""
+    """Returns a function's or an op's parameters, and for each whether it has a default."""
     if isinstance(function, CustomOpDef):
         function = function._opoverload
     if isinstance(function, OpOverloadPacket):
@@ -93,9 +93,9 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
 
 
 def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
-    """Calls a library's function with those of some arguments that it knows.
+    """Calls a library's function with the arguments that it has parameters for.
 
-    What it asks for besides is None.
+    Its other required parameters get None.
     """
     assert function is not None
     known = parameters(function)
@@ -105,5 +105,5 @@ def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
 
 
 def nothing_like(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Memory for gradients, whose rows are to be whole."""
+    """Returns empty, contiguous tensors for gradients."""
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)

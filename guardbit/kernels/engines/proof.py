@@ -1,10 +1,10 @@
-"""Whether an engine's backward reads O for delta alone: asked of the engine, not taken for granted.
+"""Tests whether an engine's backward reads O for delta only.
 
-A flash backward needs O for delta = rowsum(dO O) and for nothing else. An engine that is closed
-source, or that reads O with other strides than it was given, may break this, and an O' that carries
-another delta would then spoil all gradients. So before the first O' is handed to an engine it runs
-three small backwards, of random inputs like the call's: two O' of equal delta must give the same
-gradients, and a third of another delta must change them as theory says,
+A flash backward needs O for delta = rowsum(dO O) and for nothing else. An engine whose source is
+closed, or that ignores the strides of O, may break this. An O' that carries another delta would
+then spoil all gradients. So before an engine gets its first O', it runs three small backwards with
+random inputs like the call's. Two O' of equal delta must give the same gradients, and a third O'
+of another delta must change them as theory says:
 
     dS = P (dP - delta),  so that delta + t adds  -scale t_i sum_j P_ij K_j  to dQ_i.
 """
@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines.base import Engine
+from guardbit.kernels.engines.base import Engine, Inputs
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.reference.common import cap_slope, capped, float32_products
 from guardbit.kernels.spec import AttentionSpec, Documents
 
 #: Largest relative difference of gradients from two O' of equal delta. The deltas agree to 1e-5,
-#: which changes the rounding of a few dS by 2^-8 of themselves.
+#: which changes the rounding of a few dS by 2^-8 of their size.
 SAME = 4e-3
 #: Largest relative distance of a change of gradients from theory's. P and dS are rounded to BF16,
 #: 2^-8 each at most, and the difference is taken of two such results.
@@ -34,19 +34,19 @@ AS_PREDICTED = 5e-2
 
 _LENGTH = 128
 
-#: The longest document, and the keys of a window, of the made-up calls.
+#: The longest document, and the keys of a window, in the test calls.
 _SHORT = 50
 
 
 class Proof(NamedTuple):
-    """What an engine was found to do in one configuration.
+    """The result of the test of one engine in one configuration.
 
     Attributes:
         engine: Its name.
         configuration: In words: dtype, head size, mask, grouping, device.
         same: Relative difference of gradients from two O' of equal delta.
         predicted: Relative distance from theory of what another delta changes.
-        failure: Why it is not trusted with an O', or "".
+        failure: Why the engine must get no O', or "".
     """
 
     engine: str
@@ -162,7 +162,7 @@ def _measured(
     group = q.size(1) // k.size(1)
 
     def like(x: Tensor, heads: int, length: int) -> Tensor:
-        """Random, small, and in memory as x."""
+        """Returns a small random tensor in x's memory order."""
         order = _order(x)
         shape = (1, heads, length, x.size(3))
         random = torch.randn(
@@ -183,7 +183,8 @@ def _measured(
         documents=None if spec.documents is None else _made_up(rows, keys, q.device),
         sinks=None if spec.sinks is None else spec.sinks.detach()[:heads],
     )
-    out, lse = engine.forward(small_q, small_k, small_v, small, True, None)
+    inputs = Inputs(small_q, small_k, small_v, small, wants_mask=wants_mask)
+    out, lse = engine.forward(inputs, training=True)
     assert lse is not None
     lse = lse.reshape(1, heads, -1)[..., :rows]
     d_out = torch.randn(
@@ -192,10 +193,7 @@ def _measured(
     d_out = torch.empty_like(out).copy_(d_out)
 
     def gradients(other: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        found = engine.backward(
-            d_out, small_q, small_k, small_v, engine.laid_out(other, small_q), lse, small, None,
-            wants_mask,
-        )  # fmt: skip
+        found = engine.backward(inputs, d_out, engine.laid_out(other, small_q), lse)
         return found.dq.float(), found.dk.float(), found.dv.float()
 
     def carrier(delta: Tensor) -> Tensor:
@@ -223,7 +221,7 @@ def _measured(
 
 
 def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None:
-    """A corner of the call's mask in which each row sees a key, in memory as the mask."""
+    """Returns a corner of the call's mask, in its memory order, where each row sees a key."""
     if mask is None:
         return None
     sizes = (1, heads, rows, keys)[4 - mask.dim() :]
@@ -237,7 +235,7 @@ def _cut(mask: Tensor | None, heads: int, rows: int, keys: int) -> Tensor | None
 
 
 def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
-    """Documents of all lengths, each with a key for every query that causal masks leave one."""
+    """Returns documents of several lengths, short and long."""
     starts, longest = [], []
     for length in (rows, keys):
         inner = [n for n in (1, 1 + _SHORT) if n < length]
@@ -250,7 +248,7 @@ def _made_up(rows: int, keys: int, device: torch.device) -> Documents:
 def _softmax(
     q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """P, the derivative of the soft cap, and dP in FP32."""
+    """Returns P, the derivative of the soft cap, and dP in FP32."""
     group = q.size(1) // k.size(1)
     scores = q.float() @ k.float().repeat_interleave(group, 1).mT * spec.scale
     heads, rows, keys = (torch.arange(n, device=q.device) for n in scores.shape[1:])

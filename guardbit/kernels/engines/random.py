@@ -1,4 +1,4 @@
-"""The random numbers of PyTorch's kernels: where they came from, and how to draw them again."""
+"""The random numbers of PyTorch's kernels: where they come from, and how to redraw them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _STATE_BYTES = {"cpu": torch.default_generator.get_state().numel(), "cuda": 16}
 
 
 def state_bytes(device: torch.device) -> int:
-    """Size of the state of a device's default generator; shapes in a compiled graph need it."""
+    """Returns the size of a default generator's state; compiled graphs need it as a shape."""
     return _STATE_BYTES.get(device.type, 0)
 
 
 def keep(drawn: Drawn | None, seed: Tensor, offset: Tensor) -> None:
-    """Keeps what a CUDA kernel returned, where a call draws.
+    """Keeps the seed and offset that a CUDA kernel returned, if the call draws.
 
-    Flash returns both in the first tensor. The efficient kernel returns them, and its backward
-    reads them, on the host, but under CUDA graph capture on the device.
+    Flash returns both in the first tensor. The efficient kernel returns them on the host, where its
+    backward reads them; under CUDA graph capture it does both on the device.
     """
     if drawn is None:
         return
@@ -35,7 +35,7 @@ def keep(drawn: Drawn | None, seed: Tensor, offset: Tensor) -> None:
 
 
 def philox_of(drawn: Drawn | None, device: torch.device) -> Tensor:
-    """Seed and offset on the device, INT64 `(2,)`; zeros where nothing was dropped."""
+    """Returns seed and offset on the device, INT64 `(2,)`; zeros if nothing was dropped."""
     return _nothing_drawn(device) if drawn is None else drawn.philox
 
 
@@ -50,7 +50,7 @@ def is_capturing() -> bool:
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The device's default generator."""
+    """Returns the device's default generator."""
     if device.type == "cpu":
         return torch.default_generator
     torch.cuda.init()
@@ -60,7 +60,7 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
-    """Lets a re-run draw what the first run drew, and leaves the generator as it was."""
+    """Makes a second run redraw the first run's numbers, and restores the generator after it."""
     if drawn is None:
         yield
         return

@@ -7,8 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines.base import Drawn, Gradients
-from guardbit.kernels.engines.library import LibraryEngine, found, heads_first, library_layout
+from guardbit.kernels.engines.base import Gradients, Inputs
+from guardbit.kernels.engines.library import (
+    LibraryEngine,
+    found,
+    from_library_layout,
+    to_library_layout,
+)
 from guardbit.kernels.engines.random import philox_of
 from guardbit.kernels.spec import AttentionSpec
 
@@ -18,7 +23,7 @@ _aten = torch.ops.aten
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences; they drop nothing here.
 
-    Of the arguments it uses those that `varlen_attn` of torch 2.11 to 2.13 has in common.
+    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13.
     """
 
     label = "varlen_attn"
@@ -30,42 +35,25 @@ class Varlen(LibraryEngine):
             return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
         return super().why_missing(is_packed)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
-        q, k, v = (library_layout(x, spec) for x in (q, k, v))
+        q, k, v, spec, _, _ = inputs
+        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec)
         )
-        return heads_first(out, spec), lse.unsqueeze(0)
+        return from_library_layout(out, spec), lse.unsqueeze(0)
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
-        tensors = (library_layout(x, spec) for x in (d_out, q, k, v, out))
+        q, k, v, spec, drawn, _ = inputs
+        tensors = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
         philox = philox_of(drawn, q.device).view(torch.uint64)
         gradients = _aten._flash_attention_backward(
             *tensors, lse.squeeze(0), *_documents(spec), 0.0, spec.causal is True, philox,
             q.new_empty(0), **_range(spec),
         )  # fmt: skip
-        return Gradients(*(heads_first(x, spec) for x in gradients))
+        return Gradients(*(from_library_layout(x, spec) for x in gradients))
 
 
 def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
@@ -74,6 +62,6 @@ def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
 
 
 def _range(spec: AttentionSpec) -> dict[str, Any]:
-    # As `varlen_attn` asks for causal attention.
+    # `varlen_attn` passes causal attention as a window.
     left, right = (-1, 0) if spec.causal is True else spec.window
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}

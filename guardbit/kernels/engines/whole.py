@@ -1,4 +1,4 @@
-"""Calls that are run, and run again for their backward, as a whole."""
+"""Engines that only autograd can run backward: the call is run again for its backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels.engines.base import Drawn, Engine, Gradients
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs
 from guardbit.kernels.engines.random import drawing_again, generator_of, is_capturing
 from guardbit.kernels.spec import AttentionSpec
 
@@ -20,8 +20,8 @@ scaled_dot_product_attention = F.scaled_dot_product_attention
 class Whole(Engine):
     """PyTorch's function under autograd: its math kernel, and kernels whose inputs it pads.
 
-    The backward of the math kernel takes delta from P and dP, rounded or not as they are. That of
-    a padded flash call runs out of reach. Either way no O' can be handed in.
+    The math kernel's backward computes delta from P and dP. The backward of a padded flash call
+    cannot be called directly. So neither can get an O'.
 
     Args:
         backend: The kernel.
@@ -32,16 +32,9 @@ class Whole(Engine):
     def __init__(self, backend: SDPBackend) -> None:
         self.backend = backend
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        training: bool,
-        drawn: Drawn | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
+        q, k, v, spec, drawn, _ = inputs
         if drawn is not None:
             if q.is_cuda and is_capturing():
                 raise RuntimeError(
@@ -51,57 +44,28 @@ class Whole(Engine):
             drawn.generator_state.copy_(generator_of(q.device).get_state())
         return self._call(q, k, v, spec), None
 
-    def backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool = False,
-    ) -> Gradients:
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
         """See `Engine.backward`."""
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        return self._again(d_out, q, k, v, spec, drawn, wants_mask, create_graph=False)
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=False)
 
-    def differentiable_backward(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool,
-    ) -> Gradients:
+    def differentiable_backward(self, inputs: Inputs, d_out: Tensor) -> Gradients:
         """Gradients with their own history; of PyTorch's kernels only the math kernel's have it."""
-        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
-        return self._again(d_out, q, k, v, spec, drawn, wants_mask, create_graph=True)
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in inputs[:3])
+        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=True)
 
-    def _again(
-        self,
-        d_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        spec: AttentionSpec,
-        drawn: Drawn | None,
-        wants_mask: bool,
-        create_graph: bool,
-    ) -> Gradients:
-        inputs = [q, k, v]
+    def _again(self, inputs: Inputs, d_out: Tensor, create_graph: bool) -> Gradients:
+        q, k, v, spec, drawn, wants_mask = inputs
+        leaves = [q, k, v]
         if wants_mask:
             assert spec.mask is not None
             mask = spec.mask
             mask = mask if create_graph and mask.requires_grad else mask.detach().requires_grad_()
             spec = replace(spec, mask=mask)
-            inputs.append(mask)
+            leaves.append(mask)
         with torch.enable_grad(), drawing_again(q.device, drawn):
             out = self._call(q, k, v, spec)
-        return Gradients(*torch.autograd.grad(out, inputs, d_out, create_graph=create_graph))
+        return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
         with sdpa_kernel(self.backend), torch.autocast(q.device.type, enabled=False):

@@ -21,11 +21,11 @@ from guardbit.kernels.reference.delta import (
     sink_gradient,
     write_carrier,
 )
-from guardbit.kernels.reference.forward_pass import STABILIZERS, Forward, forward
+from guardbit.kernels.reference.forward_pass import FORWARD_STABILIZERS, Forward, forward
 from guardbit.kernels.spec import Causal
 
 __all__ = [
-    "STABILIZERS",
+    "FORWARD_STABILIZERS",
     "Causal",
     "Dropout",
     "Forward",

@@ -69,23 +69,23 @@ class _Scores:
     """The scores of some rows, those of a slice of keys at a time.
 
     Attributes:
-        rows: INT64 (R,), the queries looked at.
+        query_ids: INT64 (R,), the queries looked at.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, spec: AttentionSpec, rows: Tensor | None) -> None:
+    def __init__(self, q: Tensor, k: Tensor, spec: AttentionSpec, query_ids: Tensor | None) -> None:
         self._shape = (len(q), q.shape[1], q.shape[2], k.shape[2])
         self._heads, row_numbers, self._keys = (
             torch.arange(count, device=q.device) for count in self._shape[1:]
         )
-        self.rows = row_numbers if rows is None else rows
-        self._q, self._k, self._spec = q[:, :, self.rows].float(), k, spec
+        self.query_ids = row_numbers if query_ids is None else query_ids
+        self._q, self._k, self._spec = q[:, :, self.query_ids].float(), k, spec
         self._visible = visible_range(spec, self._shape, q.device)
 
     def of(self, keys: slice, modify: bool = True) -> Tensor:
         """FP32 (B, H, R, keys), -inf where forbidden."""
 
         def made(scores: Tensor) -> Tensor:
-            tile = self._heads, self.rows, self._keys[keys]
+            tile = self._heads, self.query_ids, self._keys[keys]
             return modified(scores, self._spec, *tile) if modify else scores
 
         q_rows, k_tile = fold_groups(self._q, self._k.shape[1]), self._k[:, :, keys].float()
@@ -109,7 +109,7 @@ class _Scores:
         return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max))
 
     def _mask(self, keys: slice) -> Tensor:
-        tile = self._heads, self.rows, self._keys[keys]
+        tile = self._heads, self.query_ids, self._keys[keys]
         return mask_tile(self._spec, self._shape, *tile, self._visible).float()
 
     def _hidden(self, scores: Tensor, keys: slice) -> Tensor:
@@ -125,7 +125,7 @@ def row_maxima(
     k: Tensor,
     *,
     spec: AttentionSpec,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
     chunk: int = 128,
 ) -> RowMaxima:
     """The maxima of `shadow` alone, to the bit: one pass over the keys and no values.
@@ -134,7 +134,7 @@ def row_maxima(
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
         k: (B, H_kv, M, D).
         spec: What the call asks for.
-        rows: INT64 (R,), the queries to look at; None for all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
         chunk: Keys looked at together.
 
     Returns:
@@ -143,7 +143,7 @@ def row_maxima(
     Raises:
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    return _Scores(q, k, spec, rows).maxima(chunk)
+    return _Scores(q, k, spec, query_ids).maxima(chunk)
 
 
 @float32_products()
@@ -154,7 +154,7 @@ def shadow(
     *,
     spec: AttentionSpec,
     eps: float = 1e-3,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Shadow:
@@ -168,7 +168,7 @@ def shadow(
         v: (B, H_kv, M, E).
         spec: What the call asks for; of its dropout `dropout` tells.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        rows: INT64 (R,), the queries to look at; None for all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
         dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
         chunk: Keys looked at together.
 
@@ -178,7 +178,7 @@ def shadow(
     Raises:
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    of_rows = _Scores(q, k, spec, rows)
+    of_rows = _Scores(q, k, spec, query_ids)
     row_max, largest = of_rows.maxima(chunk)
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
@@ -196,7 +196,7 @@ def shadow(
         weighted_logs += torch.special.entr(probabilities).sum(-1)
         if dropout is not None:
             present = slice(keys.start, keys.start + probabilities.shape[-1])
-            kept = dropout.kept(len(q), of_rows.rows, present)
+            kept = dropout.kept(len(q), of_rows.query_ids, present)
             probabilities = (probabilities * dropout.factor).where(kept, 0)
         products = fold_groups(probabilities, k.shape[1]) @ v[:, :, keys].float()
         accumulator += products.reshape(accumulator.shape)
@@ -226,7 +226,7 @@ def delta_bias(
     exact: Tensor,
     *,
     residual: Tensor | None = None,
-    rows: Tensor | None = None,
+    query_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
 
@@ -236,7 +236,7 @@ def delta_bias(
         exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
         residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
             head is compensated.
-        rows: INT64 (R,), the queries to look at; None for all N.
+        query_ids: INT64 (R,), the queries to look at; None for all N.
 
     Returns:
         FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
@@ -244,8 +244,8 @@ def delta_bias(
     used = out.float()
     if residual is not None:
         used = used + decode_residual(out, residual)
-    if rows is not None:
-        d_out, used = d_out[:, :, rows], used[:, :, rows]
+    if query_ids is not None:
+        d_out, used = d_out[:, :, query_ids], used[:, :, query_ids]
     bias = (d_out.float() * (used - exact)).sum(-1).double()
     return bias.sum(dim=(0, 2)), bias.abs().sum(dim=(0, 2))
 
@@ -258,7 +258,7 @@ def exact_query_gradient(
     v: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     dropout: Dropout | None = None,
     chunk: int = 128,
 ) -> Tensor:
@@ -274,7 +274,7 @@ def exact_query_gradient(
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
         spec: What the call asks for; of its dropout `dropout` tells.
-        heads: The query heads wanted, C of them.
+        head_ids: The query heads wanted, C of them.
         dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.
 
@@ -285,8 +285,8 @@ def exact_query_gradient(
         IndexError: If a head does not exist.
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    check_heads(heads, q.shape[1])
-    chosen = torch.tensor(list(heads), dtype=torch.int64, device=q.device)
+    check_heads(head_ids, q.shape[1])
+    chosen = torch.tensor(list(head_ids), dtype=torch.int64, device=q.device)
     kv_chosen = chosen // (q.shape[1] // k.shape[1])
     q_chosen, d_out_chosen = q[:, chosen].float(), d_out[:, chosen].float()
     k_chosen, v_chosen = k[:, kv_chosen].float(), v[:, kv_chosen].float()

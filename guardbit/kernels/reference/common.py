@@ -22,15 +22,15 @@ class Dropout(NamedTuple):
 
     Attributes:
         probability: Probability of being dropped, in [0, 1).
-        word: INT64 `()` on the device of the tensors, the key of the random numbers.
-        heads: Number of each computed head among all H query heads of the call.
-        all_heads: H.
+        philox_key: INT64 `()` on the device of the tensors, the key of the random numbers.
+        head_ids: Number of each computed head among all H query heads of the call.
+        num_heads: H.
     """
 
     probability: float
-    word: Tensor
-    heads: tuple[int, ...]
-    all_heads: int
+    philox_key: Tensor
+    head_ids: tuple[int, ...]
+    num_heads: int
 
     @property
     def threshold(self) -> int:
@@ -56,10 +56,12 @@ class Dropout(NamedTuple):
         device = rows.device
         first = keys.start // 8
         groups = torch.arange(first, -(-keys.stop // 8), device=device)
-        heads = torch.tensor(self.heads, dtype=torch.int64, device=device)
-        place = torch.arange(batch, device=device)[:, None] * self.all_heads + heads
+        head_ids = torch.tensor(self.head_ids, dtype=torch.int64, device=device)
+        place = torch.arange(batch, device=device)[:, None] * self.num_heads + head_ids
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        halves = random_halves(self.word, (groups, rows[:, None], place[..., None, None], zero))
+        halves = random_halves(
+            self.philox_key, (groups, rows[:, None], place[..., None, None], zero)
+        )
         tile = slice(keys.start - 8 * first, keys.stop - 8 * first)
         return halves.flatten(-2)[..., tile] >= self.threshold
 

@@ -36,7 +36,7 @@ def exact_delta(
     lse: Tensor,
     *,
     spec: AttentionSpec,
-    heads: Sequence[int],
+    head_ids: Sequence[int],
     chunk: int = 128,
     unseeing: float = 0.0,
 ) -> Tensor:
@@ -56,7 +56,7 @@ def exact_delta(
         lse: FP32 (B, H, N), log of the sum of exponentials of each row's scores, with their soft
             cap, and of its sink. Whatever it is for a row that sees no key, if not NaN.
         spec: What the call asks for.
-        heads: The query heads wanted, C of them.
+        head_ids: The query heads wanted, C of them.
         chunk: Rows looked at together; memory grows as chunk x M.
         unseeing: What a row that sees no key gets; NaN for `write_carrier` to leave it alone, as
             engines differ in what they make of it.
@@ -68,18 +68,18 @@ def exact_delta(
         IndexError: If a head does not exist.
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    check_heads(heads, q.shape[1])
+    check_heads(head_ids, q.shape[1])
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    batch, all_heads, rows = q.shape[:3]
-    shape = (batch, all_heads, rows, k.shape[2])
-    group = all_heads // k.shape[1]
+    batch, num_heads, rows = q.shape[:3]
+    shape = (batch, num_heads, rows, k.shape[2])
+    group = num_heads // k.shape[1]
     row_positions, key_positions = (torch.arange(n, device=q.device) for n in shape[2:])
     visible = visible_range(spec, shape, q.device)
-    delta = q.new_full((batch, len(heads), rows), unseeing, dtype=wide)
+    delta = q.new_full((batch, len(head_ids), rows), unseeing, dtype=wide)
     spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
-    for key_head in sorted({head // group for head in heads}):
-        places = [place for place, head in enumerate(heads) if head // group == key_head]
-        members = torch.tensor([heads[place] for place in places], device=q.device)
+    for key_head in sorted({head // group for head in head_ids}):
+        places = [place for place, head in enumerate(head_ids) if head // group == key_head]
+        members = torch.tensor([head_ids[place] for place in places], device=q.device)
         k_wide, v_wide = (x[:, key_head, None].to(wide) for x in (k, v))
         for present, seen in spans:
             q_rows, d_out_rows, lse_rows = (
@@ -100,7 +100,7 @@ def exact_delta(
     return delta
 
 
-def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, heads: Sequence[int]) -> Tensor:
+def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequence[int]) -> Tensor:
     """The gradient of some heads' sinks, from exact delta: -sum_i P_i delta_i.
 
     A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). A kernel
@@ -110,7 +110,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, heads: Sequence[
         delta: FP32 (B, C, N), see `exact_delta`.
         lse: FP32 (B, H, N), the kernel's own, the sinks in it.
         sinks: (H,), see `AttentionSpec`.
-        heads: The C query heads that delta is of.
+        head_ids: The C query heads that delta is of.
 
     Returns:
         FP64 (C,), summed over batch and rows. A row whose delta is 0, as where no key is seen,
@@ -119,24 +119,24 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, heads: Sequence[
     Raises:
         IndexError: If a head does not exist.
     """
-    check_heads(heads, len(sinks))
-    index = torch.tensor(list(heads), dtype=torch.int64, device=delta.device)
+    check_heads(head_ids, len(sinks))
+    index = torch.tensor(list(head_ids), dtype=torch.int64, device=delta.device)
     probabilities = (sinks[index, None].double() - lse[:, index].double()).exp()
     return -(probabilities * delta).where(delta != 0, 0.0).sum((0, 2))
 
 
-def check_heads(heads: Sequence[int], all_heads: int) -> None:
+def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
     """Refuses heads that do not exist.
 
     Raises:
         IndexError: Naming them.
     """
-    missing = [head for head in heads if not 0 <= head < all_heads]
+    missing = [head for head in head_ids if not 0 <= head < num_heads]
     if missing:
-        raise IndexError(f"`heads` takes 0 to {all_heads - 1}, but holds {missing}.")
+        raise IndexError(f"`head_ids` takes 0 to {num_heads - 1}, but holds {missing}.")
 
 
-def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, heads: Sequence[int]) -> None:
+def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Sequence[int]) -> None:
     """Makes some heads' rows of O' carry a delta: rowsum(dO * O') = delta.
 
     A row of O' is 0 but at three places, those of the largest |dO|, the first where several are
@@ -159,13 +159,13 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, heads: Sequen
         out_prime: (B, H, N, E), the kernel's own O, or a copy of it; is written to.
         d_out: (B, H, N, E), gradient of the output, as the kernel's backward sees it.
         delta: FP32 (B, C, N), wanted.
-        heads: The C query heads.
+        head_ids: The C query heads.
 
     Raises:
         IndexError: If a head does not exist.
     """
-    check_heads(heads, out_prime.shape[1])
-    index = torch.tensor(list(heads), dtype=torch.int64, device=out_prime.device)
+    check_heads(head_ids, out_prime.shape[1])
+    index = torch.tensor(list(head_ids), dtype=torch.int64, device=out_prime.device)
     gradients = d_out[:, index].to(delta.dtype)
     if not gradients.numel():
         return

@@ -20,9 +20,9 @@ from guardbit.kernels.reference.common import (
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
-#: What `forward` accepts for a head. The last is the paper's Algorithm 3 as it stands, kept to show
-#: where it fails; no other part of the package offers it.
-STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
+#: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published. It shows where that
+#: fails, and no other part of the package offers it.
+FORWARD_STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
 
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
 #: P-bar is dithered, and its rounding unbiased, only while the shift differs from row to row.
@@ -41,7 +41,7 @@ SHIFT_MAX_FP16 = 2 * math.log(2)
 
 
 class Forward(NamedTuple):
-    """What the forward leaves for the user and for the backward.
+    """What the forward returns to the user and keeps for the backward.
 
     Attributes:
         out: (B, H, N, D) in the input's dtype.
@@ -69,7 +69,7 @@ def forward(
     eps: float = 1e-3,
     seed: int = 0,
     offset: int = 0,
-    heads: Sequence[int] | None = None,
+    head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
     key_tile: int = 128,
 ) -> Forward:
@@ -103,14 +103,15 @@ def forward(
         v: (B, H_kv, M, D).
         causal: See `Causal`.
         scale: Factor of Q K^T.
-        stabilizers: One name a computed head, of `STABILIZERS`.
+        stabilizers: One name a computed head, of `FORWARD_STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         seed: Key of the random numbers, modulo 2^64.
         offset: Last word of the random numbers' counter, modulo 2^32.
-        heads: The query heads to compute, C of them; None for all. A head's random numbers do not
-            depend on which others are computed, nor do its bits, but for N = 1, where products with
-            one row are summed in another order than with several query heads to a key head.
+        head_ids: The query heads to compute, C of them; None for all. A head's random numbers do
+            not depend on which others are computed. Nor do its bits, except for N = 1: there,
+            products with one row are summed in another order than with several query heads to a
+            key head.
         dropout: What to drop from P-bar once it is rounded; l and L take no notice. None for
             nothing.
         key_tile: Keys a tile.
@@ -123,9 +124,9 @@ def forward(
     """
     whole_shape = q.shape
     numbers = torch.arange(q.shape[1], device=q.device)
-    if heads is not None:
-        numbers = numbers[list(heads)]
-        q, k, v = select_heads(q, k, v, heads)
+    if head_ids is not None:
+        numbers = numbers[list(head_ids)]
+        q, k, v = select_heads(q, k, v, head_ids)
     batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
     check_stabilizers(stabilizers, num_heads)
@@ -193,18 +194,20 @@ def forward(
 
 
 def check_stabilizers(stabilizers: Sequence[str], heads: int) -> None:
-    """Refuses anything but one known name a head.
+    """Raises unless there is one known name for each head.
 
     Raises:
-        ValueError: Saying what came and what is allowed.
+        ValueError: If not. The message says what came and what is allowed.
     """
     if len(stabilizers) != heads:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
         )
-    unknown = sorted(set(stabilizers) - set(STABILIZERS))
+    unknown = sorted(set(stabilizers) - set(FORWARD_STABILIZERS))
     if unknown:
-        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
+        raise ValueError(
+            f"`stabilizers` takes {', '.join(FORWARD_STABILIZERS)}, but holds {unknown}."
+        )
 
 
 def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
@@ -212,21 +215,21 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
     return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 
-def element_halves(seed: int, shape: torch.Size, heads: Tensor, offset: int) -> Tensor:
+def element_halves(seed: int, shape: torch.Size, head_ids: Tensor, offset: int) -> Tensor:
     """The random number of each element of some heads, see `forward`.
 
     Args:
         seed: Key.
         shape: (B, H, N, D) of the whole tensor.
-        heads: INT64 (C,), the chosen heads.
+        head_ids: INT64 (C,), the chosen heads.
         offset: Last word of the counter.
 
     Returns:
         INT64 (B, C, N, D) in [0, 2^16).
     """
-    batch, all_heads, rows, width = shape
-    device = heads.device
-    place = torch.arange(batch, device=device)[:, None] * all_heads + heads
+    batch, num_heads, rows, width = shape
+    device = head_ids.device
+    place = torch.arange(batch, device=device)[:, None] * num_heads + head_ids
     row = torch.arange(rows, device=device)[:, None]
     group = torch.arange(-(-width // 8), device=device)
     last = torch.tensor(offset % 2**32, device=device)
@@ -235,20 +238,20 @@ def element_halves(seed: int, shape: torch.Size, heads: Tensor, offset: int) -> 
 
 
 def select_heads(
-    q: Tensor, k: Tensor, v: Tensor, heads: Sequence[int]
+    q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes some query heads, each with a key head of its own.
+    """Selects some query heads, each with a copy of its key head.
 
     Args:
         q: (B, H, N, D).
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, D).
-        heads: The query heads, C of them.
+        head_ids: The query heads, C of them.
 
     Returns:
         (B, C, N, D) and twice (B, C, M, D).
     """
-    chosen = torch.tensor(heads, dtype=torch.int64, device=q.device)
+    chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
     key_heads = chosen // (q.shape[1] // k.shape[1])
     return q[:, chosen], k[:, key_heads], v[:, key_heads]
 

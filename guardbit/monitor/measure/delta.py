@@ -89,7 +89,7 @@ def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tupl
     if call.d_out is None or call.out is None:
         nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)
         return nothing, nothing
-    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, rows=rows)
+    sums = dispatch.delta_bias(call.d_out, call.out, exact, residual=call.residual, query_ids=rows)
     unknown = [head for head in range(heads) if head not in call.known_heads]
     if unknown:
         for values in sums:

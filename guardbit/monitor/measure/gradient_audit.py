@@ -40,7 +40,7 @@ class GradientAudit:
             call.k,
             call.v,
             spec=call.spec,
-            heads=heads,
+            head_ids=heads,
             dropout=call.dropout_of(heads),
         )
         index = device_constant(tuple(heads), torch.int64, call.dq.device)

@@ -52,7 +52,13 @@ class CallView:
         """The output and statistics of these rows, recomputed in FP32."""
         call = self.call
         return dispatch.shadow(
-            call.q, call.k, call.v, spec=call.spec, eps=EPS, rows=self.rows, dropout=self._dropout
+            call.q,
+            call.k,
+            call.v,
+            spec=call.spec,
+            eps=EPS,
+            query_ids=self.rows,
+            dropout=self._dropout,
         )
 
     @cached_property
@@ -62,7 +68,7 @@ class CallView:
             return self.shadow
         call = self.call
         return dispatch.row_maxima(
-            call.q, call.k, call.v, spec=call.spec, rows=self.rows, dropout=self._dropout
+            call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
         )
 
     @property

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels.engines import choose
+from guardbit.kernels.engines import Inputs, choose
 from guardbit.kernels.spec import AttentionSpec
 
 # B, H, H_kv, N, M, D: grouped; more queries than keys; lengths off every tile; one token.
@@ -67,9 +67,9 @@ def test_an_engine_has_the_bits_of_pytorch(dtype, backend, by_rows):
                     1 / math.sqrt(shape[5]), "top-left" if is_causal else False, mask
                 )
                 engine = choose(q, k, v, spec, training=True)
-                mine, lse = engine.forward(q, k, v, spec, True, None)
+                mine, lse = engine.forward(Inputs(q, k, v, spec), True)
                 lse = q.new_zeros(q.shape[:-1]).float() if lse is None else lse
-                found = engine.backward(d_out, q, k, v, mine, lse, spec, None)
+                found = engine.backward(Inputs(q, k, v, spec), d_out, mine, lse)
             assert (engine.backend == SDPBackend.MATH) == (backend == "math")
             for what, ours, other in zip(
                 ("out", "dq", "dk", "dv"), (mine, *found[:3]), theirs, strict=True

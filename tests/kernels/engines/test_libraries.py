@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from guardbit.kernels.engines import LIBRARIES, library_engine
-from guardbit.kernels.engines.library import library_layout
+from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
+from guardbit.kernels.engines.library import to_library_layout
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
 from guardbit.kernels.spec import AttentionSpec
@@ -225,9 +225,9 @@ def test_what_an_observer_is_told_is_the_call(site):
 def test_tensors_are_handed_over_as_views(engine):
     spec = CASES["documents"][0]
     q = tensors(spec, 2)[1]
-    seen = library_layout(q, spec)
+    seen = to_library_layout(q, spec)
     assert seen.shape == (len(q[0, 0]), 4, 32) and seen.data_ptr() == q.data_ptr()
-    out, lse = library_engine(engine, False).forward(q, q, q, spec, True, None)
+    out, lse = library_engine(engine, False).forward(Inputs(q, q, q, spec), True)
     assert out.shape == q.shape and lse.shape == q.shape[:-1]
 
 

@@ -236,7 +236,7 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     first, second = calls
     assert torch.equal(first.dq, plain[1])
     shadow = dispatch.shadow(
-        first.q, first.k, first.v, spec=first.spec, eps=1e-3, rows=None, dropout=None
+        first.q, first.k, first.v, spec=first.spec, eps=1e-3, query_ids=None, dropout=None
     )
     # FP32's accuracy, of numbers below 100.
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -247,7 +247,7 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     torch.testing.assert_close(shadow.largest.double(), largest, **close)
     every = list(range(HEADS))
     dq = dispatch.exact_query_gradient(
-        first.d_out, first.q, first.k, first.v, spec=first.spec, heads=every, dropout=None
+        first.d_out, first.q, first.k, first.v, spec=first.spec, head_ids=every, dropout=None
     )
     # Sums of 160 terms that cancel: 1e-5 of the largest.
     bound = 1e-5 * float(expected[1].abs().max())

@@ -245,7 +245,7 @@ def _eager(
     heads = heads_of(q, k)
     refusal = note_call(number, heads, refusal, entry.name, watched=is_watched, share=share)
     if isinstance(found, Refusal) and found.bound is not None:
-        state.stock_dropout_p = found.bound.spec.dropout_p
+        state.native_dropout_p = found.bound.spec.dropout_p
         if state.is_unheard or not torch.is_grad_enabled():
             return None
         return _Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))

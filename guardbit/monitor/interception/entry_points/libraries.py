@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines import LIBRARIES, home_of, library_engine
+from guardbit.kernels.engines import LIBRARIES, Inputs, home_of, library_engine
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
@@ -153,7 +153,7 @@ class LibraryEntryPoint(EntryPoint):
         q, k, v, spec, layout, *_ = bound
         if spec.dropout_p > 0:
             return "it drops entries of P, so that its function cannot be compared with its kernel"
-        out, lse = bound.library.forward(q, k, v, spec, True, None)
+        out, lse = bound.library.forward(Inputs(q, k, v, spec), training=True)
         assert lse is not None
         ours = self.returns(as_given(out, layout), lse, *args, **kwargs)
         theirs = self.original(*args, **kwargs)

@@ -148,7 +148,7 @@ def _watched(
     state.begin_forward()
     if why is not None or isinstance(found, Refusal) or state.is_unheard:
         return None
-    state.stock_dropout_p = found.spec.dropout_p
+    state.native_dropout_p = found.spec.dropout_p
     return Watch(number), found
 
 

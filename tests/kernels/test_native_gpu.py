@@ -55,7 +55,7 @@ def test_unswitched_calls_keep_every_bit(
     number = switchboard.add_site()
     site = torch.tensor(number)
 
-    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -63,10 +63,10 @@ def test_unswitched_calls_keep_every_bit(
 
     with sdpa_kernel(backend):
         try:
-            expected = run(stock, q, k, v, d_out)
+            expected = run(native, q, k, v, d_out)
         except RuntimeError as error:
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
-        repeated = [run(stock, q, k, v, d_out) for _ in range(8)]
+        repeated = [run(native, q, k, v, d_out) for _ in range(8)]
         actual = run(ours, q, k, v, d_out)
     launches = switchboard.site_state(number).launches
     switchboard.remove_site(number)
@@ -97,7 +97,7 @@ def test_dropout_keeps_every_bit_and_every_random_number(
     if captured and (padded or backend == SDPBackend.MATH):
         pytest.skip("re-run in the backward; refused with a sentence")
 
-    def stock(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=0.3, is_causal=True)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,10 +125,10 @@ def test_dropout_keeps_every_bit_and_every_random_number(
 
     with sdpa_kernel(backend):
         try:
-            expected = results(stock)
+            expected = results(native)
         except RuntimeError as error:
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
-        spread = [results(stock) for _ in range(3)]
+        spread = [results(native) for _ in range(3)]
         actual = results(ours)
     switchboard.remove_site(number)
     for index, name in enumerate(("out", "dq", "dk", "dv", "generator state")):

@@ -14,7 +14,7 @@ way out takes none from the kernel that it ends.
 import triton
 import triton.language as tl
 
-from guardbit.kernels.primitives import INTERPRET, round_nearest
+from guardbit.kernels.device.rounding import INTERPRET, round_nearest
 from guardbit.kernels.reference.delta import (
     ENOUGH,
     FIRST_COLUMNS,

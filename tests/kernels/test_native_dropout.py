@@ -199,5 +199,5 @@ def test_dropout_costs_no_further_compilation():
         *tensors, d_out = inputs((2, 4, 2, rows, rows, 16))
         results(compiled, tensors, d_out)
     assert counter.frame_count == 2  # the first length, and all others
-    assert number.stock_dropout_p == 0.3
+    assert number.native_dropout_p == 0.3
     torch._dynamo.reset()

@@ -1,0 +1,81 @@
+"""Launches the kernel that sums the error of delta.
+
+Shapes: out, d_out `(B, H, N, D)`; R is the number of queries looked at.
+"""
+
+# Triton types launches: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from guardbit.kernels import launch
+from guardbit.kernels.device.delta_bias import delta_bias_kernel
+
+# Rows of a program that sums up the bias of delta.
+_BIAS_BLOCK_M = 64
+
+
+def delta_bias(
+    d_out: Tensor,
+    out: Tensor,
+    exact: Tensor,
+    *,
+    residual: Tensor | None = None,
+    query_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
+
+    One launch sums 64 rows a program; their sums are added up in FP64, in one order.
+
+    Args:
+        d_out: (B, H, N, D), gradient of the output, BF16 or FP16; any strides.
+        out: (B, H, N, D), as the kernel in use returned it.
+        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
+        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
+            head is compensated.
+        query_ids: INT64 (R,), see `shadow`; None for all N.
+
+    Returns:
+        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
+
+    Raises:
+        TypeError: If a dtype is neither BF16 nor FP16.
+        ValueError: If a tensor is not on a CUDA device.
+    """
+    launch.check_tensors(d_out=d_out, out=out)
+    d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
+    batch, num_heads, seqlen_q, head_dim = out.shape
+    count = exact.shape[2]
+    row_tiles = triton.cdiv(count, _BIAS_BLOCK_M)
+    sums = torch.empty((2, batch, num_heads, row_tiles), dtype=torch.float32, device=out.device)
+    width = launch.padded_width(head_dim)
+    counts = launch.rows_adjacent(residual) if residual is not None else out
+    if sums.numel():
+        with launch.device_of(out):
+            delta_bias_kernel[(sums[0].numel(),)](
+                d_out,
+                out,
+                counts,
+                exact,
+                exact if query_ids is None else query_ids.contiguous(),
+                *sums,
+                d_out.stride()[:3],
+                out.stride()[:3],
+                counts.stride()[:3],
+                num_heads,
+                count,
+                seqlen_q,
+                HAS_QUERY_IDS=query_ids is not None,
+                COMPENSATED=residual is not None,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                BLOCK_M=_BIAS_BLOCK_M,
+                num_warps=4 if width <= 64 else 8,
+                **launch.COMPILER_OPTIONS,
+            )
+    bias, size = sums.double().sum((1, 3))
+    return bias, size

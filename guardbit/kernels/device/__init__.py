@@ -1,0 +1,1 @@
+"""The code that runs on the GPU: Triton kernels and what they share. Launchers stand beside."""

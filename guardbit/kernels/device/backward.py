@@ -1,0 +1,370 @@
+"""The backward kernels: delta and dQ over tiles of queries, dK and dV over tiles of keys.
+
+They use no atomics, so every run gives the same bits.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.device.masks import allowed, behind, seeing_rows, visible_keys
+from guardbit.kernels.device.primitives import (
+    LOG2_E,
+    head_of,
+    kept_entries,
+    load_tile,
+    product,
+    store_tile,
+)
+from guardbit.kernels.device.rounding import decode_residual, round_nearest, widen
+from guardbit.records import STABILIZERS
+
+_COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
+
+
+@triton.jit
+def _query_gradient(
+    dq,
+    q,
+    d_out,
+    negative_lse,
+    delta,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    positions,
+    start,
+    end,
+    seqlen_k,
+    shift,
+    scale,
+    philox_key,
+    batch_head,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Adds the share of the keys from `start` to `end` to dQ / scale of a tile of rows."""
+    dtype: tl.constexpr = q.dtype
+    zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), zeros)
+        # Not in log2 units, where L would be rounded once more. A P of scores beyond 10^4 is off by
+        # exp(L's own rounding), which is none where one key has all of P and scale is a power of 2.
+        exponents = tl.fma(scores, scale, negative_lse[:, None]) * LOG2_E
+        if MASKED:
+            columns = first + tl.arange(0, BLOCK_N)
+            visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
+        d_probabilities = product(d_out, tl.trans(v), zeros)
+        if DROPOUT:
+            kept = kept_entries(philox_key, positions, batch_head, first, threshold, BLOCK_N)
+            d_probabilities = tl.where(kept, d_probabilities * factor, 0.0)
+        d_scores = probabilities * (d_probabilities - delta[:, None])
+        dq = product(round_nearest(d_scores, dtype), k, dq)
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=[
+        "computed_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "shift",
+        "num_heads",
+        "threshold",
+    ]
+)
+def query_gradients_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    out_pointer,
+    residual_pointer,
+    d_out_pointer,
+    lse_pointer,
+    codes_pointer,
+    dq_pointer,
+    statistics_pointer,
+    head_ids_pointer,
+    philox_key_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    residual_strides,
+    d_out_strides,
+    dq_strides,
+    computed_heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    scale,
+    num_heads,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: delta and dQ of BLOCK_M queries of one head.
+
+    Leaves -L and delta of each row side by side. Heavy causal tiles come first.
+    """
+    row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    batch_head = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * BLOCK_M
+    batch = (batch_head // computed_heads).to(tl.int64)
+    head = batch_head % computed_heads
+    key_head = head // group
+
+    q_base = head_of(q_pointer, q_strides, batch, head)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    k_row, v_row = k_strides[2], v_strides[2]
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    dq_base = head_of(dq_pointer, dq_strides, batch, head)
+    positions = first + tl.arange(0, BLOCK_M)
+    q = load_tile(q_base, first, q_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(d_out_base, first, d_out_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    out = load_tile(out_base, first, out_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True)
+    delta = tl.sum(widen(d_out) * widen(out), 1)
+    # A variant of its own for launches without such heads would sum delta in another order.
+    if tl.load(codes_pointer + head) == _COMPENSATED:
+        residual_base = head_of(residual_pointer, residual_strides, batch, head)
+        counts = load_tile(
+            residual_base, first, residual_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True
+        )
+        delta += tl.sum(widen(d_out) * decode_residual(out, counts), 1)
+    inside = positions < seqlen_q
+    row_place = batch_head.to(tl.int64) * seqlen_q + positions
+    log_sum = tl.load(lse_pointer + row_place, mask=inside, other=float("-inf"))
+    # -inf, which makes its P 0, for a row with no allowed key too.
+    negative_lse = tl.where(log_sum == float("-inf"), log_sum, -log_sum)
+    tl.store(statistics_pointer + 2 * row_place, negative_lse, mask=inside)
+    tl.store(statistics_pointer + 2 * row_place + 1, delta, mask=inside)
+
+    philox_key = tl.full((), 0, tl.int64)
+    philox_head = philox_key
+    if DROPOUT:
+        philox_key = tl.load(philox_key_pointer)
+        philox_head = batch * num_heads + tl.load(head_ids_pointer + head)
+    whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    dq = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    # Loops never run zero times, for the reason given in the forward.
+    if whole_end > 0:
+        dq = _query_gradient(
+            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
+            0, whole_end, seqlen_k, shift, scale, philox_key, philox_head, threshold, factor,
+            DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
+        )  # fmt: skip
+    if end > whole_end:
+        dq = _query_gradient(
+            dq, q, d_out, negative_lse, delta, k_base, v_base, k_row, v_row, positions,
+            whole_end, end, seqlen_k, shift, scale, philox_key, philox_head, threshold, factor,
+            DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
+        )  # fmt: skip
+    rounded = round_nearest(dq * scale, q_pointer.dtype.element_ty)
+    store_tile(dq_base, first, dq_strides[2], seqlen_q, rounded, BLOCK_M, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def _key_gradients(
+    dk,
+    dv,
+    k,
+    v,
+    q_base,
+    d_out_base,
+    statistics_base,
+    q_stride,
+    d_out_stride,
+    columns,
+    start,
+    end,
+    seqlen_q,
+    shift,
+    scale,
+    philox_key,
+    batch_head,
+    first_key,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Adds the share of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
+
+    S, P and their gradients are transposed, (BLOCK_N, BLOCK_M), so that P and dS are the left
+    operands. The statistics are those that `query_gradients_kernel` wrote, (seqlen_q, 2).
+    """
+    dtype: tl.constexpr = k.dtype
+    zeros = tl.zeros((k.shape[0], BLOCK_M), tl.float32)
+    for first in tl.range(start, end, BLOCK_M):
+        positions = first + tl.arange(0, BLOCK_M)
+        q = load_tile(q_base, first, q_stride, seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, BOUNDED)
+        # Side by side, the numbers of a row are as many as the threads at least. Fewer, Triton 3.6
+        # lets each thread copy all that it needs.
+        pairs = statistics_base + 2 * positions[:, None] + tl.arange(0, 2)[None, :]
+        if BOUNDED:
+            # Rows past the end are 0 in q and d_out too: whatever their P is, they add nothing.
+            statistics = tl.load(pairs, mask=(positions < seqlen_q)[:, None], other=0.0)
+        else:
+            statistics = tl.load(pairs)
+        negative_lse, delta = tl.split(statistics)
+        d_out = load_tile(
+            d_out_base, first, d_out_stride, seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, BOUNDED
+        )
+        scores = product(k, tl.trans(q), zeros)
+        exponents = tl.fma(scores, scale, negative_lse[None, :]) * LOG2_E
+        if CAUSAL:
+            visible = behind(positions[None, :], columns[:, None], shift)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
+        weights = round_nearest(probabilities, dtype)
+        if DROPOUT:
+            BLOCK_N: tl.constexpr = k.shape[0]
+            kept = tl.trans(
+                kept_entries(philox_key, positions, batch_head, first_key, threshold, BLOCK_N)
+            )
+            weights = tl.where(kept, weights, 0.0)
+        dv = product(weights, d_out, dv)
+        d_probabilities = product(v, tl.trans(d_out), zeros)
+        if DROPOUT:
+            d_probabilities = tl.where(kept, d_probabilities * factor, 0.0)
+        d_scores = probabilities * (d_probabilities - delta[None, :])
+        dk = product(round_nearest(d_scores, dtype), q, dk)
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=[
+        "kv_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "shift",
+        "num_heads",
+        "threshold",
+    ]
+)
+def key_gradients_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    d_out_pointer,
+    statistics_pointer,
+    dk_pointer,
+    dv_pointer,
+    head_ids_pointer,
+    philox_key_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
+    dk_strides,
+    dv_strides,
+    kv_heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    scale,
+    num_heads,
+    threshold,
+    factor,
+    DROPOUT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: dK and dV of BLOCK_N keys of one key head, over all query heads of its group.
+
+    The first keys come first: causal masking makes them the heaviest. BOUNDED is set where BLOCK_M
+    does not divide seqlen_q.
+    """
+    key_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    program = tl.program_id(0)
+    batch_head = program // key_tiles
+    first = program % key_tiles * BLOCK_N
+    batch = (batch_head // kv_heads).to(tl.int64)
+    key_head = batch_head % kv_heads
+
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    q_row, d_out_row = q_strides[2], d_out_strides[2]
+    k = load_tile(k_base, first, k_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
+    v = load_tile(v_base, first, v_strides[2], seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, True)
+    columns = first + tl.arange(0, BLOCK_N)
+
+    start, whole = seeing_rows(first, seqlen_q, shift, BLOCK_M, BLOCK_N, CAUSAL)
+    philox_key = tl.full((), 0, tl.int64)
+    philox_head = philox_key
+    if DROPOUT:
+        philox_key = tl.load(philox_key_pointer)
+    dk = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+    dv = tl.zeros((BLOCK_N, WIDTH), tl.float32)
+    for member in tl.range(0, group, 1, num_stages=1):
+        head = key_head * group + member
+        q_base = head_of(q_pointer, q_strides, batch, head)
+        d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+        statistics_base = statistics_pointer + 2 * (batch * kv_heads * group + head) * seqlen_q
+        if DROPOUT:
+            philox_head = batch * num_heads + tl.load(head_ids_pointer + head)
+        if CAUSAL:
+            if whole > start:
+                dk, dv = _key_gradients(
+                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row,
+                    columns, start, whole, seqlen_q, shift, scale, philox_key, philox_head, first,
+                    threshold, factor, DROPOUT, BOUNDED, True, HEAD_DIM, WIDTH, BLOCK_M,
+                )  # fmt: skip
+            if seqlen_q > whole:
+                dk, dv = _key_gradients(
+                    dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row, columns,
+                    whole, seqlen_q, seqlen_q, shift, scale, philox_key, philox_head, first,
+                    threshold, factor, DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, BLOCK_M,
+                )  # fmt: skip
+        elif seqlen_q > 0:
+            dk, dv = _key_gradients(
+                dk, dv, k, v, q_base, d_out_base, statistics_base, q_row, d_out_row, columns, 0,
+                seqlen_q, seqlen_q, shift, scale, philox_key, philox_head, first, threshold, factor,
+                DROPOUT, BOUNDED, False, HEAD_DIM, WIDTH, BLOCK_M,
+            )  # fmt: skip
+    dtype: tl.constexpr = k_pointer.dtype.element_ty
+    dk_base = head_of(dk_pointer, dk_strides, batch, key_head)
+    dv_base = head_of(dv_pointer, dv_strides, batch, key_head)
+    rounded = round_nearest(dk * scale, dtype)
+    store_tile(dk_base, first, dk_strides[2], seqlen_k, rounded, BLOCK_N, HEAD_DIM, WIDTH)
+    if DROPOUT:
+        dv *= factor
+    rounded = round_nearest(dv, dtype)
+    store_tile(dv_base, first, dv_strides[2], seqlen_k, rounded, BLOCK_N, HEAD_DIM, WIDTH)

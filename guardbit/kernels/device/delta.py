@@ -1,0 +1,276 @@
+"""The kernel of exact delta. It also writes the O' that carries delta to another kernel's backward.
+
+Scores are kept as plain products q k, as in the forward.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.device.carrier import write_rows
+from guardbit.kernels.device.masks import (
+    ADDITIVE,
+    BOOLEAN,
+    NO_MASK,
+    allowed,
+    load_mask,
+    load_ranges,
+    ranged_keys,
+    visible_keys,
+    within,
+)
+from guardbit.kernels.device.primitives import (
+    LOG2_E,
+    head_of,
+    load_tile,
+    partial_sums,
+    product,
+    tanh_and_slope,
+)
+
+
+@triton.jit
+def _add_keys(
+    row_sum,
+    sum_p_dp,
+    q,
+    d_out,
+    k_base,
+    v_base,
+    batch,
+    key_head,
+    mask_base,
+    k_stride,
+    v_stride,
+    mask_strides,
+    positions,
+    first_seen,
+    end_seen,
+    log_sum,
+    start,
+    end,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    inner_scale,
+    scale,
+    BOUNDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
+
+    `k_base` and `v_base` are where the head begins, or if USE_TMA the tensors' descriptors.
+    With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
+    a format, as masks have it, has room; else in log2 units, which spares a multiplication.
+    """
+    zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
+    probabilities, d_probabilities = zeros, zeros
+    for first in tl.range(start, end, BLOCK_N):
+        if USE_TMA:
+            k = k_base.load([batch, key_head, first, 0]).reshape(BLOCK_N, WIDTH)
+            v = v_base.load([batch, key_head, first, 0]).reshape(BLOCK_N, VALUE_WIDTH)
+        else:
+            k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, BOUNDED)
+            v = load_tile(
+                v_base, first, v_stride, seqlen_k, BLOCK_N, VALUE_DIM, VALUE_WIDTH, BOUNDED
+            )
+        scores = product(q, tl.trans(k), zeros)
+        if OVERLAP:
+            # Of the tile before, whose second product nothing has waited for yet.
+            sum_p_dp += partial_sums(probabilities * d_probabilities)
+        d_probabilities = product(d_out, tl.trans(v), zeros)
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
+        if MASK == ADDITIVE:
+            mask = load_mask(
+                mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED
+            )
+            exponents = tl.fma(scores, scale, mask.to(tl.float32)) - log_sum[:, None]
+            exponents *= LOG2_E
+        else:
+            exponents = tl.fma(scores, scale, -log_sum[:, None])
+        if MASK == BOOLEAN:
+            mask = load_mask(
+                mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k, BLOCK_N, BOUNDED
+            )
+            exponents = tl.where(mask != 0, exponents, float("-inf"))
+        if BOUNDED:
+            columns = first + tl.arange(0, BLOCK_N)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            exponents = tl.where(visible, exponents, float("-inf"))
+        probabilities = tl.exp2(exponents)
+        row_sum += partial_sums(probabilities)
+        if not OVERLAP:
+            sum_p_dp += partial_sums(probabilities * d_probabilities)
+    if OVERLAP:
+        sum_p_dp += partial_sums(probabilities * d_probabilities)
+    return row_sum, sum_p_dp
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch_heads",
+        "section",
+        "computed_heads",
+        "group",
+        "seqlen_q",
+        "seqlen_k",
+        "shift",
+    ]
+)
+def delta_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    d_out_pointer,
+    lse_pointer,
+    mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
+    head_ids_pointer,
+    out_pointer,
+    delta_pointer,
+    carrier_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    d_out_strides,
+    lse_strides,
+    mask_strides,
+    out_strides,
+    carrier_strides,
+    batch_heads,
+    section,
+    computed_heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    inner_scale,
+    scale,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASK: tl.constexpr,
+    CARRY: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """One program: delta of BLOCK_M queries of one head, and with CARRY their rows of O'.
+
+    Of `section` heads at a time, whose keys and values the cache holds, heavy causal tiles come
+    first: with few heads a heavy one at the end would be waited for.
+    """
+    row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    first_batch_head = program // (section * row_tiles) * section
+    turn = program - first_batch_head * row_tiles
+    present = tl.minimum(section, batch_heads - first_batch_head)
+    batch_head = first_batch_head + turn % present
+    first = (row_tiles - 1 - turn // present) * BLOCK_M
+    batch = batch_head // computed_heads
+    head_id = tl.load(head_ids_pointer + batch_head % computed_heads)
+    key_head = head_id // group
+
+    q_base = head_of(q_pointer, q_strides, batch, head_id)
+    k_base = k_pointer
+    v_base = v_pointer
+    if not USE_TMA:
+        k_base = head_of(k_pointer, k_strides, batch, key_head)
+        v_base = head_of(v_pointer, v_strides, batch, key_head)
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head_id)
+    lse_base = head_of(lse_pointer, lse_strides, batch, head_id)
+    mask_base = mask_pointer
+    if MASK != NO_MASK:
+        mask_base = head_of(mask_pointer, mask_strides, batch, head_id)
+    positions = first + tl.arange(0, BLOCK_M)
+    inside = positions < seqlen_q
+    q = load_tile(q_base, first, q_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True)
+    d_out = load_tile(
+        d_out_base, first, d_out_strides[2], seqlen_q, BLOCK_M, VALUE_DIM, VALUE_WIDTH, True
+    )
+    log_sum = tl.load(lse_base + positions * lse_strides[2], mask=inside, other=0.0)
+    # Whatever an engine leaves for a row that sees no key.
+    log_sum = tl.where(tl.abs(log_sum) == float("inf"), 0.0, log_sum)
+    if MASK != ADDITIVE:
+        scale *= LOG2_E
+        log_sum *= LOG2_E
+    first_seen, end_seen, whole = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
+    else:
+        whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
+
+    row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
+    sum_p_dp = tl.zeros((BLOCK_M, 8), tl.float32)
+    # Loops never run zero times, for the reason given in the forward.
+    if RANGED:
+        leading_end = tl.minimum(whole, end)
+        if leading_end > start:
+            row_sum, sum_p_dp = _add_keys(
+                row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
+                k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+                start, leading_end, seqlen_q, seqlen_k, shift, inner_scale, scale, True, CAUSAL,
+                RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP,
+                USE_TMA,
+            )  # fmt: skip
+    if whole_end > whole:
+        row_sum, sum_p_dp = _add_keys(
+            row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole, whole_end, seqlen_q, seqlen_k, shift, inner_scale, scale, False, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP, USE_TMA,
+        )  # fmt: skip
+    if end > whole_end:
+        row_sum, sum_p_dp = _add_keys(
+            row_sum, sum_p_dp, q, d_out, k_base, v_base, batch, key_head, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, log_sum,
+            whole_end, end, seqlen_q, seqlen_k, shift, inner_scale, scale, True, CAUSAL, RANGED,
+            SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N, OVERLAP, USE_TMA,
+        )  # fmt: skip
+    row_sum = tl.sum(row_sum, 1)
+    if SINKS:
+        sink = tl.load(sinks_pointer + head_id)
+        if MASK == ADDITIVE:
+            row_sum += tl.exp2((sink - log_sum) * LOG2_E)
+        else:
+            row_sum += tl.exp2(sink * LOG2_E - log_sum)
+    # Divided by 1, a row that sees no key keeps its 0.
+    delta = tl.sum(sum_p_dp, 1) / tl.where(row_sum == 0.0, 1.0, row_sum)
+    tl.store(delta_pointer + batch_head.to(tl.int64) * seqlen_q + positions, delta, mask=inside)
+
+    if CARRY:
+        # A row that sees no key keeps its O: engines differ in what they make of it.
+        carried = tl.where(row_sum == 0.0, float("nan"), delta)
+        write_rows(
+            head_of(carrier_pointer, carrier_strides, batch, head_id),
+            head_of(out_pointer, out_strides, batch, head_id), d_out_base, carrier_strides[2],
+            out_strides[2], d_out_strides[2], first, seqlen_q, carried, VALUE_DIM, VALUE_WIDTH,
+        )  # fmt: skip

@@ -1,0 +1,298 @@
+"""The forward kernel: O, L and the residual. One launch serves heads with different stabilizers.
+
+Scores are kept as plain products q k, called s here. "log2 units" means s scale log2(e), the
+exponent of exp2.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.device.masks import allowed, visible_keys
+from guardbit.kernels.device.primitives import (
+    LN_2,
+    count_above,
+    head_of,
+    kept_entries,
+    load_tile,
+    partial_sums,
+    product,
+    store_tile,
+)
+from guardbit.kernels.device.rounding import (
+    encode_residual,
+    random_halves,
+    round_nearest,
+    round_stochastic,
+)
+from guardbit.records import STABILIZERS
+
+# A head's code in the device array: its place in STABILIZERS.
+_COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
+_STOCHASTIC = tl.constexpr(STABILIZERS.index("stochastic"))
+_ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
+
+# How many heads of a launch have a stabilizer. With all or none there is nothing to choose.
+_NO_HEAD, _SOME_HEADS, _ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# The narrowest right operand of a product on tensor cores, PTX's m16n8k16.
+_LEAST_WIDTH = tl.constexpr(8)
+
+
+@triton.jit
+def _second_near_maximum(has_duplicate_max, differences, row_max, tile_max, distance):
+    """Whether a row's second largest score so far lies within a distance of its largest.
+
+    Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
+    the distance, the old one is the second score near the new.
+
+    Args:
+        has_duplicate_max: Whether it did in earlier tiles.
+        differences: s of this tile less the largest so far.
+        row_max: Largest s of earlier tiles.
+        tile_max: Largest s of this tile.
+        distance: The distance in units of s.
+    """
+    here = count_above(differences, -distance) > 1.0
+    has_duplicate_max = tl.where(tile_max > row_max, here, has_duplicate_max)
+    return has_duplicate_max | (tl.abs(tile_max - row_max) <= distance)
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    row_max,
+    raised,
+    row_sum,
+    rounded_sum,
+    has_duplicate_max,
+    q,
+    k_base,
+    v_base,
+    k_stride,
+    v_stride,
+    positions,
+    start,
+    end,
+    seqlen_k,
+    shift,
+    scale_log2,
+    eps,
+    shift_turns,
+    shift_min_log2,
+    shift_range_log2,
+    code,
+    philox_key,
+    batch_head,
+    threshold,
+    COMPENSATED: tl.constexpr,
+    ROW_MAX: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
+
+    Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
+    row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
+    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max.
+    Which products are fused with a sum is spelled out, so that all variants give the same bits.
+    """
+    dtype: tl.constexpr = v_base.dtype.element_ty
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if MASKED:
+            columns = first + tl.arange(0, BLOCK_N)
+            visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            scores = tl.where(visible, scores, float("-inf"))
+        tile_max = tl.max(scores, 1)
+        new_max = tl.maximum(row_max, tile_max)
+        # 0 instead of the -inf of a row that has seen no key.
+        finite = tl.where(new_max == float("-inf"), 0.0, new_max)
+        # Subtracted before the scale: the largest P-bar is 1 however large s is. Fused into one
+        # multiply-add, s beyond 10^4 makes it 2^e with e the rounding of row_max scale, which BF16
+        # then rounds.
+        differences = scores - finite[:, None]
+        if ROW_MAX != _NO_HEAD:
+            has_duplicate_max = _second_near_maximum(
+                has_duplicate_max, differences, row_max, tile_max, eps
+            )
+        if ROW_MAX == _NO_HEAD:
+            new_raised = raised
+            exponents = differences * scale_log2
+            rise = (row_max - finite) * scale_log2
+        else:
+            shifted = has_duplicate_max
+            if ROW_MAX == _SOME_HEADS:
+                shifted = has_duplicate_max & (code == _ROW_MAX)
+            turns = tl.abs(finite) * shift_turns
+            fraction = tl.fma(tl.abs(finite), shift_turns, -tl.floor(turns))
+            shift_log2 = tl.fma(tl.maximum(fraction, 0.0), shift_range_log2, shift_min_log2)
+            new_raised = tl.where(shifted, shift_log2, 0.0)
+            exponents = tl.fma(differences, scale_log2, -new_raised[:, None])
+            rise = tl.fma(row_max - finite, scale_log2, raised - new_raised)
+        probabilities = tl.exp2(exponents)
+        rescale = tl.exp2(rise)
+        rounded = round_nearest(probabilities, dtype)
+        v = load_tile(v_base, first, v_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        weights = rounded
+        if DROPOUT:
+            kept = kept_entries(philox_key, positions, batch_head, first, threshold, BLOCK_N)
+            weights = tl.where(kept, rounded, 0.0)
+        accumulator = product(weights, v, accumulator * rescale[:, None])
+        if COMPENSATED != _NO_HEAD:
+            # By a tensor core: widening and adding the rounded numbers costs more.
+            ones = tl.full((BLOCK_N, _LEAST_WIDTH), 1.0, dtype)
+            rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
+        if COMPENSATED != _ALL_HEADS:
+            row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
+        row_max = new_max
+        raised = new_raised
+    return accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max
+
+
+@triton.jit(
+    do_not_specialize=[
+        "seqlen_q", "seqlen_k", "shift", "seed", "offset", "num_heads", "computed_heads", "group",
+        "threshold",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    out_pointer,
+    lse_pointer,
+    residual_pointer,
+    codes_pointer,
+    head_ids_pointer,
+    philox_key_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    num_heads,
+    computed_heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    scale,
+    scale_log2,
+    eps,
+    shift_turns,
+    shift_min_log2,
+    shift_range_log2,
+    seed: tl.int64,
+    offset,
+    threshold,
+    factor,
+    CAUSAL: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    ROW_MAX: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: one tile of BLOCK_M queries of one head; heavy causal tiles come first.
+
+    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
+    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
+    """
+    row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    program = tl.program_id(0)
+    batch_head = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * BLOCK_M
+    batch = (batch_head // computed_heads).to(tl.int64)
+    head = batch_head % computed_heads
+    code = tl.load(codes_pointer + head)
+    head_id = tl.load(head_ids_pointer + head)
+    key_head = head_id // group
+    dtype: tl.constexpr = q_pointer.dtype.element_ty
+
+    philox_head = batch * num_heads + head_id
+    philox_key = tl.full((), 0, tl.int64)
+    if DROPOUT:
+        philox_key = tl.load(philox_key_pointer)
+
+    q_base = head_of(q_pointer, q_strides, batch, head_id)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    positions = first + tl.arange(0, BLOCK_M)
+    q = load_tile(q_base, first, q_strides[2], seqlen_q, BLOCK_M, HEAD_DIM, WIDTH, True)
+    if NEGATIVE_SCALE:
+        q = (-q.to(tl.float32)).to(dtype)
+    whole_end, end = visible_keys(first, seqlen_k, shift, BLOCK_M, BLOCK_N, CAUSAL)
+
+    accumulator = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    raised = tl.zeros((BLOCK_M,), tl.float32)
+    row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
+    rounded_sum = tl.zeros((BLOCK_M, _LEAST_WIDTH), tl.float32)
+    has_duplicate_max = tl.zeros((BLOCK_M,), tl.int1)
+    # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
+    # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
+    if whole_end > 0:
+        accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max,
+            q, k_base, v_base, k_strides[2], v_strides[2], positions, 0, whole_end, seqlen_k, shift,
+            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code,
+            philox_key, philox_head, threshold,
+            COMPENSATED, ROW_MAX, DROPOUT, False, CAUSAL, HEAD_DIM, WIDTH, BLOCK_N,
+        )  # fmt: skip
+    if end > whole_end:
+        accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
+            accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max, q, k_base,
+            v_base, k_strides[2], v_strides[2], positions, whole_end, end, seqlen_k, shift,
+            scale_log2, eps, shift_turns, shift_min_log2, shift_range_log2, code, philox_key,
+            philox_head, threshold, COMPENSATED, ROW_MAX, DROPOUT, True, CAUSAL, HEAD_DIM, WIDTH,
+            BLOCK_N,
+        )  # fmt: skip
+
+    row_sum = tl.sum(row_sum, 1)
+    if COMPENSATED == _ALL_HEADS:
+        row_sum = tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH)
+    elif COMPENSATED == _SOME_HEADS:
+        row_sum = tl.where(
+            code == _COMPENSATED, tl.sum(rounded_sum, 1) * (1.0 / _LEAST_WIDTH), row_sum
+        )
+    # Divided by 1, a row with no allowed key keeps its 0, and L = -inf + log 1.
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    lse = tl.fma(row_max, scale, (raised + tl.log2(row_sum)) * LN_2)
+    tl.store(
+        lse_pointer + batch_head.to(tl.int64) * seqlen_q + positions, lse, mask=positions < seqlen_q
+    )
+
+    if DROPOUT:
+        accumulator *= factor
+    exact = accumulator * (1.0 / row_sum)[:, None]
+    out = round_nearest(exact, dtype)
+    if COMPENSATED != _NO_HEAD:
+        # Before the numbers are drawn: no head is both, and registers are few.
+        residual = encode_residual(exact, out)
+        if COMPENSATED == _SOME_HEADS:
+            residual = tl.where(code == _COMPENSATED, residual, 0)
+        residual_base = head_of(residual_pointer, out_strides, batch, head)
+        store_tile(
+            residual_base, first, out_strides[2], seqlen_q, residual, BLOCK_M, HEAD_DIM, WIDTH
+        )
+    if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
+        groups = tl.arange(0, WIDTH // 8)[None, :]
+        halves = random_halves(seed, groups, positions[:, None], philox_head, offset)
+        out = round_stochastic(exact, halves, dtype)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    store_tile(out_base, first, out_strides[2], seqlen_q, out, BLOCK_M, HEAD_DIM, WIDTH)

@@ -1,0 +1,188 @@
+"""Masks inside kernels: which keys the rows of a tile see, and how a dense mask is loaded."""
+
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.mask.geometry import HIDES
+
+#: What a kernel's MASK says of its dense mask.
+NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+_HIDES = tl.constexpr(HIDES)
+# Swallows any score, and leaves room for the scale.
+_LOWEST = tl.constexpr(-(2.0**100))
+
+
+@triton.jit
+def visible_keys(
+    first_row, seqlen_k, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the keys that a tile of rows sees end.
+
+    Returns:
+        The end of the tiles that every row sees whole, a multiple of BLOCK_N, and the end of the
+        keys that any row sees.
+    """
+    if CAUSAL:
+        whole = tl.minimum(tl.maximum(first_row + shift + 1, 0), seqlen_k)
+        end = tl.minimum(tl.maximum(first_row + shift + BLOCK_M, 0), seqlen_k)
+    else:
+        whole = seqlen_k
+        end = seqlen_k
+    return whole // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def load_ranges(ranges_pointer, positions, seqlen_q):
+    """The first key that each row sees, and where its keys end; rows past the last are as the last.
+
+    Args:
+        ranges_pointer: See `range_arguments`.
+        positions: (R,), positions of the queries.
+        seqlen_q: Number of queries.
+    """
+    pointers = ranges_pointer + tl.minimum(positions, seqlen_q - 1)
+    return tl.load(pointers), tl.load(pointers + seqlen_q)
+
+
+@triton.jit
+def ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N: tl.constexpr):
+    """Where the keys lie that a tile of rows sees, by the range of each row.
+
+    Returns:
+        The first key that any row sees; the start and the end of the whole tiles, counted from
+        there, that every row sees; and the end of the keys that any row sees.
+    """
+    seeing = first_seen < end_seen
+    end = tl.max(tl.where(seeing, end_seen, 0), 0)
+    start = tl.minimum(tl.min(tl.where(seeing, first_seen, seqlen_k), 0), end)
+    whole = start + tl.cdiv(tl.max(first_seen, 0) - start, BLOCK_N) * BLOCK_N
+    whole_end = whole + tl.maximum(tl.min(end_seen, 0) - whole, 0) // BLOCK_N * BLOCK_N
+    return start, whole, whole_end, end
+
+
+@triton.jit
+def within(columns, first_seen, end_seen):
+    """Which of `columns` (C,) each row sees by its range, (R, C)."""
+    columns = columns[None, :]
+    return (columns >= first_seen[:, None]) & (columns < end_seen[:, None])
+
+
+@triton.jit
+def seeing_rows(
+    first_key, seqlen_q, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Where the rows that see a tile of keys begin; they go on to the last.
+
+    Returns:
+        The start of the rows that see the first key, and of those that see all keys of the tile,
+        multiples of BLOCK_M.
+    """
+    start = 0
+    whole = 0
+    if CAUSAL:
+        start = tl.minimum(tl.maximum(first_key - shift, 0), seqlen_q) // BLOCK_M * BLOCK_M
+        whole = tl.maximum(first_key + BLOCK_N - 1 - shift, 0)
+        whole = tl.minimum(tl.cdiv(whole, BLOCK_M) * BLOCK_M, tl.cdiv(seqlen_q, BLOCK_M) * BLOCK_M)
+    return start, whole
+
+
+@triton.jit
+def allowed(positions, columns, seqlen_k, shift, CAUSAL: tl.constexpr):
+    """Which of `columns` (any shape that broadcasts against `positions`) a query may see."""
+    last = seqlen_k - 1
+    if CAUSAL:
+        # One comparison an element: the smaller bound is the same for a whole row.
+        last = tl.minimum(positions + shift, last)
+    return columns <= last
+
+
+@triton.jit
+def behind(positions, columns, shift):
+    """Which of `columns` lie not past the causal diagonal of `positions`, wherever the keys end."""
+    return columns <= positions + shift
+
+
+@triton.jit
+def load_mask(
+    base,
+    strides,
+    positions,
+    first_key,
+    last_row,
+    seqlen_k,
+    BLOCK_N: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Loads a tile of a dense mask, (R, BLOCK_N); rows past the last are as the last.
+
+    Args:
+        base: Where the head's mask begins.
+        strides: The mask's four, 0 where it broadcasts.
+        positions: (R,), positions of the queries.
+        first_key: First of the BLOCK_N keys.
+        last_row: Number of the last query.
+        seqlen_k: Number of keys; what lies past them is 0 if BOUNDED, else nothing does.
+        BLOCK_N: Keys a tile.
+        BOUNDED: Whether the tile may pass the last key.
+    """
+    columns = tl.arange(0, BLOCK_N)
+    base += tl.cast(first_key, tl.int64) * strides[3]
+    row_bases = base + tl.minimum(positions, last_row).to(tl.int64) * strides[2]
+    pointers = row_bases[:, None] + (columns * strides[3])[None, :]
+    if BOUNDED:
+        tile = tl.load(pointers, mask=(first_key + columns < seqlen_k)[None, :], other=0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def add_mask(
+    scores,
+    base,
+    strides,
+    positions,
+    first_key,
+    last_row,
+    seqlen_k,
+    inverse_scale,
+    MASK: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Takes a dense mask into a tile of scores that the scale still has to multiply.
+
+    Args:
+        scores: FP32 (R, K), products q k.
+        base: As `load_mask` has it, like strides, rows, first_key, last_row, keys and BOUNDED.
+        strides: See `base`.
+        positions: See `base`.
+        first_key: See `base`.
+        last_row: See `base`.
+        seqlen_k: See `base`.
+        inverse_scale: One over the size of the scale.
+        MASK: BOOLEAN or ADDITIVE.
+        BOUNDED: See `base`.
+
+    Returns:
+        The scores with what is added, which keys are seen, and which of these `HIDES` leaves.
+    """
+    tile = load_mask(
+        base, strides, positions, first_key, last_row, seqlen_k, scores.shape[1], BOUNDED
+    )
+    if MASK == BOOLEAN:
+        seen = tile != 0
+        counted = seen
+    else:
+        bias = tile.to(tl.float32)
+        seen = bias != float("-inf")
+        counted = bias >= _HIDES
+        # What every key of a row has makes no difference, and nothing overflows.
+        scores += tl.where(bias < _LOWEST, _LOWEST, bias) * inverse_scale
+    return scores, seen, counted

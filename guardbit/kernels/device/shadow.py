@@ -1,0 +1,395 @@
+"""The shadow kernel: O to FP32 accuracy on tensor cores, and statistics of its rows.
+
+Scores are kept as plain products q k, as in the forward, or with a soft cap as the tanh of them.
+Both are called s here.
+"""
+
+# Triton kernels are typed by Triton: constexpr parameters take plain values.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from guardbit.kernels.device.masks import (
+    NO_MASK,
+    add_mask,
+    allowed,
+    load_ranges,
+    ranged_keys,
+    visible_keys,
+    within,
+)
+from guardbit.kernels.device.primitives import (
+    LN_2,
+    head_of,
+    load_rows,
+    load_tile,
+    mark_above,
+    partial_maxima,
+    partial_sums,
+    product,
+    store_tile,
+    tanh_and_slope,
+    with_sink,
+)
+from guardbit.kernels.device.rounding import round_nearest, widen
+
+# As bits: below those of every size.
+_MINUS_INFINITY = tl.constexpr(-0x800000)
+
+# exp2 of it is 0 as of -inf, and 0 times it is no NaN.
+_NOTHING = tl.constexpr(-1024.0)
+
+# FP16 ends at 2^-24: multiplied by this, a P-bar of at most 1 leaves no part below it that matters.
+_FP16_RANGE = tl.constexpr(2.0**15)
+
+
+@triton.jit
+def _lowest_tied_in_bfloat16(row_max, eps):
+    """The smallest FP32 score that, both rounded to BF16, lies within eps of the row maximum.
+
+    Rounding is monotonic, so that one comparison with this replaces rounding every score.
+    """
+    bits = row_max.to(tl.uint32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    lowest = bits.to(tl.float32, bitcast=True) - eps
+    bits = tl.abs(lowest).to(tl.uint32, bitcast=True)
+    # The BF16 number at or above it, and half-way to the next one below. What lies half-way itself
+    # goes to the even one.
+    above = (bits + 0xFFFF) >> 16
+    above_bits = (above << 16) - 0x8000 + (above & 1)
+    towards_zero = bits >> 16
+    below_bits = (towards_zero << 16) + 0x8000 - (towards_zero & 1)
+    positive = lowest > 0.0
+    size = tl.where(positive, above_bits, below_bits).to(tl.float32, bitcast=True)
+    return tl.where(positive, size, -size)
+
+
+@triton.jit
+def _row_maxima(
+    highest,
+    largest,
+    q,
+    k_base,
+    mask_base,
+    k_stride,
+    mask_strides,
+    positions,
+    first_seen,
+    end_seen,
+    start,
+    end,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    inner_scale,
+    inverse_scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the highest s and the largest |s|, eight a row.
+
+    |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last.
+    """
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
+        if MASK != NO_MASK:
+            scores, seen, counted = add_mask(
+                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
+                inverse_scale, MASK, MASKED,
+            )  # fmt: skip
+        sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if MASK != NO_MASK:
+            scores = tl.where(seen, scores, float("-inf"))
+            sizes = tl.where(counted, sizes, _MINUS_INFINITY)
+        if MASKED:
+            columns = first + tl.arange(0, BLOCK_N)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            scores = tl.where(visible, scores, float("-inf"))
+            sizes = tl.where(visible, sizes, _MINUS_INFINITY)
+        highest = tl.maximum(highest, partial_maxima(scores))
+        largest = tl.maximum(largest, partial_maxima(sizes))
+    return highest, largest
+
+
+@triton.jit
+def _attend(
+    accumulator,
+    row_sum,
+    sum_p_log_p,
+    maxima,
+    maxima_bf16,
+    q,
+    k_base,
+    v_base,
+    mask_base,
+    k_stride,
+    v_stride,
+    mask_strides,
+    positions,
+    first_seen,
+    end_seen,
+    reference,
+    tied,
+    tied_bf16,
+    start,
+    end,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    inner_scale,
+    scale_log2,
+    inverse_scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
+
+    Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
+    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count.
+    """
+    dtype: tl.constexpr = v_base.dtype.element_ty
+    for first in tl.range(start, end, BLOCK_N):
+        k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
+        v = load_tile(v_base, first, v_stride, seqlen_k, BLOCK_N, VALUE_DIM, VALUE_WIDTH, MASKED)
+        scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
+        if SOFTCAP:
+            scores, _ = tanh_and_slope(scores * inner_scale)
+        if MASK != NO_MASK:
+            scores, seen, _ = add_mask(
+                scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
+                inverse_scale, MASK, MASKED,
+            )  # fmt: skip
+        exponents = tl.fma(scores, scale_log2, -reference[:, None])
+        if MASK != NO_MASK:
+            exponents = tl.where(seen, exponents, _NOTHING)
+        if MASKED:
+            columns = first + tl.arange(0, BLOCK_N)
+            if RANGED:
+                visible = within(columns, first_seen, end_seen)
+            else:
+                visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+            exponents = tl.where(visible, exponents, _NOTHING)
+        maxima += partial_sums(mark_above(exponents, tied[:, None]))
+        maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
+        probabilities = tl.exp2(exponents)
+        row_sum += partial_sums(probabilities)
+        sum_p_log_p += partial_sums(probabilities * exponents)
+        if dtype == tl.float16:
+            probabilities *= _FP16_RANGE
+        high = round_nearest(probabilities, dtype)
+        low = round_nearest(probabilities - widen(high), dtype)
+        # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
+        # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
+        accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
+    return accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16
+
+
+@triton.jit(do_not_specialize=["num_heads", "group", "count", "seqlen_q", "seqlen_k", "shift"])
+def shadow_kernel(
+    q_pointer,
+    k_pointer,
+    v_pointer,
+    mask_pointer,
+    ranges_pointer,
+    sinks_pointer,
+    query_ids_pointer,
+    out_pointer,
+    row_max_pointer,
+    entropy_pointer,
+    maxima_pointer,
+    maxima_bf16_pointer,
+    largest_pointer,
+    q_strides,
+    k_strides,
+    v_strides,
+    mask_strides,
+    num_heads,
+    group,
+    count,
+    seqlen_q,
+    seqlen_k,
+    shift,
+    inner_scale,
+    scale,
+    scale_log2,
+    inverse_scale,
+    eps,
+    eps_log2,
+    HAS_QUERY_IDS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    RANGED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MASK: tl.constexpr,
+    NEGATIVE_SCALE: tl.constexpr,
+    ONLY_MAXIMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: BLOCK_M of the `count` rows of one head; heavy causal tiles come first.
+
+    The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
+    of the outputs row_max and largest are written.
+    """
+    row_tiles = tl.cdiv(count, BLOCK_M)
+    program = tl.program_id(0)
+    batch_head = program // row_tiles
+    first = (row_tiles - 1 - program % row_tiles) * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    key_head = head // group
+    dtype: tl.constexpr = q_pointer.dtype.element_ty
+
+    q_base = head_of(q_pointer, q_strides, batch, head)
+    k_base = head_of(k_pointer, k_strides, batch, key_head)
+    v_base = head_of(v_pointer, v_strides, batch, key_head)
+    mask_base = mask_pointer
+    if MASK != NO_MASK:
+        mask_base = head_of(mask_pointer, mask_strides, batch, head)
+    places = first + tl.arange(0, BLOCK_M)
+    positions = places
+    if HAS_QUERY_IDS:
+        # Past the end, the last one again.
+        positions = tl.load(query_ids_pointer + tl.minimum(places, count - 1)).to(tl.int32)
+    q = load_rows(q_base, positions, q_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    if NEGATIVE_SCALE:
+        q = (-q.to(tl.float32)).to(dtype)
+    first_seen, end_seen, whole = 0, 0, 0
+    if RANGED:
+        first_seen, end_seen = load_ranges(ranges_pointer, positions, seqlen_q)
+        start, whole, whole_end, end = ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N)
+        leading_end = tl.minimum(whole, end)
+    else:
+        whole_end, _ = visible_keys(tl.min(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
+        _, end = visible_keys(tl.max(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
+
+    highest = tl.full((BLOCK_M, 8), float("-inf"), tl.float32)
+    largest = tl.full((BLOCK_M, 8), _MINUS_INFINITY, tl.int32)
+    if RANGED:
+        highest, largest = _row_maxima(
+            highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
+            first_seen, end_seen, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale,
+            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
+        )  # fmt: skip
+    highest, largest = _row_maxima(
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions, first_seen,
+        end_seen, whole, whole_end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale, False,
+        CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
+    )  # fmt: skip
+    highest, largest = _row_maxima(
+        highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
+        first_seen, end_seen, whole_end, end, seqlen_q, seqlen_k, shift, inner_scale, inverse_scale,
+        True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
+    )  # fmt: skip
+    row_max = tl.max(highest, 1)
+    # Stored at once, to free its registers.
+    largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
+    largest_base = largest_pointer + batch_head.to(tl.int64) * count + first
+    tl.store(
+        largest_base + tl.arange(0, BLOCK_M), largest, mask=tl.arange(0, BLOCK_M) < count - first
+    )
+    if ONLY_MAXIMA:
+        # As below, where the sum of a row shows its NaN: the largest size does as well.
+        row_max = tl.where(largest != largest, float("nan"), row_max * scale)
+        row_max_base = row_max_pointer + batch_head.to(tl.int64) * count
+        tl.store(row_max_base + places, row_max, mask=places < count)
+        return
+    # 0 instead of the -inf of a row that sees no key.
+    finite_max = tl.where(row_max == float("-inf"), 0.0, row_max)
+    # Scaled before it is subtracted, the maximum is rounded: all exponents of the row are off by
+    # the same, O and entropy do not change, and the thresholds are moved along.
+    reference = finite_max * scale_log2
+    moved = tl.fma(finite_max, scale_log2, -reference)
+    lowest = _lowest_tied_in_bfloat16(finite_max * scale, eps) / scale
+    # The division may round beyond the maximum itself.
+    tied_bf16 = moved + tl.minimum(lowest - finite_max, 0.0) * scale_log2
+    tied = moved - eps_log2
+
+    accumulator = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
+    sum_p_log_p = tl.zeros((BLOCK_M, 8), tl.float32)
+    maxima = tl.zeros((BLOCK_M, 8), tl.float32)
+    maxima_bf16 = tl.zeros((BLOCK_M, 8), tl.float32)
+    if RANGED:
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, q, k_base, v_base, mask_base,
+            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, reference,
+            tied, tied_bf16, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale, scale_log2,
+            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM,
+            VALUE_WIDTH, BLOCK_N,
+        )  # fmt: skip
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
+        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
+        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, seqlen_q, seqlen_k,
+        shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP, MASK,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
+    )  # fmt: skip
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
+        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
+        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, seqlen_q, seqlen_k,
+        shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
+        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
+    )  # fmt: skip
+
+    # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
+    row_sum = tl.sum(row_sum, 1)
+    sum_p_log_p = tl.sum(sum_p_log_p, 1)
+    if SINKS:
+        moved_by, sink = with_sink(sinks_pointer, head, reference)
+        decay, share = tl.exp2(moved_by), tl.exp2(sink)
+        sum_p_log_p = (sum_p_log_p + moved_by * row_sum) * decay + share * sink
+        row_sum = row_sum * decay + share
+        accumulator *= decay[:, None]
+    row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
+    entropy = tl.log(row_sum) - sum_p_log_p / row_sum * LN_2
+    if dtype == tl.float16:
+        accumulator *= 1.0 / _FP16_RANGE
+    out = accumulator / row_sum[:, None]
+    # The maximum passes over a NaN, the sum does not.
+    spoilt = (row_sum != row_sum) & (row_max < float("inf"))
+    row_max = tl.where(spoilt, float("nan"), row_max * scale)
+    counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
+
+    inside = places < count
+    batch_head_start = batch_head.to(tl.int64) * count
+    out_base = out_pointer + batch_head_start * VALUE_DIM
+    store_tile(out_base, first, VALUE_DIM, count, out, BLOCK_M, VALUE_DIM, VALUE_WIDTH)
+    tl.store(row_max_pointer + batch_head_start + places, row_max, mask=inside)
+    tl.store(entropy_pointer + batch_head_start + places, entropy, mask=inside)
+    tl.store(maxima_pointer + batch_head_start + places, tl.sum(maxima, 1) * counted, mask=inside)
+    tl.store(
+        maxima_bf16_pointer + batch_head_start + places,
+        tl.sum(maxima_bf16, 1) * counted,
+        mask=inside,
+    )
