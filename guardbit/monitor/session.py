@@ -13,22 +13,22 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
-import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import astuple
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
-from guardbit.monitor import earlier, ranks
+from guardbit.monitor import ranks
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.exchange import PARTS, Exchange
+from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measure import (
     Capture,
@@ -42,8 +42,8 @@ from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.monitor.verdict import judge
-from guardbit.records import Alarm, Decision, Event, Sample
+from guardbit.monitor.switching import Switching
+from guardbit.records import Alarm, Event, Sample
 
 T = TypeVar("T")
 
@@ -57,42 +57,8 @@ _POLICY_SETTINGS = (
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
 
-_PARTS = (
-    "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
-    " its own, and rank 0 records all"
-)
-
-_OTHER_WEIGHTS = (
-    "ranks have other weights in modules of the same names, as stages of a pipeline that number"
-    " their layers from 0 each: their rows are added up as if of one module, and of the weights"
-    " rank 0's are recorded, so the heads of the other ranks are NOT guarded one by one; give the"
-    " modules of each stage names of their own"
-)
-# Largest relative distance of the sums of W_Q's norms of ranks with the same weights: replicas
-# differ by the rounding of FP32, stages by the draw of their weights, 1e-3 and more.
-_SAME_WEIGHTS = 1e-4
-
 # Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
 _STATE_FORMAT = 2
-
-
-class _Seen(NamedTuple):
-    """What a rank reports of its part of the model to the others, after a sampled step.
-
-    Attributes:
-        samples: What it measured.
-        refusals: Why no call so far could be switched, or None, by site.
-        asked: The stabilizers asked for, by site.
-        facts: What the run's metadata says of its sites.
-        recorded: The events that it recorded by itself since the last sampled step: attention that
-            it did not see, and what its switched heads ran.
-    """
-
-    samples: list[Sample]
-    refusals: dict[str, str | None]
-    asked: dict[str, list[str]]
-    facts: dict[str, dict[str, Any]]
-    recorded: list[Event]
 
 
 class MonitorSession:
@@ -198,23 +164,16 @@ class MonitorSession:
         self._last_ended: int | None = None
         self._micro_batch = 0
         self._is_sampled = False
-        self._first_alarms: dict[tuple[str, str], Alarm] = {}
-        self._verdict = "stable"
+        self._findings = Findings()
         self._coverage = Coverage(self.instrumentation)
         self._running = Running(self.instrumentation)
         self._is_first_step = True
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
-        # What is asked for and what runs, of sites that are not there: not yet, or not any more.
-        self._loaded_stabilizers: dict[str, list[str]] = {}
-        self._left_running: dict[str, list[str]] = {}
-        self._refusals: dict[str, str | None] = {}
-        # Sites that other ranks have, and what is asked for there; see `_Seen` for the others.
-        self._asked_elsewhere: dict[str, list[str]] = {}
-        self._facts: dict[str, dict[str, Any]] = {}
-        self._told: list[Event] = []
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
+        self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
+        self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._said: set[str] = set()
         self._closed = False
         self._has_given_up = False
@@ -276,7 +235,7 @@ class MonitorSession:
         )
         if verdict is not None:
             # A new verdict is recorded only if it differs from the one the folder ends with.
-            self._verdict = verdict
+            self._findings.verdict = verdict
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._is_sampled):
@@ -392,25 +351,9 @@ class MonitorSession:
         for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self.attempt(stage, _failed_elsewhere)
-        if "parts" not in self._said:
-            self._said.add("parts")
-            self._compare_parts()
+        if self._exchange.are_parts():
+            self._journal.note({"parallel": PARTS})
         return _WATCHING not in self._stages.off
-
-    def _compare_parts(self) -> None:
-        """Says so where ranks hold different parts of a model.
-
-        Not where one only calls fewer of its modules than another, as with dropped layers.
-        """
-        modules, sites = self.instrumentation.modules, list(self.instrumentation.sites)
-        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
-        if not any(same):
-            self._journal.note({"parallel": _PARTS})
-            if ranks.rank() == 0:
-                log.info("%s; those of rank 0: %s", _PARTS, ", ".join(sites) or "none")
-
-    def _lasting_refusals(self) -> dict[str, str | None]:
-        return {name: site.lasting_refusal for name, site in self.instrumentation.sites.items()}
 
     def _measure(self, step: int) -> None:
         columns = self.attempt("metrics", self._columns) or {}
@@ -423,8 +366,12 @@ class MonitorSession:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
-        parts = self._exchange(samples)
-        samples = self.samples = joined([part.samples for part in parts])
+        known = self._exchange.share(samples, self._last_ended or 0)
+        self._switching.refusals = known.refusals
+        self._switching.asked_elsewhere = known.asked_elsewhere
+        if ranks.world_size() > 1:
+            self.attempt("metrics", lambda: self._describe(known.metadata))
+        samples = self.samples = joined(known.samples)
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
         alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
@@ -441,59 +388,17 @@ class MonitorSession:
         self.attempt("verdict", lambda: self._judge(alarms))
         return alarms
 
-    def _exchange(self, samples: list[Sample]) -> list[_Seen]:
-        """What the ranks know, each of its part of the model; rank 0's comes first."""
-        several = ranks.world_size() > 1
-        refusals = self.attempt("refusals", self._lasting_refusals) or {}
-        asked = self.attempt("stabilizers", self.instrumentation.asked) if several else None
-        mine = _Seen(samples, refusals, asked or {}, self._facts, self._told)
-        self._told = []
-        part = self.attempt("ranks", self._part) if several else None
-        seen = ranks.of_each_part(mine, part)
-        self._refusals, self._asked_elsewhere = {}, {}
-        facts: dict[str, dict[str, Any]] = {}
-        for one in reversed(seen):
-            self._refusals |= one.refusals
-            facts |= one.facts
-            elsewhere = {n: names for n, names in one.asked.items() if n not in mine.asked}
-            self._asked_elsewhere |= elsewhere
-        if several:
-            self.attempt("metrics", lambda: self._describe(facts))
-        if several and len(seen) == 1:
-            self._compare_weights(samples)
-        recorded = list(seen[0].recorded)
-        for event in (event for one in seen[1:] for event in one.recorded):
-            if event not in recorded:
-                recorded.append(event)
-                self.record(event)
-        return seen
-
-    def _compare_weights(self, samples: list[Sample]) -> None:
-        """Says so where ranks whose modules have the same names have other weights in them."""
-        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
-        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
-        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
-        # Of a rank that could not take all of them the sum says nothing.
-        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
-        if are_other and "weights" not in self._said:
-            self._said.add("weights")
-            self.record(Event(self._last_ended or 0, "monitor_error", "", (), _OTHER_WEIGHTS))
-
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
         self._journal.describe(facts, self.policy is not None)
         self.detectors.normalised = frozenset(
             name for name, known in facts.items() if known["normalises_queries"]
         )
 
-    def _part(self) -> list[tuple[str, range]]:
-        """The heads that are on this rank."""
-        return [(name, site.own_heads) for name, site in self.instrumentation.sites.items()]
-
     def _tell(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
-            self._first_alarms.setdefault((alarm.rule, alarm.site), alarm)
-            why = alarm.why + self._switched_already(alarm)
+            self._findings.add(alarm)
+            why = alarm.why + self._switching.already(alarm)
             self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
 
     def abandon_step(self) -> None:
@@ -525,17 +430,13 @@ class MonitorSession:
                 self._write_what_is_left,
                 self._tell_what_ran_last,
                 self._drop_calls,
-                self._remember_stabilizers,
+                self._switching.remember,  # gone from the model in a moment
                 self.catch_up,
             ):
                 each.callback(self._stages.always, "close", last)
 
     def _is_within_step(self) -> bool:
         return self._step is not None and self._step != self._last_ended
-
-    def _remember_stabilizers(self) -> None:
-        # Gone from the model in a moment; `state_dict` goes on telling them.
-        self._loaded_stabilizers, self._left_running = self._asked(), self._stabilizers()
 
     def _drop_calls(self) -> None:
         self._capture.disarm()
@@ -588,17 +489,8 @@ class MonitorSession:
             self._switch(site, stabilizer, heads, why)
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
-        before = self.instrumentation.asked()
-        self.instrumentation.switch(site, stabilizer, heads)
         step = self._step if self._step is not None else self._last_ended or 0
-        for name, now in self.instrumentation.asked().items():
-            # A switch that did not fit the heads is dropped by a new one.
-            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
-            switched = tuple(
-                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
-            )
-            if switched:
-                self.record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
+        self._switching.switch(site, stabilizer, heads, why, step)
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
@@ -631,14 +523,9 @@ class MonitorSession:
         judged is judged first, see `catch_up`.
         """
         self.catch_up()
-        switched = self._stages.always("stabilizers", self._switched) or {}
+        switched = self._stages.always("stabilizers", self._switching.switched) or {}
         state = self._stages.always("state", lambda: self._state(switched))
         return {"stabilizers": switched} if state is None else state
-
-    def _switched(self) -> dict[str, list[str]]:
-        return {
-            name: list(names) for name, names in self._asked().items() if set(names) != {"none"}
-        }
 
     def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
         return {
@@ -648,14 +535,10 @@ class MonitorSession:
             "policy": None if self.policy is None else self.policy.state_dict(),
             "dry_run": self.dry_run,
             "stabilizers": switched,
-            "is_of_parts": bool(self._asked_elsewhere),
-            "running": {name: list(names) for name, names in self._stabilizers().items()},
+            "is_of_parts": bool(self._switching.asked_elsewhere),
+            "running": {name: list(names) for name, names in self._switching.running().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
-            # Plain tuples only: PyTorch loads no other with weights_only.
-            "first_alarms": [
-                (*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self._first_alarms.values()
-            ],
-            "verdict": self._verdict,
+            **self._findings.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -676,8 +559,7 @@ class MonitorSession:
     def _load(self, state: Mapping[str, Any]) -> None:
         if state.get("format") != _STATE_FORMAT:
             stabilizers = state.get("stabilizers", {})
-            self.instrumentation.load_stabilizers(stabilizers)
-            self._loaded_stabilizers = stabilizers
+            self._switching.load(stabilizers)
             log.warning(
                 "the state is of another version of GuardBit: the heads it has switched stay"
                 " switched (%s), detectors and sums begin anew",
@@ -689,38 +571,11 @@ class MonitorSession:
         same_mode = state["dry_run"] == self.dry_run
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])
-        # Where ranks have other sites each, those of all.
-        is_of_parts, modules = state.get("is_of_parts", False), set(self.instrumentation.modules)
-        self.instrumentation.load_stabilizers(
-            {n: s for n, s in state["stabilizers"].items() if n in modules or not is_of_parts}
-        )
-        self._loaded_stabilizers = state["stabilizers"]
+        self._switching.load(state["stabilizers"], state.get("is_of_parts", False))
         self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
-        roles = self.detectors.roles
-        alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
-        self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
-        self._verdict = state["verdict"]
-
-    def _switched_already(self, alarm: Alarm) -> str:
-        """Says of an alarm's heads what they run, where a switch has not kept them quiet."""
-        names = self._stabilizers().get(alarm.site, [])
-        switched = [
-            f"head {head} runs {names[head]} already"
-            for head in alarm.heads
-            if head < len(names) and names[head] != "none"
-        ]
-        return "".join(f"; {text}" for text in switched)
-
-    def _asked(self) -> dict[str, list[str]]:
-        # A site shows its stabilizers only once it has been called.
-        own = self.instrumentation.asked()
-        return {**self._loaded_stabilizers, **self._asked_elsewhere, **own}
-
-    def _stabilizers(self) -> dict[str, list[str]]:
-        """What the heads really run."""
-        return {**self._left_running, **self.instrumentation.stabilizers()}
+        self._findings.load_state_dict(state, self.detectors.roles)
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence.
@@ -758,14 +613,14 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
-        self._facts = metadata_of(self.instrumentation.sites)
+        self._exchange.metadata = metadata_of(self.instrumentation.sites)
         if ranks.world_size() == 1:  # else once they know of one another's
-            self._describe(self._facts)
+            self._describe(self._exchange.metadata)
         return columns
 
     def _tell_what_is_unseen(self, step: int) -> None:
         for why in self._coverage.check():
-            self._tell_of_part(Event(step, "monitor_error", "", (), why))
+            self._exchange.record(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
         if self._coverage.table and "coverage" not in self._said:
             self._said.add("coverage")
@@ -773,15 +628,9 @@ class MonitorSession:
 
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):
-            self._tell_of_part(event)
+            self._exchange.record(event)
             if ranks.rank() > 0:  # where others than rank 0 log no events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
-
-    def _tell_of_part(self, event: Event) -> None:
-        """Tells what this rank knows, rank 0 at once and others with the next sampled step."""
-        self.record(event)
-        if ranks.world_size() > 1:
-            self._told.append(event)
 
     def _tell_proofs(self) -> None:
         """Tells what is known of engines that get another delta, once heads are switched."""
@@ -796,58 +645,20 @@ class MonitorSession:
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
-        if self.policy is not None:
-            called = self.instrumentation.sites
-            own = {name: site.asked for name, site in called.items()}
-            stabilizers = {**self._asked_elsewhere, **own}
-            for decision in self.policy.decide(alarms, step, stabilizers):
-                self._act(decision, self.policy.stabilizer)
+        self._switching.decide(alarms, step, self._last_ended or 0)
 
     def _judge(self, alarms: list[Alarm]) -> None:
-        verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
-        # The sentence says what became of the loss: it is said again when that has changed.
-        departed = any(
-            alarm.role.judges == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
-            for alarm in alarms
-        )
-        if verdict != self._verdict or departed:
-            self._verdict = verdict
-            self.record(Event(self._last_ended or 0, "verdict", "", (), why, verdict=verdict))
-
-    def _act(self, decision: Decision, stabilizer: str) -> None:
-        site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
-        asked = self._asked_elsewhere[decision.site] if site is None else site.asked
-        refusal, heads, why = self._refusals.get(decision.site), decision.heads, decision.why
-        if decision.stabilizer == "none" and not self.dry_run:
-            # Not what was refused when it was to be switched, or what somebody switched since.
-            ours = {head for head, name in enumerate(asked) if name == stabilizer}
-            refusal, heads = None, tuple(head for head in heads if head in ours)
-            if not heads:
-                return
-        refusal = "dry run" if self.dry_run else refusal
-        if refusal is None and site is not None:
-            self.instrumentation.ask(decision.site, decision.stabilizer, heads)
-        elif refusal is None:
-            for head in heads:
-                asked[head] = decision.stabilizer
-        else:
-            why = f"not switched to {decision.stabilizer}: {refusal}"
-        # Of the last step that ran without it, which may be later than the sampled one.
-        step, kind = self._last_ended or 0, "refusal" if refusal else "switch"
-        self.record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
+        step = self._last_ended or 0
+        event = self._findings.judge(alarms, self._measurement.num_sites, step)
+        if event is not None:
+            self.record(event)
 
     # --- telling ---------------------------------------------------------------------------------
 
     def _remembered(self, step: int) -> Iterator[Event]:
         """The alarms and switches so far; a run that goes on in a new folder records them first."""
-        for alarm in self._first_alarms.values():
-            yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-        for site, names in self._asked().items():
-            for stabilizer in dict.fromkeys(name for name in names if name != "none"):
-                heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
-                is_resumed = self._last_ended is not None
-                why = "as before the run was resumed" if is_resumed else "before the first step"
-                yield Event(step, "switch", site, heads, why, stabilizer=stabilizer)
+        yield from self._findings.events()
+        yield from self._switching.events(step, is_resumed=self._last_ended is not None)
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -1,0 +1,153 @@
+"""What ranks that have different parts of a model report to one another after a sampled step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from guardbit.monitor import ranks
+from guardbit.monitor.sites import Instrumentation
+from guardbit.monitor.stages import Stages, log
+from guardbit.records import Event, Sample
+
+#: What the run's metadata says where ranks hold different modules.
+PARTS = (
+    "ranks hold different attention modules, as in pipeline parallelism: each measures and switches"
+    " its own, and rank 0 records all"
+)
+
+_OTHER_WEIGHTS = (
+    "ranks have other weights in modules of the same names, as stages of a pipeline that number"
+    " their layers from 0 each: their rows are added up as if of one module, and of the weights"
+    " rank 0's are recorded, so the heads of the other ranks are NOT guarded one by one; give the"
+    " modules of each stage names of their own"
+)
+# Largest relative distance of the sums of W_Q's norms of ranks with the same weights: replicas
+# differ by the rounding of FP32, stages by the draw of their weights, 1e-3 and more.
+_SAME_WEIGHTS = 1e-4
+
+
+class Part(NamedTuple):
+    """What a rank reports of its part of the model.
+
+    Attributes:
+        samples: What it measured.
+        refusals: Why no call so far could be switched, or None, by attention module.
+        asked: The stabilizers asked for, by attention module.
+        metadata: What the run's metadata says of its attention modules.
+        recorded: The events that it recorded by itself since the last sampled step: attention that
+            it did not see, and what its switched heads ran.
+    """
+
+    samples: list[Sample]
+    refusals: dict[str, str | None]
+    asked: dict[str, list[str]]
+    metadata: dict[str, dict[str, Any]]
+    recorded: list[Event]
+
+
+class Whole(NamedTuple):
+    """What all ranks know together.
+
+    Attributes:
+        samples: One list a part; rank 0's comes first.
+        refusals: See `Part`.
+        asked_elsewhere: The stabilizers asked for in modules that this rank has not.
+        metadata: See `Part`.
+    """
+
+    samples: list[list[Sample]]
+    refusals: dict[str, str | None]
+    asked_elsewhere: dict[str, list[str]]
+    metadata: dict[str, dict[str, Any]]
+
+
+class Exchange:
+    """Puts together what the ranks know, each of its part of the model.
+
+    Args:
+        instrumentation: Of this rank's model.
+        stages: What may fail without harm.
+        record: Takes the events.
+
+    Attributes:
+        metadata: What the run's metadata says of this rank's attention modules.
+    """
+
+    def __init__(
+        self, instrumentation: Instrumentation, stages: Stages, record: Callable[[Event], None]
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._stages = stages
+        self._record = record
+        self.metadata: dict[str, dict[str, Any]] = {}
+        self._recorded: list[Event] = []
+        self._are_compared = self._are_other = False
+
+    def record(self, event: Event) -> None:
+        """Records what this rank knows: on rank 0 at once, of others with the next exchange."""
+        self._record(event)
+        if ranks.world_size() > 1:
+            self._recorded.append(event)
+
+    def are_parts(self) -> bool:
+        """Whether ranks hold different parts of a model; asked for once, of all ranks.
+
+        Not where one only calls fewer of its modules than another, as with dropped layers.
+        """
+        if self._are_compared:
+            return False
+        self._are_compared = True
+        modules, sites = self._instrumentation.modules, list(self._instrumentation.sites)
+        same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
+        if not any(same) and ranks.rank() == 0:
+            log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")
+        return not any(same)
+
+    def share(self, samples: list[Sample], step: int) -> Whole:
+        """Returns what the ranks know, and records the other parts' events; all ranks call it.
+
+        Args:
+            samples: What this rank measured.
+            step: Of events.
+        """
+        attempt, several = self._stages.attempt, ranks.world_size() > 1
+        refusals = attempt("refusals", self._lasting_refusals) or {}
+        asked = attempt("stabilizers", self._instrumentation.asked) if several else None
+        mine = Part(samples, refusals, asked or {}, self.metadata, self._recorded)
+        self._recorded = []
+        heads = attempt("ranks", self._own_heads) if several else None
+        parts = ranks.of_each_part(mine, heads)
+        whole = Whole([part.samples for part in parts], {}, {}, {})
+        for part in reversed(parts):
+            whole.refusals.update(part.refusals)
+            whole.metadata.update(part.metadata)
+            elsewhere = {n: names for n, names in part.asked.items() if n not in mine.asked}
+            whole.asked_elsewhere.update(elsewhere)
+        if several and len(parts) == 1:
+            self._compare_weights(samples, step)
+        recorded = list(parts[0].recorded)
+        for event in (event for part in parts[1:] for event in part.recorded):
+            if event not in recorded:
+                recorded.append(event)
+                self._record(event)
+        return whole
+
+    def _lasting_refusals(self) -> dict[str, str | None]:
+        return {name: site.lasting_refusal for name, site in self._instrumentation.sites.items()}
+
+    def _own_heads(self) -> list[tuple[str, range]]:
+        """The heads that are on this rank."""
+        return [(name, site.own_heads) for name, site in self._instrumentation.sites.items()]
+
+    def _compare_weights(self, samples: list[Sample], step: int) -> None:
+        """Records it where ranks whose modules have the same names have other weights in them."""
+        values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
+        norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
+        (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
+        # Of a rank that could not take all of them the sum says nothing.
+        are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
+        if are_other and not self._are_other:
+            self._are_other = True
+            self._record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))

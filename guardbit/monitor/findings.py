@@ -1,0 +1,73 @@
+"""What a run's alarms have shown so far: the first of each rule and module, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+from guardbit.monitor import earlier
+from guardbit.monitor.verdict import judge
+from guardbit.records import Alarm, Event, Role
+
+
+class Findings:
+    """The first alarms of a run, and the verdict by them.
+
+    Attributes:
+        verdict: The latest one that was recorded.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], Alarm] = {}
+        self.verdict = "stable"
+
+    @property
+    def alarms(self) -> tuple[Alarm, ...]:
+        """The first alarm of each rule and attention module."""
+        return tuple(self._first.values())
+
+    def add(self, alarm: Alarm) -> None:
+        """Takes an alarm."""
+        self._first.setdefault((alarm.rule, alarm.site), alarm)
+
+    def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:
+        """Returns the verdict, where it is to be recorded.
+
+        Args:
+            alarms: Those of the sampled step, which were added.
+            num_sites: Number of attention modules of the model.
+            step: Of the event.
+        """
+        verdict, why = judge(self.alarms, num_sites)
+        # The sentence says what became of the loss: it is said again when that has changed.
+        departed = any(
+            alarm.role.judges == "loss" and self._first[alarm.rule, alarm.site] is alarm
+            for alarm in alarms
+        )
+        if verdict == self.verdict and not departed:
+            return None
+        self.verdict = verdict
+        return Event(step, "verdict", "", (), why, verdict=verdict)
+
+    def events(self) -> Iterator[Event]:
+        """Yields the alarms so far, for a run that goes on in a new folder."""
+        for alarm in self.alarms:
+            yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` takes."""
+        # Plain tuples only: PyTorch loads no other with weights_only.
+        alarms = [(*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self.alarms]
+        return {"first_alarms": alarms, "verdict": self.verdict}
+
+    def load_state_dict(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
+        """Goes on where another run stood.
+
+        Args:
+            state: What `state_dict` returned, perhaps of an earlier version, and more.
+            roles: Rule -> its role, for alarms that have none.
+        """
+        alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
+        self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
+        self.verdict = state["verdict"]

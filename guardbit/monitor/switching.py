@@ -1,0 +1,148 @@
+"""What the heads are asked to run and what they run, and the decisions that change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.sites import Instrumentation
+from guardbit.records import Alarm, Decision, Event
+
+#: Name of an attention module -> one stabilizer a head.
+Stabilizers = dict[str, list[str]]
+
+
+class Switching:
+    """Switches heads by hand or as a policy decides, and records it.
+
+    Args:
+        instrumentation: Of the model.
+        policy: Decides what alarms lead to, or None.
+        dry_run: Whether decisions are recorded and not carried out.
+        record: Takes the events.
+
+    Attributes:
+        refusals: Why no call of a module could be switched so far, or None, by module; those of all
+            ranks.
+        asked_elsewhere: What the heads are asked to run in modules that only other ranks have.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        policy: Policy | None,
+        dry_run: bool,
+        record: Callable[[Event], None],
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._policy = policy
+        self._dry_run = dry_run
+        self._record = record
+        self.refusals: dict[str, str | None] = {}
+        self.asked_elsewhere: Stabilizers = {}
+        # Of modules that are not there: not yet, or not any more.
+        self._loaded: Stabilizers = {}
+        self._left_running: Stabilizers = {}
+
+    def asked(self) -> Stabilizers:
+        """Returns what the heads are asked to run."""
+        # A module shows its stabilizers only once it has been called.
+        own = self._instrumentation.asked()
+        return {**self._loaded, **self.asked_elsewhere, **own}
+
+    def running(self) -> Stabilizers:
+        """Returns what the heads really ran in the latest step."""
+        return {**self._left_running, **self._instrumentation.stabilizers()}
+
+    def switched(self) -> Stabilizers:
+        """Returns what is asked for in the modules that have a switched head."""
+        return {name: list(names) for name, names in self.asked().items() if set(names) != {"none"}}
+
+    def remember(self) -> None:
+        """Keeps all this, as the instrumentation is about to leave the model."""
+        self._loaded, self._left_running = self.asked(), self.running()
+
+    def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
+        """Asks for what a checkpoint says.
+
+        Args:
+            stabilizers: Those of all modules.
+            is_of_parts: Whether some of the modules may be on other ranks.
+
+        Raises:
+            ValueError: If the model has no such module.
+        """
+        modules = set(self._instrumentation.modules)
+        self._instrumentation.load_stabilizers(
+            {name: s for name, s in stabilizers.items() if name in modules or not is_of_parts}
+        )
+        self._loaded = stabilizers
+
+    def switch(
+        self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str, step: int
+    ) -> None:
+        """Switches heads by hand, see `MonitorSession.switch`."""
+        before = self._instrumentation.asked()
+        self._instrumentation.switch(site, stabilizer, heads)
+        for name, now in self._instrumentation.asked().items():
+            # A switch that did not fit the heads is dropped by a new one.
+            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
+            switched = tuple(
+                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
+            )
+            if switched:
+                self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
+
+    def decide(self, alarms: list[Alarm], step: int, last_ended: int) -> None:
+        """Lets the policy decide, and does what it decides.
+
+        Args:
+            alarms: Those of the sampled step.
+            step: The sampled step.
+            last_ended: The last step that ran without a new switch, which may be a later one.
+        """
+        if self._policy is None:
+            return
+        called = self._instrumentation.sites
+        own = {name: site.asked for name, site in called.items()}
+        for decision in self._policy.decide(alarms, step, {**self.asked_elsewhere, **own}):
+            self._act(decision, self._policy.stabilizer, last_ended)
+
+    def _act(self, decision: Decision, stabilizer: str, step: int) -> None:
+        site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
+        asked = self.asked_elsewhere[decision.site] if site is None else site.asked
+        refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
+        if decision.stabilizer == "none" and not self._dry_run:
+            # Not what was refused when it was to be switched, or what somebody switched since.
+            ours = {head for head, name in enumerate(asked) if name == stabilizer}
+            refusal, heads = None, tuple(head for head in heads if head in ours)
+            if not heads:
+                return
+        refusal = "dry run" if self._dry_run else refusal
+        if refusal is None and site is not None:
+            self._instrumentation.ask(decision.site, decision.stabilizer, heads)
+        elif refusal is None:
+            for head in heads:
+                asked[head] = decision.stabilizer
+        else:
+            why = f"not switched to {decision.stabilizer}: {refusal}"
+        kind = "refusal" if refusal else "switch"
+        self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
+
+    def already(self, alarm: Alarm) -> str:
+        """Returns what an alarm's heads run, where a switch has not kept them quiet, or ""."""
+        names = self.running().get(alarm.site, [])
+        switched = [
+            f"head {head} runs {names[head]} already"
+            for head in alarm.heads
+            if head < len(names) and names[head] != "none"
+        ]
+        return "".join(f"; {text}" for text in switched)
+
+    def events(self, step: int, is_resumed: bool) -> Iterator[Event]:
+        """Yields a switch for all that is switched, for a run that goes on in a new folder."""
+        why = "as before the run was resumed" if is_resumed else "before the first step"
+        for site, names in self.asked().items():
+            for stabilizer in dict.fromkeys(name for name in names if name != "none"):
+                heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
+                yield Event(step, "switch", site, heads, why, stabilizer=stabilizer)
