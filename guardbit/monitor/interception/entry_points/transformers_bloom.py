@@ -92,7 +92,7 @@ def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None
     state.begin_forward()
     if isinstance(found, Refusal) or state.is_unheard:
         return None
-    state.stock_dropout_p = found.spec.dropout_p
+    state.native_dropout_p = found.spec.dropout_p
     watch = Watch(number)
     _running[module] = watch, found
     return watch
