@@ -25,7 +25,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.policy import judge
+from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Sample
 
 RUNS = Path(__file__).parents[1] / "tests" / "data" / "runs"

@@ -28,8 +28,8 @@ class Indicator:
         meaning: What the number is, in a few words.
         unit: Unit of the values; "" for a plain number or the unit of the model's own numbers.
         is_signed: Whether values below 0 count, so that it has no place on a log scale.
-        floor: What is added to its values before a head is compared with its own baseline; None
-            where its size does not say how ill a head is.
+        floor: What is added to its values before a head is compared with its baseline; None
+            where its size does not show that a head diverges.
         logged_key: The key under which its largest value in size, over all heads, reaches loggers;
             None where it does not. Stable, as dashboards are built on it.
     """

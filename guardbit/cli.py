@@ -43,7 +43,7 @@ RunPath = Annotated[
     ),
 ]
 
-#: What a report of samples without a journal says about its events.
+#: What the metadata of a report say about events that were not recorded.
 REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
 
 
@@ -169,7 +169,7 @@ def _read_whole(path: Path, name: str) -> ReportedRun:
     frame = _read_samples(path)
     if is_run(folder_of_run(path)):
         return Run(name, frame, read_events(path), read_metadata(path))
-    # Other people's data has no journal: the detectors tell what they would have said.
+    # Data from elsewhere has no events: the detectors find those that a run would have had.
     from guardbit.monitor.replay import replay as replay_frame
 
     result = replay_frame(frame)
@@ -178,7 +178,7 @@ def _read_whole(path: Path, name: str) -> ReportedRun:
         for alarm in result.alarms
     ]
     last = int(frame["step"].to_numpy().max())
-    events.append(Event(last, "verdict", "", (), result.why, rule=result.verdict))
+    events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
     table = pd.DataFrame([dataclasses.asdict(event) for event in events])
     return Run(name, frame, table, {"events": REPLAYED})
 
@@ -188,7 +188,7 @@ def _name(path: Path) -> str:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of runs, with as many of their folders as tell them apart."""
+    """Names of runs, each with as many of its folders as it takes to make them differ."""
     from guardbit.dashboards.names import place_of_run
 
     places = [place_of_run(path) for path in paths]
@@ -243,7 +243,7 @@ def replay(
 
     console = Console()
     if result.alarms:
-        table = Table("first step", "site", "heads", "rule", "alarms", box=None, pad_edge=False)
+        table = Table("first step", "module", "heads", "rule", "alarms", box=None, pad_edge=False)
         by_rule: dict[tuple[str, str], list[Alarm]] = {}
         for alarm in result.alarms:
             by_rule.setdefault((alarm.site, alarm.rule), []).append(alarm)
@@ -329,13 +329,13 @@ def live(
 @app.command()
 def demo(
     healthy: Annotated[
-        bool, typer.Option("--healthy", help="Train a model that stays well instead.")
+        bool, typer.Option("--healthy", help="Leave the model alone; no alarm should come.")
     ] = False,
     run_dir: Annotated[
         Path, typer.Option(help="Folder the run and its report are written to.")
     ] = Path("runs/demo"),
 ) -> None:
-    """Train a small model on the CPU whose attention goes wrong, and watch GuardBit catch it."""
+    """Train a small model on the CPU in which one head diverges, and watch GuardBit catch it."""
     from guardbit.demo import run_demo
 
     run_demo(healthy=healthy, run_dir=run_dir)

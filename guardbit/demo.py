@@ -1,10 +1,10 @@
-"""`guardbit demo`: a small GPT falls ill within two minutes on two CPU cores, and is treated.
+"""`guardbit demo`: a head of a small GPT diverges and is switched, in two minutes on two CPU cores.
 
-What takes real runs thousands of steps is brought about by hand: in the middle of the run one
-head's W_Q and W_K are set so that all its queries look at the first few positions (an attention
-sink) with large, tied logits. Everything else is ordinary: the model trains on text in BF16, the
-monitor measures, the detectors judge, the policy switches. Without the sick head (`healthy=True`)
-the same run must raise no alarm.
+A real run takes thousands of steps to get there, so the demo does it by hand: in the middle of the
+run it sets one head's W_Q and W_K so that all its queries look at the first few positions (an
+attention sink) with large, tied logits. Everything else is ordinary: the model trains on text in
+BF16, the monitor measures, the detectors judge, the policy switches. Without that head
+(`healthy=True`) the same run must raise no alarm.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from guardbit.store import read_events, read_metadata, read_run
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM, CONTEXT, BATCH_SIZE = 3, 4, 32, 128, 8
 WIDTH = NUM_HEADS * HEAD_DIM
-SICK_LAYER, SICK_HEAD = 1, 2
-SICK_SITE = f"h.{SICK_LAYER}.attn"
-SINK_POSITIONS, SINK_NORM, SICK_NORM = 4, 8.0, 20.0
-NUM_STEPS, ILL_STEP, SAMPLED_EVERY = 300, 150, 10
+BAD_LAYER, BAD_HEAD = 1, 2
+BAD_SITE = f"h.{BAD_LAYER}.attn"
+SINK_POSITIONS, SINK_NORM, BAD_NORM = 4, 8.0, 20.0
+NUM_STEPS, BAD_STEP, SAMPLED_EVERY = 300, 150, 10
 
 _MODEL = (
     f"\n[bold]A small GPT learns the Python standard library[/bold]: {NUM_LAYERS} layers of"
     f" {NUM_HEADS} heads, BF16 autocast, {NUM_STEPS} steps.\n\n"
 )
 INTRODUCTION = (
-    f"{_MODEL}At step {ILL_STEP} this demo makes head {SICK_HEAD} of {SICK_SITE} ill: it sets the"
+    f"{_MODEL}At step {BAD_STEP} this demo makes head {BAD_HEAD} of {BAD_SITE} diverge: it sets the"
     " head's W_Q and W_K so that all queries see the same few positions, with large, tied logits."
     " A real run needs thousands of steps to get there. Everything after that is measured.\n"
 )
 HEALTHY_INTRODUCTION = f"{_MODEL}No head is touched, so no alarm should be raised.\n"
 
-#: Indicators told at the end, before and after.
-TOLD = (
+#: Indicators that the last table shows.
+TABULATED = (
     "w_q_spectral_norm",
     "max_logit",
     "multiple_maxima",
@@ -158,7 +158,7 @@ class StandardLibrary(Dataset[Tensor]):
         return self.text[start : start + CONTEXT + 1].long()
 
 
-def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
+def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
     """Turns one head into what a failing head looks like: a sink with large, tied logits.
 
     The first positions are given one large embedding, so that their keys come out alike. The
@@ -168,12 +168,12 @@ def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
 
     Args:
         model: The model, changed in place.
-        batch: Tokens `(B, N)` that tell what the head's inputs look like.
+        batch: Tokens `(B, N)`, as examples of the head's inputs.
     """
-    block = cast(Block, model.h[SICK_LAYER])
+    block = cast(Block, model.h[BAD_LAYER])
     inputs: list[Tensor] = []
     handle = block.ln_1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
-    rows = slice(SICK_HEAD * HEAD_DIM, (SICK_HEAD + 1) * HEAD_DIM)
+    rows = slice(BAD_HEAD * HEAD_DIM, (BAD_HEAD + 1) * HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         sink = F.normalize(torch.randn(WIDTH, generator=generator), dim=0)
@@ -185,27 +185,27 @@ def make_head_ill(model: SmallGPT, batch: Tensor) -> None:
         apart = F.normalize(apart - (apart @ common) * common, dim=0)
         feature = F.normalize(torch.randn(HEAD_DIM, generator=generator), dim=0)
         query, key, _ = block.attn.c_attn.weight.split(WIDTH)
-        query[rows] += SICK_NORM * torch.outer(feature, common)
-        key[rows] += SICK_NORM * torch.outer(feature, apart)
+        query[rows] += BAD_NORM * torch.outer(feature, common)
+        key[rows] += BAD_NORM * torch.outer(feature, apart)
 
 
-class FallIll(pl.Callback):
-    """Makes the head ill once, at the start of step `ILL_STEP`."""
+class Diverge(pl.Callback):
+    """Makes the head diverge, at the start of step `BAD_STEP`."""
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Tensor, batch_idx: int
     ) -> None:
         """Changes the weights; everything after that is training as usual."""
-        if trainer.global_step == ILL_STEP:
+        if trainer.global_step == BAD_STEP:
             assert isinstance(pl_module, SmallGPT)
-            make_head_ill(pl_module, batch[:, :-1])
+            make_head_diverge(pl_module, batch[:, :-1])
 
 
 def run_demo(healthy: bool, run_dir: Path) -> None:
-    """Trains the small GPT with the monitor and the stabilizer attached, and tells what happened.
+    """Trains the small GPT with the monitor and the stabilizer attached, and prints what happened.
 
     Args:
-        healthy: Whether to leave out the sick head; the run must then raise no alarm.
+        healthy: Whether to leave all heads alone; the run must then raise no alarm.
         run_dir: Folder of the telemetry and the report. An earlier run in it is superseded.
     """
     console = Console(highlight=False)
@@ -221,7 +221,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
             AttentionMonitor(every_n_train_steps=SAMPLED_EVERY, dirpath=run_dir),
             AutoStabilizer(),
             RichProgressBar(),
-            *([] if healthy else [FallIll()]),
+            *([] if healthy else [Diverge()]),
         ],
         logger=False,
         enable_checkpointing=False,
@@ -234,7 +234,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     report = write_report(
         frame, events, read_metadata(run_dir), run_dir / "report.html", title=title
     )
-    _tell(console, frame, events)
+    _print_events(console, frame, events)
     if not healthy:
         console.print(
             "The switch takes the rounding bias out of the head's delta (delta_bias_abs). It does"
@@ -243,7 +243,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     console.print(f"\nThe report: [bold]{report}[/bold]")
 
 
-def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
+def _print_events(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
     """Prints what happened: head, step, rule, figures before and after the switch."""
     happened = [Event(**row) for row in events.to_dict("records")]
     console.print("\n[bold]What happened[/bold]" if happened else "\nNo alarm was raised.")
@@ -251,11 +251,12 @@ def _tell(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
         heads = ", ".join(str(head) for head in event.heads)
         where = f"{event.site} head {heads}" if event.site else "the run"
         console.print(
-            f"  step {event.step}  [bold]{event.kind}[/bold] {event.rule or event.stabilizer}: "
+            f"  step {event.step}  [bold]{event.kind}[/bold] "
+            f"{event.rule or event.stabilizer or event.verdict}: "
             f"{where}: {event.why}"
         )
     for event in happened:
-        if event.kind == "switch" and event.stabilizer not in ("", "none"):
+        if event.kind == "switch" and event.stabilizer != "none":
             console.print(_before_and_after(frame, event, happened))
 
 
@@ -267,12 +268,12 @@ def _before_and_after(frame: pd.DataFrame, switch: Event, happened: list[Event])
     rows = frame.loc[(frame["site"] == switch.site) & (frame["head"] == head)]
     step = rows["step"]
     periods = {
-        "healthy": rows.loc[step < ILL_STEP],
-        "ill": rows.loc[(step >= ILL_STEP) & (step <= switch.step)],
-        f"ill, {switch.stabilizer}": rows.loc[step > switch.step],
+        "healthy": rows.loc[step < BAD_STEP],
+        "diverging": rows.loc[(step >= BAD_STEP) & (step <= switch.step)],
+        f"diverging, {switch.stabilizer}": rows.loc[step > switch.step],
     }
     table = Table("indicator", *periods, title=f"{switch.site} head {head}, means of the samples")
-    for indicator in TOLD:
+    for indicator in TABULATED:
         means = [p.loc[p["indicator"] == indicator, "value"].mean() for p in periods.values()]
         table.add_row(indicator, *("-" if isnan(mean) else f"{mean:.3g}" for mean in means))
     return table

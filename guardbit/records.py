@@ -11,7 +11,7 @@ import math
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 #: The ways to compute a head's attention. "none" leaves it as it is.
 STABILIZERS: tuple[str, ...] = (
@@ -23,13 +23,12 @@ STABILIZERS: tuple[str, ...] = (
     "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
 )
 
-EventKind = Literal["alarm", "switch", "verdict", "monitor_error"]
-EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "verdict", "monitor_error")
+EventKind = Literal["alarm", "switch", "refusal", "verdict", "monitor_error"]
+EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "refusal", "verdict", "monitor_error")
 
-#: What a rule judges: heads, heads by the cause of the failure itself (a measured rounding bias)
-#: where others see its consequences, all layers of the model at once, or the loss.
-Role = Literal["head", "cause", "model", "loss"]
-ROLES: tuple[Role, ...] = ("head", "cause", "model", "loss")
+#: What a rule can judge: single heads, the whole model at once, or the loss.
+Subject = Literal["head", "model", "loss"]
+SUBJECTS: tuple[Subject, ...] = ("head", "model", "loss")
 
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
@@ -49,12 +48,12 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One indicator of one site at one optimizer step.
+    """One indicator of one attention module at one optimizer step.
 
     Attributes:
         step: Optimizer step (Lightning's `global_step`) the values belong to.
         site: Dotted name of the attention module; "" for indicators of the whole run.
-        layer: Position of the site in the model, counting from 0; -1 for the whole run.
+        layer: Position of the module in the model, counting from 0; -1 for the whole run.
         indicator: One of `guardbit.INDICATORS`.
         values: One value a head, NaN where a head was not measured; a single value for the
             whole run.
@@ -75,17 +74,33 @@ class Sample:
             yield self.step, self.site, self.layer, head, self.indicator, value
 
 
+class Role(NamedTuple):
+    """What a rule judges; policy and verdict go by this, never by a rule's name.
+
+    Attributes:
+        judges: One of `SUBJECTS`.
+        measures_cause: Whether the rule measures the cause of a rounding failure, which is a bias.
+            Other rules see its consequences, such as growth.
+    """
+
+    judges: Subject = "head"
+    measures_cause: bool = False
+
+
+_OF_HEADS = Role()
+
+
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A detector's rule has fired for some heads of one site.
+    """A detector's rule has fired for some heads of one attention module.
 
     Attributes:
         step: Step of the sample that made the rule fire.
-        site: Name of the attention site.
+        site: Name of the attention module.
         heads: The heads concerned, ascending.
         rule: Name of the rule, as documented in `guardbit.monitor.detectors`.
         why: One sentence with the figures that made it fire.
-        role: What the rule judges, one of `ROLES`.
+        role: What the rule judges.
     """
 
     step: int
@@ -93,21 +108,16 @@ class Alarm:
     heads: tuple[int, ...]
     rule: str
     why: str
-    role: Role = "head"
-
-    @property
-    def is_of_heads(self) -> bool:
-        """Whether it speaks of single heads, and not of all layers or the loss."""
-        return self.role in ("head", "cause")
+    role: Role = _OF_HEADS
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the policy wants done to some heads of one site.
+    """What the policy wants done to some heads of one attention module.
 
     Attributes:
         step: Step after which the decision takes effect.
-        site: Name of the attention site.
+        site: Name of the attention module.
         heads: The heads concerned, ascending.
         stabilizer: One of `STABILIZERS`; "none" undoes an earlier switch.
         why: One sentence naming the alarms behind it.
@@ -122,16 +132,17 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A line of the run's journal.
+    """Something that happened in a run and is written down.
 
     Attributes:
         step: Optimizer step.
-        kind: One of `EVENT_KINDS`.
-        site: Name of the attention site; "" where it concerns the whole run.
+        kind: One of `EVENT_KINDS`. "refusal" is a switch that was decided and not made.
+        site: Name of the attention module; "" where the event concerns the whole run.
         heads: The heads concerned, ascending; empty where it concerns all or none.
         why: One sentence a person understands.
-        rule: The rule behind an alarm, the verdict's name for a verdict, else "".
-        stabilizer: The stabilizer switched to, else "".
+        rule: Of an alarm: the rule that fired; else "".
+        stabilizer: Of a switch: what runs from now on. Of a refusal: what was to run. Else "".
+        verdict: Of a verdict: one of `Verdict`; else "".
     """
 
     step: int
@@ -141,3 +152,4 @@ class Event:
     why: str
     rule: str = ""
     stabilizer: str = ""
+    verdict: str = ""

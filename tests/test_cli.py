@@ -101,7 +101,7 @@ def test_replay_in_words() -> None:
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
     *table, evidence = result.stdout.splitlines()
-    assert table[0].split() == ["first", "step", "site", "heads", "rule", "alarms"]
+    assert table[0].split() == ["first", "step", "module", "heads", "rule", "alarms"]
     assert "h.2.attn" in table[1]
     steps = [int(line.split()[0].replace(",", "")) for line in table[1:]]
     assert steps == sorted(steps)

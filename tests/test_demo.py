@@ -9,10 +9,10 @@ from guardbit.records import Event
 
 @pytest.mark.parametrize("alarmed, told", [((2,), 2), ((), 0)])
 def test_before_and_after_are_of_the_head_that_was_alarmed(alarmed, told):
-    steps = (demo.ILL_STEP - 10, demo.ILL_STEP, demo.ILL_STEP + 20)
+    steps = (demo.BAD_STEP - 10, demo.BAD_STEP, demo.BAD_STEP + 20)
     rows = [(step, "h.1", head, "max_logit", 10.0**head) for step in steps for head in range(4)]
     frame = pd.DataFrame(rows, columns=["step", "site", "head", "indicator", "value"])
-    step = demo.ILL_STEP + 10
+    step = demo.BAD_STEP + 10
     switch = Event(step, "switch", "h.1", (0, 1, 2, 3), "", stabilizer="exact_delta")
     alarms = [
         Event(step, "alarm", "h.0", (1,), "", rule="of another layer"),

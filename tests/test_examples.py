@@ -60,7 +60,7 @@ trainer:
             init_args: {name: growth_of_mine, rise: 0.25, window: 500}
           - class_path: guardbit.monitor.detectors.LossDeparture
     - class_path: guardbit.AutoStabilizer
-      init_args: {stabilizer: row_max, agreeing_rules: 2, calm_steps: null, dry_run: true}
+      init_args: {stabilizer: row_max, agreeing_rules: 2, quiet_steps: null, dry_run: true}
 """
 
 
@@ -84,7 +84,7 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     assert str(monitor.dirpath) == "runs/mine"
     assert monitor.rules == (NormGrowth("growth_of_mine", rise=0.25, window=500), LossDeparture())
     policy = stabilizer.policy
-    assert (policy.stabilizer, policy.agreeing_rules, policy.calm_steps) == ("row_max", 2, None)
+    assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)
     assert stabilizer.dry_run
 
 

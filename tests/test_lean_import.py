@@ -11,11 +11,12 @@ LEAN = [
     "guardbit.catalog",
     "guardbit.dashboards",
     "guardbit.dashboards.figures",
-    "guardbit.dashboards.frames",
+    "guardbit.dashboards.tables",
     "guardbit.dashboards.report",
     "guardbit.monitor.detectors",
     "guardbit.monitor.policy",
     "guardbit.monitor.replay",
+    "guardbit.monitor.verdict",
     "guardbit.records",
     "guardbit.store",
 ]

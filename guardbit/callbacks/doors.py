@@ -1,4 +1,4 @@
-"""The guard of the frameworks' events: what fails in one stays in its session, and is told once."""
+"""The guard of the frameworks' events: an error stays in its session, and is reported once."""
 
 from __future__ import annotations
 

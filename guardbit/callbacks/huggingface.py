@@ -40,7 +40,8 @@ class HuggingFaceMonitor(TrainerCallback):
         indicators: What to measure, of `guardbit.INDICATORS`; None for all.
         num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
             all. Sums over rows are then over these.
-        num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn.
+        num_audited_heads: Heads of each attention module whose dQ is audited at a sampled step, in
+            turn.
         rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
         strict: Raise the monitor's own errors instead of going on without it.

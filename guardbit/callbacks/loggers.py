@@ -1,4 +1,4 @@
-"""What reaches Lightning's loggers and its progress bar beside the scalars of a step."""
+"""What Lightning's loggers and its progress bar get, beside the scalars of a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from guardbit.catalog import RUN_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.records import Alarm, Sample
 
-#: Enough to know a head's normal, and little enough to cost no time.
+#: Enough for a head's baseline, and few enough to cost no time.
 _BUCKETS = 64
 
 
 class WorstHead(NamedTuple):
-    """The head farthest above its own normal, and how far (`guardbit.dashboards.excess`)."""
+    """The head farthest above its baseline, and how far (`guardbit.dashboards.excess`)."""
 
     layer: int
     head: int
@@ -25,12 +25,12 @@ class WorstHead(NamedTuple):
 
 
 class LoggedRun:
-    """What the loggers of a run have to know of its past; begun anew when a run is resumed."""
+    """The past of a run, as far as loggers need it; it begins anew when a run is resumed."""
 
     def __init__(self) -> None:
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
-        self._told: set[tuple[str, str, tuple[int, ...]]] = set()
+        self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
         """Takes in a sampled step; returns the latest values of the whole run's indicators."""
@@ -87,14 +87,14 @@ class LoggedRun:
         new: list[Alarm] = []
         for alarm in alarms:
             key = (alarm.rule, alarm.site, alarm.heads)
-            if key not in self._told:
-                self._told.add(key)
+            if key not in self._logged:
+                self._logged.add(key)
                 new.append(alarm)
         return new
 
 
 def send_text(logger: Logger, key: str, text: str, step: int) -> None:
-    """Hands a text over to a logger that takes texts (W&B, TensorBoard); others are passed over."""
+    """Hands a text to a logger that takes texts (W&B, TensorBoard); other loggers get nothing."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_text"):
         to: Any = logger
@@ -104,7 +104,7 @@ def send_text(logger: Logger, key: str, text: str, step: int) -> None:
 
 
 def send_picture(logger: Logger, key: str, picture: np.ndarray, step: int) -> None:
-    """Hands a picture over to a logger that takes pictures; others are passed over.
+    """Hands a picture to a logger that takes pictures; other loggers get nothing.
 
     Args:
         logger: Any logger of Lightning's.

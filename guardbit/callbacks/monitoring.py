@@ -31,7 +31,7 @@ log = logging.getLogger("guardbit")
 
 #: Scalars logged at every sampled step that count heads.
 COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
-#: Scalars logged at every sampled step that tell of the worst head.
+#: Scalars logged at every sampled step that describe the worst head.
 WORST_KEYS: tuple[str, ...] = (
     "guardbit/worst_layer",
     "guardbit/worst_head",
@@ -57,9 +57,9 @@ class AttentionMonitor(pl.Callback):
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads
     ``guardbit/loss``                   training loss, the latest recorded one
     ``guardbit/grad_norm``              gradient norm before clipping
-    ``guardbit/worst_layer``            layer of the head farthest above its own normal
+    ``guardbit/worst_layer``            layer of the head farthest above its baseline
     ``guardbit/worst_head``             that head within its layer
-    ``guardbit/worst_excess``           how far, times its normal (`guardbit.dashboards.excess`)
+    ``guardbit/worst_excess``           how far, times its baseline (`guardbit.dashboards.excess`)
     ``guardbit/alarmed_heads``          heads a rule has named so far
     ``guardbit/switched_heads``         heads on a stabilized kernel
     ==================================  ===========================================================
@@ -75,7 +75,8 @@ class AttentionMonitor(pl.Callback):
         indicators: What to measure, of `guardbit.INDICATORS`; None for all.
         num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
             all. Sums over rows are then over these.
-        num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn.
+        num_audited_heads: Heads of each attention module whose dQ is audited at a sampled step, in
+            turn.
         image_every_n_samples: Log the model map as an image, ``guardbit/model_map``, at every n-th
             sampled step; None for never, as drawing takes about 0.2 s.
         rules: The detectors' rules, with their thresholds.
@@ -281,7 +282,7 @@ class AttentionMonitor(pl.Callback):
     def _log(
         self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
     ) -> None:
-        """Tells the loggers of a judged step, and the progress bar, which the end has no more."""
+        """Logs a judged step; the progress bar too, which is gone once training has ended."""
         step = session.sampled_step
         assert step is not None
         scalars, num_alarmed = session.scalars, session.num_alarmed_heads

@@ -5,30 +5,32 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from guardbit.callbacks.monitoring import AttentionMonitor
-from guardbit.monitor.policy import Policy
+from guardbit.monitor.policy import Policy, quiet_period
 
 
 class AutoStabilizer(pl.Callback):
     """Stabilizes attention after an alarm, in the middle of a run.
 
-    It needs an `AttentionMonitor` among the same Trainer's callbacks, which keeps its state in the
-    checkpoint. The switch takes effect at the next step and recompiles nothing.
+    It needs an `AttentionMonitor` among the callbacks of the same Trainer; that one keeps its state
+    in the checkpoint. A switch takes effect at the next step and recompiles nothing.
 
     Args:
         stabilizer: What heads are switched to: "exact_delta", "centered_keys", "compensated",
-            "stochastic" or "row_max". In the rescue study (docs/evidence.md) no run failed that was
-            switched to "exact_delta" or "compensated", two of four that were to "row_max".
-        scope: Which heads: "head" for those that alarms name, "layer" for all of their attention
-            sites, "model" for all of the model. In that study all three kept the loss; with "head"
-            other heads of the layer went on to grow in four of five runs.
-        always: Whether to switch all heads from the start, so that nothing depends on an alarm:
-            at the end of the first step, and those of sites that are called later at the first
-            sampled step after it. Scope and agreement do not matter then, and nothing is undone.
+            "stochastic" or "row_max". In the rescue study (docs/evidence.md) no run that was
+            switched to "exact_delta" or "compensated" failed; of four with "row_max" two did.
+        scope: Which heads: "head" for those that alarms name, "layer" for all heads of their
+            attention modules, "model" for all heads of the model. In that study all three kept the
+            loss; with "head" other heads of the layer went on to grow in four of five runs.
+        always: Whether to switch all heads at the end of the first step, so that nothing depends on
+            an alarm. Heads of modules that are called later follow at the first sampled step after
+            that. Scope and agreement do not matter then, and nothing is undone.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
-        calm_steps: Steps without an alarm after which a switch is undone; None for never. More
-            than the 1,000 after which an alarm that lasts is repeated, or ill heads are given back.
+        quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
+            never. It must be longer than 1,000, the steps after which a lasting alarm is repeated,
+            or heads that still diverge are switched back.
         dry_run: Decide and record, but switch nothing.
+        calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Raises:
         ValueError: If an argument is out of range, or at setup, if there is not one
@@ -43,8 +45,9 @@ class AutoStabilizer(pl.Callback):
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
-        calm_steps: int | None = None,
+        quiet_steps: int | None = None,
         dry_run: bool = False,
+        calm_steps: int | None = None,
     ) -> None:
         self.dry_run = dry_run
         self.policy = Policy(
@@ -53,7 +56,7 @@ class AutoStabilizer(pl.Callback):
             always=always,
             agreeing_rules=agreeing_rules,
             agreement_steps=agreement_steps,
-            calm_steps=calm_steps,
+            quiet_steps=quiet_period(quiet_steps, calm_steps),
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

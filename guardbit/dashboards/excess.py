@@ -1,13 +1,13 @@
-"""How far a head is above its own normal, in numbers that compare across indicators.
+"""How far a head is above its baseline, in numbers that compare across indicators.
 
-What all heads share is no sign of illness: healthy norms grow tenfold while a run warms up, and
-every batch has its own scale. So a head's value counts relative to the median head of the same
-step. Its normal is the lower quartile of that share so far, which stays put until the head has
-been ill for three quarters of the run. The excess is the factor by which the latest share is above
-the normal and its noise: 1 is normal, 10 is ten times the upper end of the normal range.
+What all heads share is no sign of divergence: healthy norms grow tenfold while a run warms up, and
+every batch has its own scale. So a head's value is divided by that of the median head at the same
+step. The head's baseline is the lower quartile of this ratio so far, which stays put until the head
+has diverged for three quarters of the run. The excess is the factor by which the latest ratio is
+above the baseline and its noise: 1 is usual, 10 is ten times the upper end of the usual range.
 
 In the recorded stable runs of GPT-2 small (10,000 steps, four kinds of arithmetic) the largest
-excess of any layer is 12, in the failing one 300 by the time the loss leaves its trend.
+excess of any layer is 12. In the failing one it is 300 by the time the loss leaves its trend.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from guardbit.catalog import CATALOG
 
 Values = npt.NDArray[np.floating]
 
-#: Indicators that say by their size how ill a head is -> what is added before taking ratios. The
-#: signed sums are left out: they have a figure of their own.
+#: Indicators whose size shows that a head diverges -> what is added before taking ratios. Signed
+#: sums are left out: they have a figure of their own.
 EXCESS_INDICATORS: Mapping[str, float] = {
     indicator.name: indicator.floor for indicator in CATALOG if indicator.floor is not None
 }
 
-#: With fewer heads measured at a step their median is no clock.
+#: With fewer heads measured at a step their median is no measure.
 _FEWEST_PEERS = 4
-#: Before this many samples a head has no normal.
+#: Before this many samples a head has no baseline.
 _FEWEST_SAMPLES = 5
-_NORMAL_QUANTILE = 0.25
+_BASELINE_QUANTILE = 0.25
 #: Noise is allowed three standard deviations.
 _NOISE_SPAN = 3.0
 #: Overflown values and ratios count as this, which is far beyond any healthy one.
 _LARGEST = 1e30
 
 
-def times_normal(values: Values, floor: float = 0.0) -> Values:
+def times_baseline(values: Values, floor: float = 0.0) -> Values:
     """Returns each head's excess at the last sample.
 
     Args:
         values: One indicator, (samples, heads), oldest first; NaN where a head was not measured,
-            for which its last measured value stands.
+            in which case its last measured value counts.
         floor: Added to every value before ratios are taken.
 
     Returns:
-        (heads,), at least 1; 1 where there are too few samples to know a normal, NaN for a head
+        (heads,), at least 1; 1 where there are too few samples for a baseline, NaN for a head
         that was never measured (a value at or below zero is no measurement).
     """
     if not len(values):
@@ -58,13 +58,13 @@ def times_normal(values: Values, floor: float = 0.0) -> Values:
         median, count = _quantile(logs.T, 0.5)
         logs = logs - np.where(count >= _FEWEST_PEERS, median, np.nan)[:, None]
     logs = _without_gaps(logs)
-    normal, count = _quantile(logs, _NORMAL_QUANTILE)
+    baseline, count = _quantile(logs, _BASELINE_QUANTILE)
     steps, _ = _quantile(np.abs(np.diff(logs, axis=0)), 0.5)
     # The median step of a sequence does not see a lasting jump; 1.4826 turns it into a standard
     # deviation of differences, the root of 2 into one of values.
     noise = np.nan_to_num(1.4826 / np.sqrt(2) * steps)
     latest = np.take_along_axis(logs, np.maximum(count - 1, 0)[None], axis=0)[0]
-    above = latest - normal - _NOISE_SPAN * noise
+    above = latest - baseline - _NOISE_SPAN * noise
     excess = np.exp(np.clip(above, 0.0, np.log(_LARGEST)))
     return np.where(count >= _FEWEST_SAMPLES, excess, np.where(count > 0, 1.0, np.nan))
 

@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
-from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
 
-#: Samples that a head's normal is taken from, at most: quantiles need no more.
-_SAMPLES_OF_NORMAL = 100
+#: Samples that a head's baseline is taken from, at most: quantiles need no more.
+_SAMPLES_OF_BASELINE = 100
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
@@ -89,7 +89,7 @@ class History:
     def bucket_of(self, step: int) -> int:
         """The last bucket that holds no later step than the one given; -1 where there is none.
 
-        The steps of the first bucket belong to it also when it has taken in later ones.
+        The first bucket is returned from the run's first step on, even if it holds later ones too.
         """
         known = np.flatnonzero((self.steps >= 0) & (self.steps <= step))
         if known.size:
@@ -135,7 +135,7 @@ class History:
         return self.low[indicator][known, column], self.high[indicator][known, column]
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
-        """How far each head's worst indicator is above its own normal (`dashboards.excess`).
+        """How far each head's worst indicator is above its baseline (`dashboards.excess`).
 
         Args:
             bucket: The last one taken into account; None for all.
@@ -151,11 +151,11 @@ class History:
         for index, name in enumerate(names):
             values = self.high[name][:end]
             values = values[~np.isnan(values).all(axis=1)]
-            stride = -(-len(values) // _SAMPLES_OF_NORMAL) or 1
+            stride = -(-len(values) // _SAMPLES_OF_BASELINE) or 1
             # Counted from the end, as the last sample is the one that is judged.
             values = values[::-1][::stride][::-1]
-            excess = times_normal(values, EXCESS_INDICATORS[name])
-            # Heads that came later than the last values of an indicator have no column in it.
+            excess = times_baseline(values, EXCESS_INDICATORS[name])
+            # Heads that were first seen after an indicator's last values have no column in it.
             so_far = worst[: len(excess)]
             worse = np.flatnonzero((excess > so_far) | (np.isnan(so_far) & ~np.isnan(excess)))
             worst[worse] = excess[worse]

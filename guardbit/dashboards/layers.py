@@ -1,11 +1,11 @@
 """One number for each attention site, whatever numbers it was recorded under.
 
-Sites are numbered in the model's order. A run may hold a site under two numbers, or two sites under
-one, where the order was that of the first calls and a resumed run called them in another. Shown by
-their numbers the curves of two sites would then become one.
+Attention modules (sites) are numbered in the model's order. A run of an earlier version numbered
+them in the order of their first calls, which may have changed when the run was resumed. It may hold
+a site under two numbers, or two sites under one, and two curves would be drawn as one.
 
-Other people's samples may have one name for several layers, all at one step: there the number is
-what tells them apart, and stays.
+Samples from elsewhere may have one name for several layers at the same step. There the number alone
+distinguishes the layers, so it stays.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a monitored run tells: events in the log, and in its folder events, samples and facts."""
+"""What a monitored run records: events in the log; events, samples and metadata in its folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from guardbit.store import RunWriter, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
-#: How the log says what a site's facts lack.
+#: What the log says of a module's metadata that hold a reason.
 _CANNOT = {
     "not_switchable": "no head can be switched",
     "unwatched": "nothing of the calls is watched",
@@ -26,12 +26,12 @@ _CANNOT = {
     "errors_unavailable": "rounding errors are unavailable",
 }
 
-#: Failures in a row after which the store gives up, as what is kept fills the memory.
+#: Failures in a row after which the store gives up: what is pending fills the memory.
 _PATIENCE = 100
 
 
 class _Start(NamedTuple):
-    """How a run begins, as its folder has to be told.
+    """How a run begins.
 
     Attributes:
         step: The step that it goes on from.
@@ -45,12 +45,12 @@ class _Start(NamedTuple):
 
 
 class Journal:
-    """Logs a run's events and writes its folder, where one is kept; the stage "store".
+    """Logs a run's events and, where it has a folder, writes that; the stage "store".
 
     Args:
-        dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
-        settings: The monitor's, for the run's metadata.
-        stages: Take the errors of writing.
+        dirpath: Folder of the telemetry; None for none (on other ranks than 0).
+        settings: The monitor's settings, for the run's metadata.
+        stages: They take the errors of writing.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class Journal:
         self._warned: set[tuple[str, str, str]] = set()
         self._start: _Start | None = None
         self._is_closed = False
-        self._samples: list[Sample] = []  # there is no folder yet to write them to
-        self._events: list[Event] = []  # not yet written
-        self._facts: dict[str, Any] = {}  # the same
+        # Pending: to be written as soon as there is a folder that takes them.
+        self._samples: list[Sample] = []
+        self._events: list[Event] = []
+        self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
 
     def open(
@@ -79,20 +80,21 @@ class Journal:
         is_resumed: bool,
         try_again: bool = True,
     ) -> str | None:
-        """Opens the folder, unless it is open or there is none to keep.
+        """Opens the folder, unless it is open or the run has none.
 
-        Where it cannot be opened, what is recorded is kept for a later try.
+        While the folder cannot be opened, what is recorded stays pending for a later try.
 
         Args:
             first_step: The step that the run goes on from.
-            remembered: Makes the events of the steps before. Those that the folder lacks are told,
-                and of heads that it says are switched, and are not, that they are not.
+            remembered: Makes the events of the steps before. The journal records those that the
+                folder lacks. It also records an undoing for each head that is switched according to
+                the folder, but not in this run.
             is_resumed: Whether the run goes on from a checkpoint.
-            try_again: Whether to try again, if an earlier call could not open it.
+            try_again: Whether to try again if an earlier call could not open the folder.
 
         Returns:
-            The verdict that the folder holds, "stable" without any; None if nothing was opened, or
-            a verdict of this run is to follow it.
+            The last verdict in the folder, "stable" if it holds none. None if no folder was opened,
+            or only a later try has opened it.
         """
         if self._dirpath is None or self._writer is not None:
             return None
@@ -105,8 +107,8 @@ class Journal:
                 self._start = _Start(first_step, list(remembered()), is_resumed)
             return self._try_to_open(self._start)
 
-        told = self._stages.attempt("store", start)
-        return told if is_first else None
+        verdict = self._stages.attempt("store", start)
+        return verdict if is_first else None
 
     def _try_to_open(self, start: _Start) -> str | None:
         try:
@@ -116,7 +118,7 @@ class Journal:
             return None
 
     def _open(self, start: _Start) -> str:
-        """Opens the folder, and tells it what it lacks of the steps before."""
+        """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
         goes_on = is_run(self._dirpath)
         writer = RunWriter(
@@ -126,19 +128,21 @@ class Journal:
         )
         if goes_on and not start.is_resumed:
             log.warning(
-                "%s holds a run already, and this one does not go on from its checkpoint: what was"
-                " recorded from step %d on gives way to it; another dirpath keeps both",
+                "%s holds a run already, and this one does not go on from its checkpoint: it"
+                " replaces what was recorded from step %d on; another dirpath keeps both",
                 self._dirpath,
                 start.step,
             )
-        told = _told(self._dirpath, start.step)
-        untold = _untold(start.remembered, told, start.step)
-        for event in untold:
+        recorded = _recorded(self._dirpath, start.step)
+        missing = _missing(start.remembered, recorded, start.step)
+        for event in missing:
             self._log(event)
-        self._events[:0] = untold
+        self._events[:0] = missing
         self._writer = writer
         self._try_to_write([])
-        return next((event.rule for event in reversed(told) if event.kind == "verdict"), "stable")
+        return next(
+            (event.verdict for event in reversed(recorded) if event.kind == "verdict"), "stable"
+        )
 
     def record(self, event: Event) -> None:
         """Logs an event and writes it down."""
@@ -150,19 +154,19 @@ class Journal:
     def _log(self, event: Event) -> None:
         if ranks.rank() == 0:
             where = f" {event.site} heads {list(event.heads)}" if event.site else ""
-            verdict = f" {event.rule}" if event.kind == "verdict" else ""
-            switch = f" to {event.stabilizer}" if event.stabilizer else ""
+            verdict = f" {event.verdict}" if event.kind == "verdict" else ""
+            switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
             what = f"{event.kind}{where}{verdict}{switch}"
             log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
 
     def add(self, samples: list[Sample]) -> None:
-        """Writes samples down, to be read at once; what cannot be is tried again with the next."""
+        """Writes samples, so that they can be read at once; after a failure with the next ones."""
         if self._is_kept():
             self._failures += 1  # unless it succeeds
             self._try_to_write(samples)
 
     def _is_kept(self) -> bool:
-        """Whether what is recorded now is written, be it later."""
+        """Whether what is recorded now will be written, at once or later."""
         return self._start is not None and not self._is_closed and "store" not in self._stages.off
 
     def _try_to_write(self, samples: list[Sample]) -> None:
@@ -178,9 +182,9 @@ class Journal:
             samples, self._samples = [*self._samples, *samples], []
             writer.add(samples)
             writer.flush()
-            if self._facts:
-                writer.update_metadata(self._facts)
-                self._facts = {}
+            if self._notes:
+                writer.update_metadata(self._notes)
+                self._notes = {}
             while self._events:
                 writer.event(self._events[0])
                 del self._events[0]
@@ -190,50 +194,50 @@ class Journal:
             self._failures, self._is_failing = 0, False
 
     def _bear(self, error: OSError) -> None:
-        """Keeps what could not be written, unless that has happened too often."""
+        """Leaves pending what could not be written, unless that has happened too often."""
         if self._stages.strict or self._failures >= _PATIENCE:
             self._is_closed, self._writer = True, None
             self._events.clear()
             self._samples.clear()
             raise error
         if not self._is_failing:
-            log.warning("telemetry could not be written, and is kept to try again: %s", error)
+            log.warning("telemetry could not be written, and is pending for another try: %s", error)
         self._is_failing = True
 
-    def describe(self, facts: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
-        """Tells what `facts_of` sites there are, where something is new."""
-        if facts == self._described:
+    def describe(self, modules: dict[str, dict[str, Any]], is_policy_set: bool) -> None:
+        """Records the metadata of the attention modules (`metadata_of`), if they have changed."""
+        if modules == self._described:
             return
-        is_first = facts.keys() - self._described.keys()
-        self._described = facts
-        self._warn(facts)
-        refusals = [known["not_switchable"] for known in facts.values()]
+        is_first = modules.keys() - self._described.keys()
+        self._described = modules
+        self._warn(modules)
+        refusals = [known["not_switchable"] for known in modules.values()]
         if is_first and is_policy_set and all(refusals) and ranks.rank() == 0:
             count, reason = len(refusals), refusals[0]
-            log.warning("no alarm can switch any of the %d attention sites: %s", count, reason)
-        self._facts |= {"sites": facts}
+            log.warning("no alarm can switch any of the %d attention modules: %s", count, reason)
+        self._notes |= {"sites": modules}
         self._try_to_write([])
 
-    def note(self, facts: Mapping[str, Any]) -> None:
+    def note(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata."""
-        self._facts |= facts
+        self._notes |= metadata
         self._try_to_write([])
 
-    def _warn(self, facts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Logs what cannot be had, once and in one line for all sites with the same reason."""
+    def _warn(self, modules: Mapping[str, Mapping[str, Any]]) -> None:
+        """Logs what is unavailable, once, with one line for all modules of the same reason."""
         for what, cannot in _CANNOT.items():
-            told: dict[str, list[str]] = {}
-            for name, known in facts.items():
+            named: dict[str, list[str]] = {}
+            for name, known in modules.items():
                 reason = (known[what] or "").removeprefix(f"W_Q of site '{name}' is unavailable: ")
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
-                    told.setdefault(reason, []).append(name)
-            for reason, names in told.items():
+                    named.setdefault(reason, []).append(name)
+            for reason, names in named.items():
                 if ranks.rank() == 0:
                     log.warning("%s at %s: %s", cannot, _listed(names), reason)
 
     def close(self) -> None:
-        """Writes what is left; what is recorded later is logged only."""
+        """Writes what is pending; what is recorded later is only logged."""
         self._failures = _PATIENCE  # there is no later try
         start = self._start
         if start is not None and self._writer is None and self._is_kept():
@@ -250,8 +254,8 @@ class Journal:
         return {"settings": dict(self._settings), "versions": versions}
 
 
-def facts_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
-    """What is to be told of sites: kernels, what cannot be had, and why."""
+def metadata_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
+    """The metadata of attention modules: kernels, what is unavailable, and why."""
     return {
         name: {
             "heads": site.num_heads,
@@ -274,34 +278,34 @@ def _listed(names: Sequence[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _told(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """The events before a step that a folder holds; what of them cannot be read is logged."""
+def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
+    """The events before a step that a folder holds; a warning is logged for what is unreadable."""
     try:
         with warnings.catch_warnings(record=True) as left_out:
             warnings.simplefilter("always")
             events = read_events(dirpath).to_dict("records")
     except (OSError, ValueError) as error:
-        log.warning("the run goes on without its earlier journal: %s", error)
+        log.warning("the run goes on without its earlier events: %s", error)
         return []
     for warning in left_out:
         log.warning("%s", warning.message)
     return [Event(**event) for event in events if event["step"] < first_step]
 
 
-def _untold(remembered: Iterable[Event], told: Sequence[Event], step: int) -> list[Event]:
-    """What makes a journal say what is so: alarms it lacks, switches it lacks, and undoings.
+def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:
+    """The events that a folder lacks: alarms, switches, and undoings of switches that no more hold.
 
     Args:
-        remembered: The alarms, and the switches that hold now.
-        told: The journal.
-        step: That of the undoings, of switches that hold by the journal alone.
+        remembered: The alarms so far, and the switches that hold now.
+        recorded: The events in the folder.
+        step: Step of the undoings.
     """
     remembered = list(remembered)
-    alarms = {(event.step, event.site, event.rule) for event in told if event.kind == "alarm"}
+    alarms = {(event.step, event.site, event.rule) for event in recorded if event.kind == "alarm"}
     runs = {
         (event.site, head): event.stabilizer
-        for event in told
-        if event.kind == "switch" and event.stabilizer
+        for event in recorded
+        if event.kind == "switch"
         for head in event.heads
     }
     switched = [event for event in remembered if event.kind == "switch"]

@@ -1,60 +1,49 @@
-"""From alarms to decisions: which heads to switch, when to undo it, and what kind of trouble it is.
+"""From alarms to decisions: which heads to switch, and when to undo it.
 
-The policy knows rules by the role that their alarms carry, and never by their names, which are the
-user's: some speak of the whole model or of the loss, every other of the heads its alarms name.
+The policy goes by the roles that alarms carry, never by the names of their rules.
 """
 
 from __future__ import annotations
 
 import copy
-import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from guardbit.records import STABILIZERS, Alarm, Decision, Verdict
+from guardbit.monitor import earlier
+from guardbit.records import STABILIZERS, Alarm, Decision
 
-#: What is switched: the heads that alarms name, all heads of their sites, or all of the model.
+#: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
+#: of the model.
 SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
-#: Alarms "at once": at most this many steps apart. Heads that fail by rounding lead the loss by
-#: 1,500 steps and more in the runs we have; where the rate is too high all goes within 600.
-AT_ONCE = 1000
-
-#: Steps after an alarm of the whole model for which only a measured delta bias is a case for
-#: switching heads.
+#: For so many steps after an alarm on the whole model only a measured cause qualifies heads.
 HOLD_STEPS = 5000
-
-
-class Judgement(NamedTuple):
-    """What kind of trouble a run is in, and one sentence with the evidence."""
-
-    verdict: Verdict
-    why: str
 
 
 class Policy:
     """Decides which heads are stabilized.
 
-    A head qualifies when `agreeing_rules` different rules have named it within
-    `agreement_steps`. One is the default, because a false switch is cheap: the default
-    stabilizer computes the same softmax and only makes delta exact. When all layers' logits run
-    away at once (a rule of the whole model) the cause is not one head's rounding, and for
-    `HOLD_STEPS` only a measured delta bias still qualifies a head.
+    A head qualifies when `agreeing_rules` different rules have named it within `agreement_steps`.
+    The default is one, because a needless switch is cheap: the default stabilizer computes the same
+    softmax and makes delta exact. When the logits of all layers run away at once, the cause is not
+    the rounding in one head. For `HOLD_STEPS` a head then qualifies only if a rule has measured the
+    cause in it, which is a delta bias.
 
-    With the scope "head" the heads that qualify are switched, with the scope "layer" all heads of
-    a site as soon as one of them does, with the scope "model" all heads as soon as any does, and
-    those of sites that are called later as soon as they are known. Heads that somebody else has
-    switched by then are left alone.
+    The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
+    its attention module; "model", all heads of the model, with those of modules that are called
+    later as soon as they are known. Heads that somebody else has switched are left alone.
 
-    With `always` no alarm is waited for: all heads are switched at the end of the first step, and
-    those of sites that are called later at the first sampled step after it. Scope and agreement
+    With `always` all heads are switched at the end of the first step, without an alarm. Heads of
+    modules that are called later follow at the first sampled step after that. Scope and agreement
     do not matter then.
 
-    What is switched stays switched, unless `calm_steps` is given: then it goes back to "none" when
-    no rule has named the head (with a wider scope, any of the heads) for so long, once. What is
-    alarmed again after that stays switched for good, so that nothing swings to and fro. How soon a
-    rule repeats itself is the detectors' cool-down; `calm_steps` must be longer. Undoing gains one
-    or two per cent of speed; after two of the rescue study's three undos logits grew again.
+    A switch lasts, unless `quiet_steps` is given. A head then goes back to "none" once no rule has
+    named it for so long; with a wider scope, once no rule has named any of the heads that were
+    switched together. That happens once: heads that are alarmed again afterwards stay switched, so
+    that nothing swings to and fro. `quiet_steps` must be longer than the detectors' cool-down,
+    after which a rule repeats itself. Undoing gains one or two per cent of speed; after two of
+    three undoings in the rescue study logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
@@ -62,10 +51,12 @@ class Policy:
         always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
-        calm_steps: Steps without an alarm after which a switch is undone; None: never.
+        quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
+            never.
+        calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Raises:
-        ValueError: If an argument is outside its range, or `calm_steps` is given with `always`.
+        ValueError: If an argument is outside its range, or `quiet_steps` is given with `always`.
     """
 
     def __init__(
@@ -76,8 +67,10 @@ class Policy:
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
+        quiet_steps: int | None = None,
         calm_steps: int | None = None,
     ) -> None:
+        quiet_steps = quiet_period(quiet_steps, calm_steps)
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
@@ -85,14 +78,14 @@ class Policy:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
         if not isinstance(always, bool):
             raise ValueError(f"always must be True or False, got {always!r}")
-        if always and calm_steps is not None:
+        if always and quiet_steps is not None:
             raise ValueError(
-                f"calm_steps is {calm_steps} and always is True: what is to be always switched is"
-                " never given back, so leave one of them out"
+                f"quiet_steps is {quiet_steps} and always is True: with always no switch is ever"
+                " undone, so leave one of them out"
             )
         whole = {"agreeing_rules": agreeing_rules, "agreement_steps": agreement_steps}
-        if calm_steps is not None:
-            whole["calm_steps"] = calm_steps
+        if quiet_steps is not None:
+            whole["quiet_steps"] = quiet_steps
         for name, value in whole.items():
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
@@ -100,23 +93,22 @@ class Policy:
             raise ValueError(f"agreeing_rules must be >= 1, got {agreeing_rules}")
         if agreement_steps < 0:
             raise ValueError(f"agreement_steps must be >= 0, got {agreement_steps}")
-        if calm_steps is not None and calm_steps < 1:
-            raise ValueError(f"calm_steps must be >= 1 or None, got {calm_steps}")
+        if quiet_steps is not None and quiet_steps < 1:
+            raise ValueError(f"quiet_steps must be >= 1 or None, got {quiet_steps}")
         self.stabilizer = stabilizer
         self.scope = scope
         self.always = always
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps
-        self.calm_steps = calm_steps
+        self.quiet_steps = quiet_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
-        # Rules that measure the cause itself, as far as they have fired.
+        # Names of the rules that have fired and measure the cause.
         self._causes: set[str] = set()
-        # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken" (by
-        # somebody else, when its group was switched).
+        # Site -> head -> "on" (switched), "undone", "kept" (switched for good), or "taken"
+        # (somebody else had switched it when its group was switched).
         self._switched: dict[str, dict[str, str]] = {}
-        # The same of groups of heads that are switched together, where that is the scope: by site,
-        # or "" for the model.
+        # The same for groups of heads that are switched together: site, or "" for the model.
         self._groups: dict[str, str] = {}
         self._model_alarm: int | None = None
 
@@ -128,18 +120,19 @@ class Policy:
         Args:
             alarms: In the order of their steps; may be empty.
             step: The current optimizer step, not before the last call's.
-            stabilizers: What the heads of the sites called so far run now: site -> one name a
-                head. Nothing is decided about other sites.
+            stabilizers: What is asked for now: attention module -> one stabilizer a head, for the
+                modules called so far. Nothing is decided about other modules.
 
         Returns:
-            At most one decision a site to switch heads and one to undo that, in the order of sites.
+            At most one decision a module to switch heads and one to undo that, in the order of
+            `stabilizers`.
         """
         for alarm in alarms:
-            if alarm.role == "model":
+            if alarm.role.judges == "model":
                 self._model_alarm = alarm.step
-            if alarm.role == "cause":
+            if alarm.role.measures_cause:
                 self._causes.add(alarm.rule)
-            if alarm.is_of_heads:
+            if alarm.role.judges == "head":
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
@@ -155,6 +148,16 @@ class Policy:
             for group, sites in groups.items()
             for decision in self._of_group(group, step, sites)
         ]
+
+    @property
+    def calm_steps(self) -> int | None:
+        """Old name of `quiet_steps`."""
+        warnings.warn(
+            "calm_steps is called quiet_steps now; the old name goes with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return self.quiet_steps
 
     @property
     def is_due(self) -> bool:
@@ -176,20 +179,17 @@ class Policy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the policy stood whose `state_dict` this is.
 
-        From a policy of another scope, or from one with `always` by one without or the other way
-        round, it is only taken over that all logits have run away: what that one has switched
-        stays.
+        Where the scope or `always` has changed, only the alarms on the whole model are taken over.
+        Heads that the earlier policy has switched stay switched.
         """
-        state = copy.deepcopy(state)
+        state = copy.deepcopy(earlier.policy_state(state))
         self._model_alarm = state["model_alarm"]
-        # States of before alarms had roles know the one rule there was.
-        self._causes |= set(state.get("causes", ["delta_bias"]))
+        self._causes |= set(state["causes"])
         if state["scope"] != self._kind:
             return
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
-        # States of before there were layers have the model's group alone.
-        self._groups = state.get("groups", {"": state.get("model", "")})
+        self._groups = state["groups"]
 
     @property
     def _kind(self) -> str:
@@ -211,7 +211,7 @@ class Policy:
                         states[head] = "on" if state is None else "kept"
                         switch.append(head)
                         reasons |= agreeing
-                elif state == "on" and self._calm([rules], step):
+                elif state == "on" and self._is_quiet([rules], step):
                     states[head] = "undone"
                     rules.clear()
                     undo.append(head)
@@ -223,27 +223,27 @@ class Policy:
     def _of_group(
         self, group: str, step: int, stabilizers: Mapping[str, Sequence[str]]
     ) -> Iterator[Decision]:
-        """Decides about heads that are switched and given back together.
+        """Decides about heads that are switched, and switched back, together.
 
         Args:
-            group: Name of the only site, or "" for the model.
+            group: Name of the attention module, or "" for the model.
             step: The current step.
-            stabilizers: Those of the group's sites.
+            stabilizers: Those of the group's modules.
         """
         what = f"the heads of {group} are" if group else "the model is"
         sites = [group] if group else list(self._alarmed)
         alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]
         state, why = self._groups.get(group, ""), f"{what} switched"
-        if state == "on" and self._calm(alarmed, step):
+        if state == "on" and self._is_quiet(alarmed, step):
             state = self._groups[group] = "undone"
             for rules in alarmed:
                 rules.clear()
         if state in ("", "undone"):
-            # Of a run that was resumed, some sites may be called long after the undoing, and by
-            # then nothing more may be undone.
+            # After a resumption some modules are called long after the undoing. By then
+            # `quiet_steps` may be None, and nothing more is undone.
             for site in [site for site in stabilizers if site in self._switched]:
                 heads = self._switched.pop(site)
-                if self.calm_steps is not None:
+                if self.quiet_steps is not None:
                     yield self._undo(step, site, [h for h in heads if heads[h] != "taken"])
             agreeing = set().union(*(self._agreeing(rules, step) for rules in alarmed))
             state = "kept" if state else "on"
@@ -256,7 +256,7 @@ class Policy:
     def _switch_all(
         self, step: int, stabilizers: Mapping[str, Sequence[str]], state: str, why: str
     ) -> Iterator[Decision]:
-        """Switches what is not known yet, and not taken, of some sites' heads."""
+        """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
             switch = []
@@ -271,11 +271,11 @@ class Policy:
         return Decision(step, site, _ascending(heads), self.stabilizer, why)
 
     def _undo(self, step: int, site: str, heads: Iterable[str]) -> Decision:
-        why = f"no alarm for {self.calm_steps} steps"
+        why = f"no alarm for {self.quiet_steps} steps"
         return Decision(step, site, _ascending(heads), "none", why)
 
     def _agreeing(self, rules: dict[str, int], step: int) -> set[str]:
-        """Returns the rules that name the head now, empty where they are too few to switch."""
+        """Returns the rules that have named a head lately; empty where it does not qualify."""
         recent = {rule for rule, at in rules.items() if step - at <= self.agreement_steps}
         if len(recent) < self.agreeing_rules:
             return set()
@@ -283,83 +283,30 @@ class Policy:
             return recent
         return set() if step - self._model_alarm < HOLD_STEPS else recent
 
-    def _calm(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
+    def _is_quiet(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
-        return self.calm_steps is not None and step - last >= self.calm_steps
+        return self.quiet_steps is not None and step - last >= self.quiet_steps
 
 
-def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
-    """Tells a rounding failure from a divergence of the learning rate, by the alarms.
+def quiet_period(quiet_steps: int | None, calm_steps: int | None) -> int | None:
+    """Returns the quiet period, which may have been given under its old name.
 
-    Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
-    2510.04212, section 3.2); too high a learning rate moves all layers at once, together with the
-    loss. So, with "at once" meaning within `AT_ONCE` steps:
-
-    - no alarm: "stable";
-    - all layers' logits run away before any head does, or at once with it: "learning-rate";
-    - heads of at most a third of the layers (one, in smaller models) are alarmed at first, and
-      that on the loss comes later than at once (or later at all, where a delta bias is measured
-      in them), or never: "rounding";
-    - else, many layers without a common rise, or an alarm on the loss with the heads' first sign
-      or without any: "unclear" as long as the run goes on. Once it has ended, nothing more will
-      show single heads to blame, and the learning rate is: "learning-rate".
-
-    A delta bias in most layers does not make it rounding: where the rate is too high, the heads of
-    all layers end with one.
-
-    Args:
-        alarms: All alarms of the run, or at least the first of each rule and site.
-        sites: Number of attention sites of the model.
-        ended: Whether this is all there will be.
-
-    Returns:
-        The verdict and the evidence in words.
+    Raises:
+        ValueError: If it is given under both names.
     """
-    if not alarms:
-        return Judgement("stable", f"no rule has fired in any of {sites} layers")
-    undecided: Verdict = "learning-rate" if ended else "unclear"
-    of_heads = [alarm for alarm in alarms if alarm.is_of_heads]
-    first_model = min((a.step for a in alarms if a.role == "model"), default=None)
-    first_loss = min((a.step for a in alarms if a.role == "loss"), default=None)
-    loss = (
-        "no alarm on the loss" if first_loss is None else f"alarm on the loss at step {first_loss}"
-    )
-    first = min(of_heads, key=lambda alarm: alarm.step, default=None)
-    if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):
-        moved = {a.site for a in alarms if a.site and a.step <= first_model + AT_ONCE}
-        return Judgement(
-            "learning-rate",
-            f"the logits of {len(moved)} of {sites} layers run away at once, at step "
-            f"{first_model}; {loss}",
+    if calm_steps is None:
+        return quiet_steps
+    if quiet_steps is not None:
+        raise ValueError(
+            f"quiet_steps is {quiet_steps} and calm_steps, its old name, is {calm_steps}: leave"
+            " calm_steps out"
         )
-    if first is None:
-        return Judgement(undecided, f"{loss} before any head shows a sign")
-    early = [alarm for alarm in of_heads if alarm.step <= first.step + AT_ONCE]
-    layers = sorted({alarm.site for alarm in early})
-    biased, grown = _heads_of(early, cause=True), _heads_of(early, cause=False)
-    local = len(layers) <= max(1, sites // 3)
-    lead = math.inf if first_loss is None else first_loss - first.step
-    return Judgement(
-        "rounding" if local and lead > (0 if biased else AT_ONCE) else undecided,
-        f"{len(layers)} of {sites} layers move ({', '.join(layers)}), from step {first.step}; "
-        f"{first.rule}: {first.why}; {_siding(biased, grown)}; {loss}",
+    warnings.warn(
+        "calm_steps is called quiet_steps now; the old name goes with the next release",
+        DeprecationWarning,
+        stacklevel=3,
     )
-
-
-def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
-    """Returns the heads named by rules that measure the bias, or by the others."""
-    named = [alarm for alarm in alarms if (alarm.role == "cause") is cause]
-    return {(alarm.site, head) for alarm in named for head in alarm.heads}
-
-
-def _siding(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
-    """Says whether the measured bias is where the growth is."""
-    if not biased:
-        return "no one-sided delta bias is established"
-    if not grown:
-        return "a one-sided delta bias is measured"
-    where = "in the heads that grow" if biased & grown else "in other heads than those that grow"
-    return f"a one-sided delta bias is measured {where}"
+    return calm_steps
 
 
 def _ascending(heads: Iterable[str]) -> tuple[int, ...]:

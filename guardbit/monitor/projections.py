@@ -20,14 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from guardbit.monitor import ranks
-from guardbit.monitor.layouts import (
-    HeadRows,
-    Layout,
-    LayoutUnavailable,
-    NotOneMatrix,
-    find_latent_layout,
-    find_layout,
-)
+from guardbit.monitor.layout_search import find_latent_layout, find_layout
+from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, NotOneMatrix
 from guardbit.monitor.rehearsal import rehearsal
 from guardbit.monitor.shards import HeadShards, shards_of
 

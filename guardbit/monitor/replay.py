@@ -11,8 +11,8 @@ from typing import Any
 
 import pandas as pd
 
-from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule, role_of
-from guardbit.monitor.policy import judge
+from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Sample, Verdict
 
 #: More heads than any attention has; beyond it a number is no head.
@@ -85,7 +85,7 @@ def replay(
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
         why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
-    of_heads = {rule.name for rule in rules if role_of(rule) in ("head", "cause")}
+    of_heads = {name for name, role in detectors.roles.items() if role.judges == "head"}
     if of_heads and of_heads <= unjudged.keys():
         verdict = "unclear"
     return Replay(alarms, alarms[0].step if alarms else None, verdict, why)

@@ -1,4 +1,4 @@
-"""Tells what switched heads really run, where their calls cannot run what is asked for."""
+"""Reports what switched heads really run, where their calls cannot run what is asked for."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Event
 
-#: Steps that a site has to stay as it is, before its third turn and later ones are told: calls
-#: that alternate would fill the journal.
+#: Steps that a change must last before it is reported, from a module's third change on: calls that
+#: alternate would fill the journal.
 LASTING = 100
 
 
 @dataclass
-class _Told:
-    """What was told of a site.
+class _Reported:
+    """What was reported of an attention module.
 
     Attributes:
-        asked: What its heads were asked for when it was last looked at.
-        names: What its heads run, by what was told.
-        turns: How often this was told to have changed.
-        lasting: For how many steps it has been otherwise.
-        some: Whether it was told that some calls can be switched and some not.
+        asked: What was asked for its heads at the last look.
+        names: What its heads run, according to the reports.
+        turns: How often a change was reported.
+        lasting: Number of steps for which the module has differed from the reports.
+        some: Whether it was reported that only some of the calls can be switched.
     """
 
     asked: tuple[str, ...] = ()
@@ -33,9 +33,9 @@ class _Told:
     some: bool = False
 
     def ask(self, asked: tuple[str, ...]) -> set[int]:
-        """Takes what heads are asked for; returns those that were switched meanwhile.
+        """Takes what is asked for the heads; returns the heads that were switched meanwhile.
 
-        Their switch was told, and with it that they run it.
+        Each switch was reported, and with it that the heads run the new stabilizer.
         """
         known = len(self.asked) == len(asked)
         new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
@@ -55,20 +55,20 @@ class Running:
 
     def __init__(self, instrumentation: Instrumentation) -> None:
         self._instrumentation = instrumentation
-        self._told: dict[str, _Told] = {}
+        self._reported: dict[str, _Reported] = {}
 
     def check(self, step: int, is_last: bool = False) -> Iterator[Event]:
-        """Yields what is to be told once a step is over; costs nothing while nothing is switched.
+        """Yields the reports of a step that has ended; costs nothing while nothing is switched.
 
         Args:
             step: The optimizer step.
-            is_last: Whether no later one comes, so that nothing is kept back.
+            is_last: Whether this is the last step, so that nothing is held back.
         """
         switched = self._instrumentation.switched
-        if not switched and not self._told:
+        if not switched and not self._reported:
             return
-        for name in self._told.keys() - {site.name for site in switched}:
-            del self._told[name]
+        for name in self._reported.keys() - {site.name for site in switched}:
+            del self._reported[name]
         for site in switched:
             calls = site.latest_calls
             if calls is None:
@@ -85,7 +85,7 @@ class Running:
         """Takes back a switch that can never be in force again."""
         heads = _switched_heads(site)
         self._instrumentation.give_back(site)
-        self._told.pop(site.name, None)
+        self._reported.pop(site.name, None)
         yield Event(step, "switch", site.name, heads, f"switched back: {why}", stabilizer="none")
 
     def _compare(self, site: Site, calls: StepCalls, step: int, is_last: bool) -> Iterator[Event]:
@@ -94,27 +94,27 @@ class Running:
         if refusal is None and site.outgrown is not None:
             refusal = f"it has {site.num_heads} heads now, and the switch is of {len(asked)}"
         runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
-        told = self._told.setdefault(site.name, _Told())
-        new = told.ask(asked)
-        changed = {head for head, name in enumerate(runs) if name != told.names[head]}
+        reported = self._reported.setdefault(site.name, _Reported())
+        new = reported.ask(asked)
+        changed = {head for head, name in enumerate(runs) if name != reported.names[head]}
         is_turn = not changed <= new
-        told.lasting = told.lasting + 1 if is_turn else 0
+        reported.lasting = reported.lasting + 1 if is_turn else 0
         earlier = site.substituted_in(calls.step)
         reason = refusal or calls.bypass or site.substituted or earlier
         is_mixed = refusal is None and (calls.bypass or (earlier and runs == asked))
-        if not told.some and reason and (is_mixed or (is_turn and told.turns >= 2)):
-            told.some = True
+        if not reported.some and reason and (is_mixed or (is_turn and reported.turns >= 2)):
+            reported.some = True
             why = (
                 f"heads {list(_switched_heads(site))} of {site.name} run what they are switched to"
                 f" in some calls only: {reason}"
             )
             yield Event(step, "monitor_error", "", (), why)
-        if is_turn and told.turns >= 2 and told.lasting < LASTING and not is_last:
+        if is_turn and reported.turns >= 2 and reported.lasting < LASTING and not is_last:
             changed &= new
-        elif changed and (is_turn or not told.turns):
-            told.turns, told.lasting = told.turns + 1, 0
-        told.names = tuple(
-            runs[head] if head in changed else name for head, name in enumerate(told.names)
+        elif changed and (is_turn or not reported.turns):
+            reported.turns, reported.lasting = reported.turns + 1, 0
+        reported.names = tuple(
+            runs[head] if head in changed else name for head, name in enumerate(reported.names)
         )
         by_names: dict[tuple[str, bool], list[int]] = {}
         for head in sorted(changed):

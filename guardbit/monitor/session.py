@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
-from guardbit.monitor import ranks
+from guardbit.monitor import earlier, ranks
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.journal import Journal, facts_of
+from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
@@ -37,11 +37,12 @@ from guardbit.monitor.measure import (
     Sent,
     joined,
 )
-from guardbit.monitor.policy import Policy, judge
+from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
+from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Decision, Event, Sample
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ T = TypeVar("T")
 _MICRO_BATCHES = 1024
 
 _POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "calm_steps"
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
 )  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
@@ -76,22 +77,22 @@ _STATE_FORMAT = 2
 
 
 class _Seen(NamedTuple):
-    """What a rank tells the others of its part of the model, after a sampled step.
+    """What a rank reports of its part of the model to the others, after a sampled step.
 
     Attributes:
         samples: What it measured.
         refusals: Why no call so far could be switched, or None, by site.
         asked: The stabilizers asked for, by site.
         facts: What the run's metadata says of its sites.
-        told: What it told by itself since the last sampled step: what it did not see, and what its
-            switched heads ran.
+        recorded: The events that it recorded by itself since the last sampled step: attention that
+            it did not see, and what its switched heads ran.
     """
 
     samples: list[Sample]
     refusals: dict[str, str | None]
     asked: dict[str, list[str]]
     facts: dict[str, dict[str, Any]]
-    told: list[Event]
+    recorded: list[Event]
 
 
 class MonitorSession:
@@ -167,18 +168,18 @@ class MonitorSession:
         self.alarms: list[Alarm] = []
         self.sampled_step: int | None = None
         self.detectors = Detectors(rules)
-        repeat, calm = self.detectors.cool_down_steps, policy.calm_steps if policy else None
-        if calm is not None and calm <= repeat and ranks.rank() == 0:
+        repeat, quiet = self.detectors.cool_down_steps, policy.quiet_steps if policy else None
+        if quiet is not None and quiet <= repeat and ranks.rank() == 0:
             log.warning(
-                "calm_steps is %d, and an alarm that lasts is repeated every %d steps: heads that"
-                " are ill are given back",
-                calm,
+                "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
+                " still diverge are switched back",
+                quiet,
                 repeat,
             )
         unjudged = self.detectors.unjudged(self.indicators)
         if unjudged and ranks.rank() == 0:
             log.warning(
-                "not all is measured that alarms are raised by: %s",
+                "some rules cannot raise an alarm, as indicators they need are not measured: %s",
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
         self.instrumentation: Instrumentation = instrument(model, sites)
@@ -239,7 +240,7 @@ class MonitorSession:
         self.end_step()
 
     def begin_batch(self, step: int) -> None:
-        """Is told that a micro-batch of optimizer step `step` begins.
+        """Begins a micro-batch of optimizer step `step`.
 
         Once the session is closed, nothing happens any more.
 
@@ -267,15 +268,15 @@ class MonitorSession:
         self.attempt("random numbers", lambda: switchboard.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
-        told = self._journal.open(
+        verdict = self._journal.open(
             step,
             lambda: self._remembered(step),
             is_resumed=self._last_ended is not None,
             try_again=self._is_sampled and is_new,
         )
-        if told is not None:
-            # The next sample tells another verdict, if it is another.
-            self._verdict = told
+        if verdict is not None:
+            # A new verdict is recorded only if it differs from the one the folder ends with.
+            self._verdict = verdict
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._is_sampled):
@@ -322,7 +323,7 @@ class MonitorSession:
         return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
     def end_step(self) -> list[Alarm]:
-        """Is told that the optimizer step is done; on sampled steps measures, judges and acts.
+        """Ends the optimizer step; on sampled steps measures, judges and acts.
 
         On a GPU, in a single process, what is measured is judged when the next step has ended: by
         then it is there, and the device does not run dry while the host reads it.
@@ -460,10 +461,10 @@ class MonitorSession:
             self.attempt("metrics", lambda: self._describe(facts))
         if several and len(seen) == 1:
             self._compare_weights(samples)
-        told = list(seen[0].told)
-        for event in (event for one in seen[1:] for event in one.told):
-            if event not in told:
-                told.append(event)
+        recorded = list(seen[0].recorded)
+        for event in (event for one in seen[1:] for event in one.recorded):
+            if event not in recorded:
+                recorded.append(event)
                 self.record(event)
         return seen
 
@@ -563,17 +564,18 @@ class MonitorSession:
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
-        """Switches heads by hand, from their next call on, and tells so.
+        """Switches heads by hand, from their next call on, and records it.
 
         Within a step it is done when that has ended, because a forward and its recomputation must
-        be alike. A policy that has switched the same heads before may undo it after its calm.
+        be alike. A policy that has switched the same heads before may undo it after its quiet
+        period.
 
         Args:
             site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
                 once the first step is done.
             stabilizer: One name of `guardbit.STABILIZERS`; "none" gives heads back.
             heads: The heads; None for all.
-            why: For the journal.
+            why: The reason, for the recorded event.
 
         Raises:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
@@ -649,7 +651,10 @@ class MonitorSession:
             "is_of_parts": bool(self._asked_elsewhere),
             "running": {name: list(names) for name, names in self._stabilizers().items()},
             "measurement": self.attempt("samples", self._measurement.state_dict),
-            "first_alarms": [astuple(alarm) for alarm in self._first_alarms.values()],
+            # Plain tuples only: PyTorch loads no other with weights_only.
+            "first_alarms": [
+                (*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self._first_alarms.values()
+            ],
             "verdict": self._verdict,
         }
 
@@ -693,11 +698,8 @@ class MonitorSession:
         self._last_ended, self._unjudged = state["last_step"], None
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
-        alarms = [
-            # Those of before alarms had roles have that of the rule of their name.
-            Alarm(step, site, tuple(heads), rule, why, *(role or [self.detectors.role_of(rule)]))
-            for step, site, heads, rule, why, *role in state["first_alarms"]
-        ]
+        roles = self.detectors.roles
+        alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
         self._first_alarms = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self._verdict = state["verdict"]
 
@@ -756,7 +758,7 @@ class MonitorSession:
                 self._said.add("unseen")
                 self.record(Event(self._step or 0, "monitor_error", "", (), why))
             return {}
-        self._facts = facts_of(self.instrumentation.sites)
+        self._facts = metadata_of(self.instrumentation.sites)
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._facts)
         return columns
@@ -805,12 +807,12 @@ class MonitorSession:
         verdict, why = judge(tuple(self._first_alarms.values()), self._measurement.num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
-            alarm.role == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
+            alarm.role.judges == "loss" and self._first_alarms[alarm.rule, alarm.site] is alarm
             for alarm in alarms
         )
         if verdict != self._verdict or departed:
             self._verdict = verdict
-            self.record(Event(self._last_ended or 0, "verdict", "", (), why, rule=verdict))
+            self.record(Event(self._last_ended or 0, "verdict", "", (), why, verdict=verdict))
 
     def _act(self, decision: Decision, stabilizer: str) -> None:
         site = self.instrumentation.sites.get(decision.site)  # or other ranks have it
@@ -830,15 +832,14 @@ class MonitorSession:
                 asked[head] = decision.stabilizer
         else:
             why = f"not switched to {decision.stabilizer}: {refusal}"
-        done = "" if refusal else decision.stabilizer
         # Of the last step that ran without it, which may be later than the sampled one.
-        step = self._last_ended or 0
-        self.record(Event(step, "switch", decision.site, heads, why, stabilizer=done))
+        step, kind = self._last_ended or 0, "refusal" if refusal else "switch"
+        self.record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 
     # --- telling ---------------------------------------------------------------------------------
 
     def _remembered(self, step: int) -> Iterator[Event]:
-        """What a run that goes on in a new folder tells first: alarms and switches it knows of."""
+        """The alarms and switches so far; a run that goes on in a new folder records them first."""
         for alarm in self._first_alarms.values():
             yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
         for site, names in self._asked().items():

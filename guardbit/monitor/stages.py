@@ -1,9 +1,9 @@
-"""The guard between training and the monitor: an error stays inside, and is told once.
+"""The guard between training and the monitor: an error stays inside, and is reported once.
 
-Whatever training calls goes through here: the session's methods and the frameworks' callbacks by
-`Stages`, hooks and replaced functions by `guardbit.monitor.interception.doors`, and all log lines
-by `log`. Errors are those of `Exception`, that of no memory included; `KeyboardInterrupt` and
-`SystemExit` are the user's and go their way.
+All that training calls passes a guard: the session's methods and the frameworks' callbacks pass
+`Stages`, hooks and replaced functions `guardbit.monitor.interception.doors`, and log lines `log`.
+An error is any `Exception`, `MemoryError` included; `KeyboardInterrupt` and `SystemExit` are
+the user's and are not caught.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Stages:
 
     Args:
         strict: Raise errors, instead of logging them and going on without the stage.
-        on_failure: Is told of a stage that has failed, once it is off.
+        on_failure: Called with a stage that has failed and its error, once the stage is off.
 
     Attributes:
         strict: The argument.
@@ -65,7 +65,7 @@ class Stages:
         return None if stage in self.off else self.always(stage, function)
 
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
-        """Runs what is to be tried each time, as the last words are; else like `attempt`."""
+        """Like `attempt`, but also runs a stage that is off, as closing must always be tried."""
         try:
             return function()
         except Exception as error:

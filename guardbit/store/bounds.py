@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from guardbit.records import Event
+from guardbit.store.migration import migrated
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
 MAX_STEP = 2**53
@@ -94,15 +95,17 @@ def _has_site(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 def checked_event(event: Any) -> dict[str, Any]:
-    """Returns one event of a journal with its step as an int and its heads as a tuple of them.
+    """Returns one event with its step as an int and its heads as a tuple of ints.
 
-    A kind that this version does not know is kept: a newer one may have written it.
+    An event of an earlier version is turned into one of this version. A kind that this version does
+    not know is kept: a newer one may have written it.
 
     Raises:
         ValueError: It is no event, or beyond the bounds.
     """
     if not isinstance(event, dict):
         raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
+    event = migrated(event)
     names = list(Event.__dataclass_fields__)
     missing = [name for name in names if name not in event]
     if missing:

@@ -55,7 +55,7 @@ _SESSION_NAME = re.compile(r"session-(?P<number>\d{4,9})-(?P<token>[0-9a-f]{8})\
 
 
 class SessionKey(NamedTuple):
-    """Orders the writers of a folder; the token tells apart two that opened it at once."""
+    """Orders the writers of a folder; the token distinguishes two that opened it at once."""
 
     number: int
     token: str

@@ -154,7 +154,7 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     inner = path / RUN_FOLDER
     if is_run(path) or not is_run(inner):
         return path
-    # A log that tells something is better than a run that tells nothing.
+    # A log with some samples is better than a run with none.
     is_empty = not any(list_folder(inner).segments.values())
     return path if is_empty and is_tensorboard_log(path) else inner
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 
-#: A logger is told the largest value over all heads only; this site stands for that head.
+#: Loggers get only the largest value over all heads; this site stands for that head.
 SITE = "largest over all heads"
 
 _FILES = "*tfevents*"

@@ -58,7 +58,8 @@ def matched_run(run: Run, runs: list[Run]) -> Run | None:
 
 
 def _stayed_switched(run: Run) -> bool:
-    return not switches_made(run.events).empty and "none" not in set(run.events["stabilizer"])
+    was_undone = (run.events["kind"] == "switch") & (run.events["stabilizer"] == "none")
+    return not switches_made(run.events).empty and not was_undone.any()
 
 
 def _line(run: Run, twin: Run | None) -> dict:
@@ -116,7 +117,7 @@ def _warning(run: Run, failed: int | None) -> dict:
         "first_alarm": first,
         "rule": "" if alarms.empty else alarms["rule"].iloc[0],
         "lead": None if failed is None or first is None else failed - first,
-        "verdict": "" if verdicts.empty else verdicts["rule"].iloc[-1],
+        "verdict": "" if verdicts.empty else verdicts["verdict"].iloc[-1],
         "alarmed_heads": len(heads),
     }
 

@@ -116,8 +116,8 @@ def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.Dat
 
 
 def switches_made(events: pd.DataFrame) -> pd.DataFrame:
-    """The switches of a journal, without undoings and those that a dry run did not make."""
-    return events[(events["kind"] == "switch") & ~events["stabilizer"].isin(["", "none"])]
+    """The switches among the events, without undoings; refusals are events of another kind."""
+    return events[(events["kind"] == "switch") & (events["stabilizer"] != "none")]
 
 
 def speed(facts: dict, first: int, last: int) -> float:

@@ -175,8 +175,8 @@ def main(arguments: list[str]) -> Path:
     monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.arm in SCOPES:
-        scope, calm_steps = SCOPES[options.arm], options.calm_steps
-        callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, calm_steps=calm_steps))
+        scope, quiet_steps = SCOPES[options.arm], options.calm_steps
+        callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))
     elif options.arm == "from_start":
         callbacks.append(FromTheStart(monitor, options.stabilizer))
     if options.checkpoint:

@@ -98,7 +98,7 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_wei
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
     def monitor():
-        policy = Policy("stochastic", calm_steps=5, scope="head")
+        policy = Policy("stochastic", quiet_steps=5, scope="head")
         return HuggingFaceMonitor(3, policy=policy, rules=(FiresAtSecondSample(),), strict=True)
 
     whole = train(tmp_path / "whole", monitor())

@@ -108,8 +108,13 @@ def test_a_verdict_is_given_with_and_without_a_stabilizer(trains, tmp_path):
         trains.fit(monitor, *callbacks)
         events = read_events(tmp_path / name)
         (verdict,) = events[events.kind == "verdict"].itertuples()
-        assert (verdict.step, verdict.rule) == (3, "rounding")
+        assert (verdict.step, verdict.verdict) == (3, "rounding")
     assert events_of(tmp_path / "watched", "switch") == []
+
+
+def test_the_old_name_of_the_quiet_period_is_still_understood():
+    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
+        assert AutoStabilizer(calm_steps=100).policy.quiet_steps == 100
 
 
 def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
@@ -119,17 +124,18 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
         monitor, AutoStabilizer("compensated", dry_run=True, scope="head"), precision="bf16-mixed"
     )
     assert same_weights(plain, dry)
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
-    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert events_of(tmp_path / "run", "switch") == []
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
+    why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     assert why == "not switched to compensated: dry run"
 
 
-def test_the_policy_undoes_a_switch_after_the_calm(trains, tmp_path):
+def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     watching = Stabilizers(monitor)
     trains.fit(
         monitor,
-        AutoStabilizer("row_max", calm_steps=5, scope="head"),
+        AutoStabilizer("row_max", quiet_steps=5, scope="head"),
         watching,
         precision="bf16-mixed",
         max_steps=12,
@@ -158,7 +164,7 @@ def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path)
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     policy = {
         "stabilizer": "stochastic", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
-        "calm_steps": 5,
+        "quiet_steps": 5,
     }  # fmt: skip
     trains.fit(monitor, AutoStabilizer(**policy), max_steps=12)
     assert read_metadata(tmp_path / "run")["settings"].items() >= policy.items()
@@ -187,14 +193,13 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, AutoStabilizer("compensated", scope="head"), model=Double())
-    assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "")]
-    why = read_events(tmp_path / "run").query("kind == 'switch'").why.item()
+    assert events_of(tmp_path / "run", "switch") == []
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
+    why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     assert why == "not switched to compensated: it computes in torch.float64"
     trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
-    assert events_of(tmp_path / "run", "switch") == [
-        (3, "net.h.0.attn", (0, 1), "compensated"),
-        (3, SITE, (0, 1), ""),
-    ]
+    assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
+    assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
     frame = read_run(tmp_path / "run")
     # What needs no capture is measured all the same.
     assert set(frame[frame.site == SITE].indicator) >= {"w_q_spectral_norm", "qk_spectral_norm"}
@@ -241,7 +246,7 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
     )
     model, _ = trains.fit(
-        AutoStabilizer(stabilizer, calm_steps=6, scope="head"),
+        AutoStabilizer(stabilizer, quiet_steps=6, scope="head"),
         monitor,
         checkpoint,
         model=resumable(trains),

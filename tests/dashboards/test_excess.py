@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guardbit.catalog import HEAD_INDICATORS
-from guardbit.dashboards import frames
-from guardbit.dashboards.excess import EXCESS_INDICATORS, times_normal
+from guardbit.dashboards import ranking
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 
@@ -25,28 +25,28 @@ def steady(samples=40, heads=8, noise=0.0, seed=0):
 def test_a_jump_is_told_as_its_factor(factor, ill_from):
     values = steady()
     values[ill_from:, 5] *= factor
-    excess = times_normal(values)
+    excess = times_baseline(values)
     assert excess[5] == pytest.approx(factor)
     np.testing.assert_allclose(np.delete(excess, 5), 1)
 
 
 def test_noise_is_within_the_normal():
-    excess = times_normal(steady(noise=0.3))
+    excess = times_baseline(steady(noise=0.3))
     # Three standard deviations are allowed; eight heads once each.
     assert (excess < 1.3).all()
 
 
 def test_growth_that_all_heads_share_is_no_excess():
     shared = np.exp(np.linspace(0, 4, 40))[:, None]
-    np.testing.assert_allclose(times_normal(steady() * shared), 1)
+    np.testing.assert_allclose(times_baseline(steady() * shared), 1)
     # Where there are too few heads for a median to be a clock, the growth is each head's own.
-    assert (times_normal(steady(heads=3) * shared) > 5).all()
+    assert (times_baseline(steady(heads=3) * shared) > 5).all()
 
 
 def test_a_head_that_was_always_larger_is_at_its_normal():
     values = steady()
     values[:, 2] *= 1000
-    np.testing.assert_allclose(times_normal(values), 1)
+    np.testing.assert_allclose(times_baseline(values), 1)
 
 
 def test_the_last_measured_value_stands_for_heads_measured_in_turn():
@@ -55,7 +55,7 @@ def test_the_last_measured_value_stands_for_heads_measured_in_turn():
         measured = np.arange(8) % 2 == sample % 2
         values[sample, measured] = 1.0
     values[56:, 4] *= 7
-    excess = times_normal(values)
+    excess = times_baseline(values)
     assert excess[4] == pytest.approx(7)
     np.testing.assert_allclose(np.delete(excess, 4), 1)
 
@@ -64,15 +64,15 @@ def test_too_few_samples_know_no_normal_and_none_know_nothing():
     values = np.ones((4, 5))
     values[3, 0] = 100
     values[:, 1] = np.nan
-    np.testing.assert_array_equal(times_normal(values), [1, np.nan, 1, 1, 1])
-    assert times_normal(np.ones((0, 3))).tolist() == pytest.approx([np.nan] * 3, nan_ok=True)
+    np.testing.assert_array_equal(times_baseline(values), [1, np.nan, 1, 1, 1])
+    assert times_baseline(np.ones((0, 3))).tolist() == pytest.approx([np.nan] * 3, nan_ok=True)
 
 
 @pytest.mark.parametrize("ill", [np.inf, 1e300])
 def test_an_overflow_is_far_beyond_normal(ill):
     values = steady()
     values[30:, 1] = ill
-    assert times_normal(values)[1] > 1e20
+    assert times_baseline(values)[1] > 1e20
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -80,7 +80,7 @@ def test_an_overflow_after_next_to_nothing_stays_a_number(dtype):
     # From 1e-30 to infinity is more than either type holds as a ratio.
     values = (1e-30 * steady()).astype(dtype)
     values[30:, 1] = np.finfo(dtype).max
-    excess = times_normal(values)
+    excess = times_baseline(values)
     assert np.isfinite(excess).all() and excess.argmax() == 1 and excess[1] > 1e20
 
 
@@ -88,14 +88,14 @@ def test_a_share_that_rises_from_nothing_to_little_is_no_excess():
     shares = np.zeros((40, 8))
     shares[30:, 3] = 0.01
     shares[30:, 4] = 0.3
-    excess = times_normal(shares, EXCESS_INDICATORS["multiple_maxima"])
+    excess = times_baseline(shares, EXCESS_INDICATORS["multiple_maxima"])
     assert excess[3] == pytest.approx(2) and excess[4] == pytest.approx(31)
 
 
 @given(st.integers(0, 2**16), st.floats(1e-6, 1e6))
 def test_units_do_not_matter(seed, unit):
     values = steady(seed=seed, noise=0.5)
-    np.testing.assert_allclose(times_normal(unit * values), times_normal(values), rtol=1e-9)
+    np.testing.assert_allclose(times_baseline(unit * values), times_baseline(values), rtol=1e-9)
 
 
 def test_the_indicators_are_known():
@@ -105,7 +105,7 @@ def test_the_indicators_are_known():
 def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
     def excess(name, step=None):
         with gzip.open(RUNS / f"{name}.csv.gz") as stream:
-            return frames.excess(pd.read_csv(stream), step)["excess"]
+            return ranking.excess(pd.read_csv(stream), step)["excess"]
 
     for name in (
         "bf16out-lr1.0e-3",
@@ -121,7 +121,7 @@ def test_recorded_runs_stable_ones_stay_light_and_the_failing_one_turns_dark():
 
 
 def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
-    table = frames.excess(run.frame)
+    table = ranking.excess(run.frame)
     assert table.index.to_list() == [(layer, head) for layer in range(12) for head in range(12)]
     assert table.loc[(2, 7), "indicator"] == "max_logit"
     assert table.loc[(2, 7), "value"] == run.values["max_logit"][2, 7, -1]
@@ -129,4 +129,4 @@ def test_the_table_names_the_worst_indicator_and_its_latest_value(run):
     assert table.loc[(2, 7), "excess"] == pytest.approx(np.exp(3 * 2.45), rel=0.5)
     assert table["excess"].drop([(2, 7), (2, 3)]).max() < 1.5
     # Up to a step nothing of what came later counts.
-    assert frames.excess(run.frame, 2400)["excess"].max() < 1.5
+    assert ranking.excess(run.frame, 2400)["excess"].max() < 1.5

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards.excess import times_normal
+from guardbit.dashboards.excess import times_baseline
 from guardbit.dashboards.history import History
 
 
@@ -94,7 +94,7 @@ def test_excess_is_that_of_the_samples_and_names_the_worst_indicator():
     excess, which, names = history.excess()
     # float32 against float64.
     expected = np.fmax(
-        times_normal(logits.reshape(60, -1)), times_normal(norms.reshape(60, -1))
+        times_baseline(logits.reshape(60, -1)), times_baseline(norms.reshape(60, -1))
     ).reshape(2, 4)
     np.testing.assert_allclose(excess, expected, rtol=1e-5)
     assert names[which[1, 2]] == "max_logit" and names[which[0, 1]] == "w_q_spectral_norm"

@@ -5,25 +5,25 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guardbit.dashboards.names import MOST_CHARACTERS, fitted, place_of_run, told_apart
+from guardbit.dashboards.names import MOST_CHARACTERS, distinguished, fitted, place_of_run
 
 LONG = "gpt2-small-without-biases-lr1.5e-03-seed4"
 
 
 def test_what_all_have_in_common_goes_first():
     names = [f"stock-{LONG}", f"rescue-all-{LONG}"]
-    assert told_apart(names) == fitted(names) == ["stock", "rescue-all"]
+    assert distinguished(names) == fitted(names) == ["stock", "rescue-all"]
     short = ["a-1", "b-1"]
-    assert told_apart(short) == short, "there is room"
+    assert distinguished(short) == short, "there is room"
     nested = [LONG, f"{LONG}-again"]
-    assert told_apart(nested) == nested, "nothing would be left of one"
+    assert distinguished(nested) == nested, "nothing would be left of one"
     turned = ["a" * 30 + "-" + "b" * 30, "b" * 30 + "-" + "a" * 30]
-    assert told_apart(turned) == turned
+    assert distinguished(turned) == turned
 
 
 @given(st.lists(st.text("ab-", min_size=1, max_size=120), min_size=1, max_size=4, unique=True))
 def test_names_fit_and_still_differ_where_they_are_not_cut(names):
-    told = told_apart(names)
+    told = distinguished(names)
     assert len(set(told)) == len(names) and all(told)
     assert sum(map(len, fitted(names))) <= MOST_CHARACTERS
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guardbit.monitor import detectors as detectors_module
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
     DeltaBias,
@@ -18,7 +19,7 @@ from guardbit.monitor.detectors import (
     MultipleMaxima,
     NormGrowth,
 )
-from guardbit.records import Sample
+from guardbit.records import Role, Sample
 
 NAN, INF = math.nan, math.inf
 
@@ -168,24 +169,50 @@ def test_logit_outlier_spares_logits_that_were_there_from_the_start():
 
 def test_a_role_that_there_is_not_is_refused():
     class Odd:
-        name, role = "odd", "everything"
+        name, role = "odd", Role("everything")
 
         def examine(self, frame, state):
             return []
 
-    with pytest.raises(ValueError, match="the role of odd is 'everything'; it must be one of head"):
+    with pytest.raises(ValueError, match=r"odd is .*'everything'.* one of head, model, loss"):
         Detectors((Odd(),))
+
+
+@pytest.mark.parametrize(
+    "word, role",
+    [
+        ("head", Role("head")),
+        ("cause", Role("head", measures_cause=True)),
+        ("model", Role("model")),
+        ("loss", Role("loss")),
+    ],
+)
+def test_a_role_that_is_a_word_is_still_understood(word, role):
+    class Mine:
+        name = "mine"
+
+        def examine(self, snapshot, state):
+            return []
+
+    Mine.role = word
+    with pytest.warns(DeprecationWarning, match=f"the role of the rule mine is '{word}'; write"):
+        assert Detectors((Mine(),)).roles == {"mine": role}
+
+
+def test_the_old_name_of_a_snapshot_is_still_there():
+    with pytest.warns(DeprecationWarning, match=r"Frame .* is called Snapshot"):
+        assert detectors_module.Frame is detectors_module.Snapshot
 
 
 def test_the_alarms_of_a_renamed_rule_carry_its_role():
     detectors = Detectors(
         (ModelLogits(name="mine"), LossDeparture(name="mine too"), DeltaBias(name="third"))
     )
-    assert [detectors.role_of(n) for n in ("mine", "mine too", "third", "no rule")] == [
-        "model", "loss", "cause", "head"
-    ]  # fmt: skip
+    assert detectors.roles == {
+        "mine": Role("model"), "mine too": Role("loss"), "third": Role("head", measures_cause=True)
+    }  # fmt: skip
     losses = [sample(step, "loss", [1.0 if step < 10 else 9.0], "") for step in range(20)]
-    assert {alarm.role for alarm in detectors.update(losses)} == {"loss"}
+    assert {alarm.role for alarm in detectors.update(losses)} == {Role("loss")}
 
 
 def test_model_logits_need_three_quarters_of_the_layers():
@@ -459,6 +486,12 @@ def mixed_run(seed=0):
         yield samples
 
 
+#: The rules that `mixed_run` makes fire, all of them.
+ALL_FIRE = (
+    NormGrowth(), LogitOutlier(), ModelLogits(), MultipleMaxima(), DeltaBias(), LossDeparture()
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("start", [1, 5000, 10**6])
 def test_the_number_of_the_step_does_not_matter(start):
     def alarms(start):
@@ -467,10 +500,10 @@ def test_the_number_of_the_step_does_not_matter(start):
             for samples in mixed_run()
             for one in samples
         )
-        found = Detectors().update(moved)
+        found = Detectors(ALL_FIRE).update(moved)
         return [(alarm.step - start, alarm.site, alarm.heads, alarm.rule) for alarm in found]
 
-    assert {rule for *_, rule in alarms(0)} == {rule.name for rule in DEFAULT_RULES}
+    assert {rule for *_, rule in alarms(0)} == {rule.name for rule in ALL_FIRE}
     assert alarms(start) == alarms(0)
 
 
@@ -503,17 +536,17 @@ def test_an_alarm_tells_what_shadow_and_audit_say_of_its_heads():
 
 def test_resumed_equals_uninterrupted_at_every_cut():
     steps = list(mixed_run())
-    whole = Detectors(cool_down_steps=200)
+    whole = Detectors(ALL_FIRE, cool_down_steps=200)
     expected = [whole.update(samples) for samples in steps]
     fired = {alarm.rule for alarms in expected for alarm in alarms}
-    assert fired == {rule.name for rule in DEFAULT_RULES}
+    assert fired == {rule.name for rule in ALL_FIRE}
     for cut in range(len(steps)):
-        first = Detectors(cool_down_steps=200)
+        first = Detectors(ALL_FIRE, cool_down_steps=200)
         before = [first.update(samples) for samples in steps[:cut]]
         saved = json.dumps(first.state_dict(), allow_nan=False)
         if cut < len(steps):
             first.update(steps[cut])  # must not reach into what was saved
-        second = Detectors(cool_down_steps=200)
+        second = Detectors(ALL_FIRE, cool_down_steps=200)
         second.load_state_dict(json.loads(saved))
         after = [second.update(samples) for samples in steps[cut:]]
         assert before + after == expected, f"cut before step {cut}"

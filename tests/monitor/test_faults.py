@@ -108,7 +108,7 @@ BELOW = {
     "begin_batch: opening the journal": (journal, "is_run"),
     "begin_batch: the folder": (journal, "RunWriter"),
     "begin_batch: what is remembered": (session_module.MonitorSession, "_remembered"),
-    "begin_batch: the journal so far": (journal, "_told"),
+    "begin_batch: the journal so far": (journal, "_recorded"),
     "loss": (Measurement, "loss"),
     "grad_norm": (Measurement, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),

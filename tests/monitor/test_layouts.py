@@ -18,7 +18,8 @@ from torch.func import functional_call
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from guardbit.monitor.layouts import Layout, LayoutUnavailable, find_layout
+from guardbit.monitor.layout_search import find_layout
+from guardbit.monitor.layouts import Layout, LayoutUnavailable
 
 HEADS, GROUPS, D_HEAD, D_MODEL, TOKENS = 4, 2, 6, 24, 5
 

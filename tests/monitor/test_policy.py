@@ -3,16 +3,32 @@ import json
 
 import pytest
 
-from guardbit.monitor.detectors import DEFAULT_RULES, role_of
-from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy, judge
-from guardbit.records import Alarm
+from guardbit.monitor.detectors import (
+    DEFAULT_RULES,
+    DeltaBias,
+    LogitOutlier,
+    LossDeparture,
+    ModelLogits,
+    MultipleMaxima,
+    NormGrowth,
+    role_of,
+)
+from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy
+from guardbit.monitor.verdict import judge
+from guardbit.records import Alarm, Role
 
 #: Written by hand, for the tests' alarms.
-ROLES = {"model_logits": "model", "loss_departure": "loss", "delta_bias": "cause"}
+ROLES = {
+    "model_logits": Role("model", measures_cause=False),
+    "loss_departure": Role("loss", measures_cause=False),
+    "delta_bias": Role("head", measures_cause=True),
+}
 
 
 def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
-    return Alarm(step, site, heads, rule, "because", ROLES.get(rule, "head"))
+    return Alarm(
+        step, site, heads, rule, "because", ROLES.get(rule, Role("head", measures_cause=False))
+    )
 
 
 PLAIN = {f"h.{layer}": ["none"] * 12 for layer in range(8)}
@@ -27,8 +43,12 @@ def decided(decisions):
 
 
 def test_the_rules_have_their_roles():
-    known = {rule.name: role_of(rule) for rule in DEFAULT_RULES}
-    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], "head")
+    rules = (
+        NormGrowth(), LogitOutlier(), ModelLogits(), MultipleMaxima(), DeltaBias(), LossDeparture()
+    )  # fmt: skip
+    assert set(rules) <= set(DEFAULT_RULES)
+    known = {rule.name: role_of(rule) for rule in rules}
+    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], Role("head"))
     assert known == ROLES | of_heads
 
 
@@ -97,8 +117,8 @@ def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
     assert decided(decisions) == [(150 + gap, "h.2", (3,), "compensated")] * fires
 
 
-def test_a_switch_is_undone_after_the_calm_and_only_once():
-    policy = Policy("stochastic", calm_steps=1000, scope="head")
+def test_a_switch_is_undone_after_the_quiet_period_and_only_once():
+    policy = Policy("stochastic", quiet_steps=1000, scope="head")
     decide(policy, [alarm(100, heads=(3, 4))], 100)
     decide(policy, [alarm(600, heads=(4,))], 600)
     assert decide(policy, [], 1099) == []
@@ -110,7 +130,7 @@ def test_a_switch_is_undone_after_the_calm_and_only_once():
 
 
 def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
-    policy = Policy("compensated", calm_steps=100, agreement_steps=10_000, scope="head")
+    policy = Policy("compensated", quiet_steps=100, agreement_steps=10_000, scope="head")
     decide(policy, [alarm(100)], 100)
     assert decided(decide(policy, [], 200)) == [(200, "h.2", (3,), "none")]
     assert decide(policy, [], 300) == []
@@ -126,8 +146,8 @@ def test_heads_that_somebody_else_has_switched_are_left_alone():
     stabilizers = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
     alarms = [alarm(100, heads=(3, 5))]
     heads, model = (
-        Policy("compensated", calm_steps=50, scope="head"),
-        Policy("compensated", scope="model", calm_steps=50),
+        Policy("compensated", quiet_steps=50, scope="head"),
+        Policy("compensated", scope="model", quiet_steps=50),
     )
     assert decided(decide(heads, alarms, 100, stabilizers)) == [(100, "h.2", (5,), "compensated")]
     others = (0, 1, 2, *range(5, 12))
@@ -147,7 +167,7 @@ def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
 
 
 def test_of_the_scope_model_an_alarm_with_nothing_left_to_switch_counts_for_nothing():
-    policy = Policy("compensated", scope="model", calm_steps=100)
+    policy = Policy("compensated", scope="model", quiet_steps=100)
     assert decide(policy, [alarm(100)], 100, {"h.2": ["stochastic"] * 2}) == []
     # The switch after it is the first, and is undone.
     (switch,) = decide(policy, [alarm(300)], 300, {"h.2": ["none"] * 2})
@@ -165,11 +185,11 @@ def test_an_alarm_of_a_head_that_was_taken_then_does_not_count_later():
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
-    policy = Policy("compensated", scope=scope, calm_steps=100)
+    policy = Policy("compensated", scope=scope, quiet_steps=100)
     both = {"h.2": ["none"] * 4, "h.3": ["none"] * 4}
     first = decide(policy, [alarm(100), alarm(100, site="h.3")], 100, both)
     state = policy.state_dict()
-    policy = Policy("compensated", scope=scope, calm_steps=100)
+    policy = Policy("compensated", scope=scope, quiet_steps=100)
     policy.load_state_dict(state)
     undone = [decide(policy, [], step, {site: both[site]}) for step, site in (
         (200, "h.2"), (250, "h.2"), (300, "h.3"), (350, "h.3"))]  # fmt: skip
@@ -180,7 +200,7 @@ def test_of_a_resumed_run_what_is_called_late_is_undone_when_it_is(scope):
 
 
 def test_of_a_resumed_run_that_undoes_nothing_more_what_is_called_late_stays_switched():
-    policy = Policy("compensated", scope="model", calm_steps=100)
+    policy = Policy("compensated", scope="model", quiet_steps=100)
     decide(policy, [alarm(100)], 100)
     assert decided(decide(policy, [], 200, {"h.2": ["compensated"] * 12}))[0][3] == "none"
     state = policy.state_dict()
@@ -197,13 +217,13 @@ def of_all(stabilizer, step, sites=PLAIN):
     return [(step, site, tuple(range(12)), stabilizer) for site in sorted(sites)]
 
 
-def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
-    policy = Policy("compensated", scope="model", calm_steps=1000)
+def test_of_the_scope_model_one_alarm_switches_all_and_quiet_of_all_undoes_it():
+    policy = Policy("compensated", scope="model", quiet_steps=1000)
     assert decide(policy, [], 50) == []
     first = decide(policy, [alarm(100)], 100)
     assert decided(first) == of_all("compensated", 100)
     assert "norm_growth" in first[0].why
-    # A further head is switched already; the calm begins with its alarm.
+    # A further head is switched already; the quiet period begins with its alarm.
     assert decide(policy, [alarm(600, site="h.5", heads=(0,))], 600) == []
     assert decide(policy, [], 1599) == []
     assert decided(decide(policy, [], 1600)) == of_all("none", 1600)
@@ -215,12 +235,12 @@ def test_of_the_scope_model_one_alarm_switches_all_and_calm_of_all_undoes_it():
     assert decide(policy, [], 99_000) == []
 
 
-def test_of_the_scope_layer_one_alarm_switches_its_site_and_calm_of_that_undoes_it():
-    policy = Policy("compensated", scope="layer", calm_steps=1000)
+def test_of_the_scope_layer_one_alarm_switches_its_site_and_quiet_of_that_undoes_it():
+    policy = Policy("compensated", scope="layer", quiet_steps=1000)
     first = decide(policy, [alarm(100)], 100)
     assert decided(first) == of_all("compensated", 100, ["h.2"])
     assert first[0].why == "a head alarmed by norm_growth"
-    # Another site by its own alarm; a further head of the first lengthens its calm alone.
+    # Another site by its own alarm; a further head of the first lengthens its quiet period alone.
     other = decide(policy, [alarm(600, site="h.5", heads=(0,)), alarm(700, heads=(9,))], 700)
     assert decided(other) == of_all("compensated", 700, ["h.5"])
     assert decide(policy, [], 1599) == []
@@ -234,7 +254,7 @@ def test_of_the_scope_layer_one_alarm_switches_its_site_and_calm_of_that_undoes_
 
 
 def test_of_the_scope_layer_heads_that_somebody_else_has_switched_are_left_alone():
-    policy = Policy("compensated", scope="layer", calm_steps=50)
+    policy = Policy("compensated", scope="layer", quiet_steps=50)
     taken = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
     (switch,) = decide(policy, [alarm(100)], 100, taken)
     others = (0, 1, 2, *range(5, 12))
@@ -253,11 +273,11 @@ def test_of_the_scope_layer_the_rules_must_agree_on_one_head():
 
 
 def test_a_policy_of_the_scope_model_goes_on_from_a_state_of_before_there_were_layers():
-    before = Policy("compensated", scope="model", calm_steps=100)
+    before = Policy("compensated", scope="model", quiet_steps=100)
     decide(before, [alarm(100)], 100)
     state = before.state_dict()
     state["model"] = state.pop("groups")[""]
-    after = Policy("compensated", scope="model", calm_steps=100)
+    after = Policy("compensated", scope="model", quiet_steps=100)
     after.load_state_dict(state)
     assert decided(decide(after, [], 200)) == of_all("none", 200)
 
@@ -300,7 +320,7 @@ def test_what_always_has_switched_is_not_a_policy_s_without_and_the_other_way_ro
 
 @pytest.mark.parametrize("alarms", [1, 2])
 def test_of_the_scope_model_what_is_called_later_is_switched_when_it_is_known(alarms):
-    policy = Policy("compensated", scope="model", calm_steps=1000)
+    policy = Policy("compensated", scope="model", quiet_steps=1000)
     few, all_ = {"h.2": ["none"] * 12}, {"h.2": ["compensated"] * 12, "h.3": ["none"] * 12}
     step = 0
     for step in range(0, 3000 * alarms, 3000):
@@ -332,10 +352,10 @@ def test_that_all_layers_run_away_is_known_in_any_scope(scope):
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
-    before = Policy("compensated", scope=scope, calm_steps=100)
+    before = Policy("compensated", scope=scope, quiet_steps=100)
     decide(before, [alarm(100)], 100)
     after = Policy(
-        "compensated", scope=next(other for other in SCOPES if other != scope), calm_steps=100
+        "compensated", scope=next(other for other in SCOPES if other != scope), quiet_steps=100
     )
     after.load_state_dict(before.state_dict())
     switched = {site: ["compensated"] * 12 for site in PLAIN}
@@ -344,16 +364,16 @@ def test_of_a_policy_of_another_scope_nothing_is_taken_over(scope):
     assert decide(after, [], 500, switched) == []
 
 
-@pytest.mark.parametrize("calm_steps", [None, 1000])
-def test_when_all_layers_run_away_only_a_measured_bias_switches(calm_steps):
-    policy = Policy("compensated", calm_steps=calm_steps, scope="head")
+@pytest.mark.parametrize("quiet_steps", [None, 1000])
+def test_when_all_layers_run_away_only_a_measured_bias_switches(quiet_steps):
+    policy = Policy("compensated", quiet_steps=quiet_steps, scope="head")
     every_layer = [alarm(100, "model_logits", f"h.{layer}") for layer in range(4)]
     assert decide(policy, [*every_layer, alarm(100)], 100) == []
     measured = decide(policy, [alarm(200, "delta_bias", "h.1")], 200)
     assert decided(measured) == [(200, "h.1", (3,), "compensated")]
     last = 100 + HOLD_STEPS - 1
     undone = decide(policy, [alarm(last)], last)
-    assert decided(undone) == ([] if calm_steps is None else [(last, "h.1", (3,), "none")])
+    assert decided(undone) == ([] if quiet_steps is None else [(last, "h.1", (3,), "none")])
     after = decide(policy, [alarm(last + 1)], last + 1)
     assert decided(after) == [(last + 1, "h.2", (3,), "compensated")]
 
@@ -375,7 +395,7 @@ def test_resumed_equals_uninterrupted_at_every_cut(scope):
         (7400, [alarm(7400), alarm(7400, "delta_bias")]),
         (14000, []),
     ]
-    settings = {"scope": scope, "agreeing_rules": 2, "agreement_steps": 400, "calm_steps": 900}
+    settings = {"scope": scope, "agreeing_rules": 2, "agreement_steps": 400, "quiet_steps": 900}
     whole = Policy(**settings)
     expected = [decide(whole, alarms, step) for step, alarms in script]
     assert sum(map(len, expected)) >= 3  # switched, undone, switched again
@@ -400,7 +420,7 @@ def loss(step):
 @pytest.mark.parametrize(
     "alarms, verdict, evidence",
     [
-        ([alarm(7000)], "rounding", "1 of 12 layers move (h.2), from step"),
+        ([alarm(7000)], "rounding", "alarms in 1 of 12 attention modules (h.2), from step"),
         ([alarm(7000)], "rounding", "norm_growth: because"),
         # All layers long after one head: the consequence, not the cause.
         ([alarm(7000), *everywhere(8001, "model_logits")], "rounding", "1 of 12"),
@@ -414,9 +434,9 @@ def loss(step):
         ([alarm(7000), alarm(7100, "delta_bias"), loss(8000)], "rounding", "alarm on the loss at"),
         ([alarm(7000), loss(8001)], "rounding", "alarm on the loss at"),
         ([alarm(7000)], "rounding", "no alarm on the loss"),
-        # How many layers move.
-        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 layers move"),
-        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 layers move"),
+        # How many modules have alarms.
+        (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 attention modules"),
+        (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 attention modules"),
         (everywhere(3000, "delta_bias", 5), "unclear", "a one-sided delta bias is measured;"),
         ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
         # Whether the bias sides with the growth.
@@ -446,7 +466,7 @@ def test_verdict(alarms, verdict, evidence, start):
 
 @pytest.mark.parametrize("ended", [False, True])
 def test_without_an_alarm_a_run_is_stable(ended):
-    stable = ("stable", "no rule has fired in any of 12 layers")
+    stable = ("stable", "no rule has fired in any of 12 attention modules")
     assert judge([], 12, ended=ended) == stable
 
 
@@ -469,15 +489,28 @@ def test_two_layers_of_five_are_many():
         ({"stabilizer": "magic"}, "got 'magic'"),
         ({"scope": "site"}, "scope must be one of head, layer, model, got 'site'"),
         ({"always": 1}, "always must be True or False, got 1"),
-        ({"always": True, "calm_steps": 5}, "calm_steps is 5 and always is True: .* leave one of"),
+        (
+            {"always": True, "quiet_steps": 5},
+            "quiet_steps is 5 and always is True: .* leave one",
+        ),
         ({"agreeing_rules": 0}, "agreeing_rules must be >= 1, got 0"),
         ({"agreeing_rules": 1.5}, "agreeing_rules must be a whole number, got 1.5"),
         ({"agreement_steps": None}, "agreement_steps must be a whole number, got None"),
-        ({"calm_steps": "x"}, "calm_steps must be a whole number, got 'x'"),
+        ({"quiet_steps": "x"}, "quiet_steps must be a whole number, got 'x'"),
         ({"agreement_steps": -1}, "agreement_steps must be >= 0, got -1"),
-        ({"calm_steps": 0}, "calm_steps must be >= 1 or None, got 0"),
+        ({"quiet_steps": 0}, "quiet_steps must be >= 1 or None, got 0"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Policy(**arguments)
+
+
+def test_the_old_name_of_the_quiet_period_is_still_understood():
+    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
+        policy = Policy("compensated", scope="head", calm_steps=100)
+    assert policy.quiet_steps == 100
+    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
+        assert policy.calm_steps == 100
+    with pytest.raises(ValueError, match="quiet_steps is 5 and calm_steps, its old name, is 6"):
+        Policy(quiet_steps=5, calm_steps=6)

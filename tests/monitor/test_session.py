@@ -27,7 +27,7 @@ from guardbit.monitor.measure import measurement, metric, weights
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
-from guardbit.records import Event
+from guardbit.records import Event, Role
 from guardbit.store import RunWriter, is_run, read_metadata
 
 SITES = ["layers.0", "layers.1"]
@@ -405,7 +405,7 @@ def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
 class LossAtStep:
     """Says at every sample from one step on that the loss has departed."""
 
-    role: ClassVar = "loss"
+    role: ClassVar = Role("loss")
 
     step: int
     name: str = "my_loss"
@@ -424,23 +424,28 @@ def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
     departed = events[events["rule"] == "my_loss"]
     assert departed["step"].tolist() == [1500, 2500, 3500]
     verdicts = events[events["kind"] == "verdict"]
-    assert verdicts[["step", "rule"]].to_numpy().tolist() == [[0, "rounding"], [1500, "rounding"]]
+    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
+        [0, "rounding"],
+        [1500, "rounding"],
+    ]
     assert [why.split("; ")[-1] for why in verdicts["why"]] == [
         "no alarm on the loss", "alarm on the loss at step 1500"
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("with_role", [True, False])
-def test_a_resumed_run_knows_what_its_first_alarms_were_about(with_role):
+@pytest.mark.parametrize("written", ["now", "as a word", "not at all"])
+def test_a_resumed_run_knows_what_its_first_alarms_were_about(written):
     rules = (Always(2500), LossAtStep(500))
     loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
     state = json.loads(json.dumps(loop.session.state_dict()))
     loop.session.close()
-    if not with_role:  # of an earlier version
+    if written == "as a word":  # of an earlier version
+        state["first_alarms"] = [[*alarm[:5], "loss"] for alarm in state["first_alarms"]]
+    if written == "not at all":  # of a still earlier one
         state["first_alarms"] = [alarm[:5] for alarm in state["first_alarms"]]
     resumed = Loop(every_n_train_steps=500, rules=rules)
     resumed.session.load_state_dict(state)
-    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == ["loss"]
+    assert [alarm.role for alarm in resumed.session._first_alarms.values()] == [Role("loss")]
 
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
@@ -461,7 +466,8 @@ def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
         [3, "switch", SITES[1], (1,), "stochastic"],
         [3, "verdict", "", (), ""],
     ]
-    assert told["rule"].tolist() == ["always", "", "rounding"]
+    assert told["rule"].tolist() == ["always", "", ""]
+    assert told["verdict"].tolist() == ["", "", "rounding"]
     assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
 
 
@@ -548,11 +554,11 @@ def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
     state = own.session.state_dict()
     own.session.close()
     Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
-    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding"]
     resumed = Loop(dirpath=tmp_path, **settings)
     resumed.session.load_state_dict(state)
     resumed.run([3, 4])
-    assert events_of(tmp_path, "verdict")["rule"].tolist() == ["rounding", "stable"]
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding", "stable"]
 
 
 def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
@@ -613,7 +619,7 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     # Nothing is audited at the first step, as no site is known before it.
     assert counts.index.tolist() == [0, 1, 2, 3, 4] and counts[1:].nunique() == 1
     assert events_of(tmp_path, "switch")["step"].tolist() == [2]
-    lines = [line for line in caplog.messages if "kept to try again" in line]
+    lines = [line for line in caplog.messages if "pending for another try" in line]
     assert len(lines) == 2 and all("No space left" in line for line in lines)
     assert not any("is off" in line for line in caplog.messages)
 
@@ -624,7 +630,7 @@ def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplo
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "flush", full_disk)
         loop.run(range(1, 6), close=False)
-    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
     assert loop.session.samples[0].step == 5, "the steps are watched all the same"
     loop.session.switch("*", "compensated")
@@ -697,7 +703,7 @@ def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
     Loop(every_n_train_steps=1, policy=policy).run(range(2))
     told = [line for line in caplog.messages if "no alarm can switch" in line]
     assert len(told) == (policy is not None)
-    assert not told or ("any of the 2 attention sites: " in told[0] and "dropout 1.0" in told[0])
+    assert not told or ("any of the 2 attention modules: " in told[0] and "dropout 1.0" in told[0])
 
 
 def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monkeypatch, caplog):
@@ -727,7 +733,7 @@ def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, cap
     assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
     told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
     assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
-    assert sum("kept to try again" in line for line in caplog.messages) == 1
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert not any("is off" in line for line in caplog.messages)
 
 
@@ -800,10 +806,10 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
     assert f"{tmp_path} holds" in told and "from step 0 on" in told
 
 
-@pytest.mark.parametrize("calm_steps, warned", [(1000, True), (1001, False), (None, False)])
-def test_calm_that_a_lasting_alarm_fits_into_is_warned_of(caplog, calm_steps, warned):
-    Loop(every_n_train_steps=1, policy=Policy("compensated", calm_steps=calm_steps, scope="head"))
-    assert any("ill are given back" in line for line in caplog.messages) == warned
+@pytest.mark.parametrize("quiet_steps, warned", [(1000, True), (1001, False), (None, False)])
+def test_a_quiet_period_that_a_lasting_alarm_fits_into_is_warned_of(caplog, quiet_steps, warned):
+    Loop(every_n_train_steps=1, policy=Policy("compensated", quiet_steps=quiet_steps, scope="head"))
+    assert any("still diverge are switched back" in line for line in caplog.messages) == warned
 
 
 def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
@@ -928,7 +934,7 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy("stochastic", scope="model", calm_steps=6),
+        policy=Policy("stochastic", scope="model", quiet_steps=6),
     )  # fmt: skip
     layers = loop.model.layers
     loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
@@ -947,8 +953,8 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
 ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]
 
 
-def switches(path):
-    events = events_of(path, "switch")
+def switches(path, kind="switch"):
+    events = events_of(path, kind)
     columns = (events[name] for name in ("step", "site", "heads", "stabilizer", "why"))
     return list(zip(*columns, strict=True))
 
@@ -1008,7 +1014,9 @@ def test_always_in_a_dry_run_switches_nothing(tmp_path):
     loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
     loop.run(range(5))
     why = "not switched to compensated: dry run"
-    assert switches(tmp_path) == [(0, *which, "", why) for which in ALL_HEADS]
+    assert switches(tmp_path) == []
+    refused = [(0, *which, "compensated", why) for which in ALL_HEADS]
+    assert switches(tmp_path, "refusal") == refused
     running = loop.session.state_dict()["running"].values()
     assert running and all({*names} == {"none"} for names in running)
 
@@ -1032,7 +1040,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy("compensated", scope=scope, calm_steps=6),
+        policy=Policy("compensated", scope=scope, quiet_steps=6),
     )  # fmt: skip
     loop.run(range(3), close=False)
     loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
@@ -1067,9 +1075,9 @@ def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
     serious.session.load_state_dict(state)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     serious.run([2, 998, 1000])
-    switches = events_of(tmp_path, "switch")
-    assert switches.step.tolist() == [0, 1000]
-    assert switches.stabilizer.tolist() == ["", "compensated"]
+    refused, made = events_of(tmp_path, "refusal"), events_of(tmp_path, "switch")
+    assert refused[["step", "stabilizer"]].to_numpy().tolist() == [[0, "compensated"]]
+    assert made[["step", "stabilizer"]].to_numpy().tolist() == [[1000, "compensated"]]
 
 
 def test_suspects_are_audited_besides_those_in_turn(tmp_path):
@@ -1267,7 +1275,7 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     with caplog.at_level(logging.INFO, "guardbit"):
         loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
         loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test", rule="a_rule"))
-        loop.session.record(Event(4, "verdict", "", (), "for a test", rule="rounding"))
+        loop.session.record(Event(4, "verdict", "", (), "for a test", verdict="rounding"))
     loop.session.close()
     levels = [record.levelname for record in caplog.records if "for a test" in record.message]
     assert levels == ["WARNING", "WARNING", "WARNING"]

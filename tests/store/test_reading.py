@@ -94,6 +94,7 @@ _EVENTS = st.builds(
     why=_NAMES,
     rule=_NAMES,
     stabilizer=_NAMES,
+    verdict=_NAMES,
 )
 
 
@@ -107,7 +108,9 @@ def test_events_come_back_as_they_were(
         for event in events:
             writer.event(event)
     frame = read_events(folder)
-    assert list(frame.columns) == ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+    assert list(frame.columns) == [
+        "step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"
+    ]  # fmt: skip
     assert frame["step"].dtype == "int64"
     found = [Event(**row) for row in frame.to_dict("records")]
     assert found == sorted(events, key=lambda event: event.step)

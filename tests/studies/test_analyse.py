@@ -11,8 +11,8 @@ import pandas as pd
 import pytest
 
 from guardbit import read_events, read_run
-from guardbit.monitor.policy import AT_ONCE
 from guardbit.monitor.replay import replay
+from guardbit.monitor.verdict import AT_ONCE
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from studies.rescue import analyse, lines, measures
@@ -127,7 +127,7 @@ def test_what_fast_growing_logits_do_by_themselves(tmp_path):
         with RunWriter(tmp_path / arm, metadata={"study": study}) as writer:
             for step, *values in zip(steps.tolist(), *np.exp(logs).tolist(), strict=True):
                 writer.add([Sample(step, "h.0", 0, "max_logit", tuple(values))])
-            writer.event(Event(1000, "switch", "h.0", (0,), "a dry run"))
+            writer.event(Event(1000, "refusal", "h.0", (0,), "a dry run", stabilizer="compensated"))
             for step in (6000, 7000):
                 writer.event(Event(step, "switch", "h.0", (0,), "", stabilizer="compensated"))
     line, branch = analyse.growth_without_a_switch(load(tmp_path)).to_dict("records")
@@ -200,7 +200,7 @@ def bare(name="run", events=(), **facts):
 def test_which_run_another_is_held_against():
     made = Event(6000, "switch", "h.0", (0,), "", stabilizer="compensated")
     undone = Event(9000, "switch", "h.0", (0,), "", stabilizer="none")
-    dry = Event(6000, "switch", "h.0", (0,), "a dry run")
+    dry = Event(6000, "refusal", "h.0", (0,), "a dry run", stabilizer="none")
     rescue_all = partial(bare, arm="rescue_all", stabilizer="compensated")
     runs = [
         bare("stock"), bare("stock1", seed=1), bare("fast", learning_rate=3e-3),
@@ -251,8 +251,8 @@ def test_one_line_of_a_run():
     alarm = partial(Event, kind="alarm", why="", rule="norm_growth")
     events = [
         alarm(2000, site="h.0", heads=(0,)), alarm(2400, site="h.1", heads=(0,), rule="other"),
-        Event(2000, "verdict", "", (), "", rule="unclear"),
-        Event(2400, "verdict", "", (), "", rule="rounding"),
+        Event(2000, "verdict", "", (), "", verdict="unclear"),
+        Event(2400, "verdict", "", (), "", verdict="rounding"),
         Event(2000, "switch", "h.0", (0,), "", stabilizer="compensated"),
         Event(2400, "switch", "h.0", (1,), "", stabilizer="compensated"),
     ]  # fmt: skip
@@ -345,7 +345,7 @@ def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
     else:
         # Live there was a sample every 50 steps, packed there is one every 200.
         assert alarms.min() <= again.first_alarm <= alarms.min() + 400
-        said = events.loc[events["kind"] == "verdict", "rule"].iloc[-1]
+        said = events.loc[events["kind"] == "verdict", "verdict"].iloc[-1]
         at_once = events["rule"].eq("loss_departure") & (events["step"] < alarms.min() + AT_ONCE)
         # A loss that is alarmed with the heads may be so in steps that are not packed.
         assert again.verdict == said or (said == "unclear" and at_once.any())

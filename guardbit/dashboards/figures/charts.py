@@ -49,7 +49,7 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "model_map",
         "Model map",
-        "Every head, at the end of the run. Dark: its worst indicator is far above its own normal, "
+        "Every head, at the end of the run. Dark: its worst indicator is far above its baseline, "
         "growth that all heads share taken out; stable runs stay below 12x. A frame: an alarm.",
         EXCESS_NEEDS,
         model_map,
@@ -88,8 +88,8 @@ CHARTS: tuple[Chart, ...] = (
     Chart(
         "attention_entropy",
         "Attention entropy",
-        "Look for a head that falls towards 0: all its queries look at one key. Low by itself is "
-        "no illness.",
+        "Look for a head that falls towards 0: all its queries look at one key. A low "
+        "entropy alone is healthy.",
         ("attention_entropy",),
         attention_entropy,
     ),

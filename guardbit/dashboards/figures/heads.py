@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.lines import draw_heads, label_ends
 from guardbit.dashboards.figures.scales import has_finite, plain, scale
 from guardbit.dashboards.figures.style import canvas, finish, styled
@@ -30,23 +30,23 @@ def spectral_norm_of_heads(
 
     Args:
         frame: The samples.
-        events: The journal.
+        events: The events.
         layer: The layer; by default the first to alarm, else the one with the largest norm.
     """
     if layer is None:
-        layer = next((head[0] for head in frames.first_events(frame, events, "alarm")), None)
+        layer = next((head[0] for head in marks.first_events(frame, events, "alarm")), None)
     if layer is None:
-        layer = frames.worst_layer(frame)
-    samples = frames.check_samples(frame)
+        layer = ranking.worst_layer(frame)
+    samples = tables.check_samples(frame)
     of_layer = cast(pd.DataFrame, samples[samples["layer"] == layer])
-    table = frames.by_head(of_layer, "w_q_spectral_norm")
+    table = tables.by_head(of_layer, "w_q_spectral_norm")
     if not has_finite(table):
         return None
     figure, (axes,) = canvas(
         f"W_Q spectral norm of layer {layer}" + (", every head" if len(table.columns) > 1 else "")
     )
     axes.set_ylabel("largest singular value")
-    draw_heads(axes, table, frames.notable_heads(of_layer, events, "w_q_spectral_norm"))
+    draw_heads(axes, table, ranking.notable_heads(of_layer, events, "w_q_spectral_norm"))
     axes.set_ylim(bottom=0)
     finish([axes], frame, events)
     label_ends(axes)
@@ -59,12 +59,12 @@ def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure
 
     Values at or below zero have no place on a log axis and leave a gap, as infinite ones do.
     """
-    table = frames.by_head(frame, "max_logit")
+    table = tables.by_head(frame, "max_logit")
     table = table.mask(table <= 0, np.inf)
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Max logit of every head")
-    draw_heads(axes, table, frames.notable_heads(frame, events, "max_logit"))
+    draw_heads(axes, table, ranking.notable_heads(frame, events, "max_logit"))
     axes.set_ylabel("largest attention score" + scale(axes, table.to_numpy()))
     finish([axes], frame, events)
     label_ends(axes)
@@ -78,11 +78,11 @@ def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
     The heads of lowest entropy stand out, beside those that alarmed: a head that looks at one key
     only has entropy 0.
     """
-    table = frames.by_head(frame, "attention_entropy")
+    table = tables.by_head(frame, "attention_entropy")
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Attention entropy of every head")
-    notable = frames.notable_heads(frame, events, "attention_entropy", smallest=True)
+    notable = ranking.notable_heads(frame, events, "attention_entropy", smallest=True)
     draw_heads(axes, table, notable)
     axes.set_ylabel("mean entropy of a row (nats)")
     axes.set_ylim(bottom=0)
@@ -99,13 +99,13 @@ def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figur
     of a head's errors would stay if each were as likely positive as negative: 0 +- 1.96 times the
     root of the sum of their squares, 95 % at any one step.
     """
-    table = frames.by_head(frame, "delta_bias_cumulative")
+    table = tables.by_head(frame, "delta_bias_cumulative")
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Cumulative delta bias of every head")
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_ylabel("sum of δ_lp − δ_hp\nover the sampled steps")
-    notable = frames.notable_heads(frame, events, "delta_bias_cumulative")
+    notable = ranking.notable_heads(frame, events, "delta_bias_cumulative")
     named = draw_heads(axes, table, notable)
     if named:
         _draw_band(axes, named)

@@ -11,11 +11,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import tables
 from guardbit.dashboards.figures.scales import finite, has_finite
 from guardbit.dashboards.figures.style import panel_inches
-from guardbit.dashboards.frames import Head
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS
+from guardbit.dashboards.tables import Head
 
 #: Marks the lines that are named at their ends.
 NAMED = "named"
@@ -51,7 +51,7 @@ def draw_heads(
             alpha=alpha,
             linewidth=0.9,
             rasterized=True,
-            label="_" + frames.head_label(layer, head, in_layer[layer]),
+            label="_" + tables.head_label(layer, head, in_layer[layer]),
         )
     named: list[Line2D] = []
     for (layer, head), (colour, line_style) in zip(notable, HIGHLIGHTS, strict=False):
@@ -60,7 +60,7 @@ def draw_heads(
             color=colour,
             linestyle=line_style,
             gid=NAMED,
-            label=frames.head_label(layer, head, in_layer[layer]),
+            label=tables.head_label(layer, head, in_layer[layer]),
         )
         named.append(line)
     return named

@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.scales import (
     LOG_FROM_RATIO,
     edges,
@@ -32,8 +32,8 @@ from guardbit.dashboards.figures.style import (
     place_key,
     styled,
 )
-from guardbit.dashboards.frames import Head
 from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
+from guardbit.dashboards.tables import Head
 
 #: Light within ink, so that it is seen on any colour of the ramp.
 DOT: dict[str, Any] = {
@@ -54,7 +54,7 @@ def spectral_norm_by_layer(
     The paper's figure 11. The colour scale is logarithmic, as healthy norms grow tenfold too.
     Cells without a finite value stay blank.
     """
-    table = frames.by_layer(frame, "w_q_spectral_norm")
+    table = tables.by_layer(frame, "w_q_spectral_norm")
     if not has_finite(table):
         return None
     table = finite(table)
@@ -88,7 +88,7 @@ def model_map(
     step: int | None = None,
     name: str = "",
 ) -> Figure | None:
-    """Layers x heads, one cell a head: how far its worst indicator is above its own normal.
+    """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
 
     What normal is, and which indicators count, says `guardbit.dashboards.excess`. A framed cell
     has had an alarm, a dot marks one that runs on a stabilized kernel; blank ones were never
@@ -96,23 +96,23 @@ def model_map(
 
     Args:
         frame: The samples.
-        events: The journal.
+        events: The events.
         step: The map shows what was known after this step; None for the end of the run.
         name: Of the run, for the title.
     """
-    table = frames.excess(frame, step)
+    table = ranking.excess(frame, step)
     if not has_finite(table["excess"]):
         return None
     layer, head = (np.asarray(table.index.get_level_values(level)) for level in (0, 1))
     cells = np.full((layer.max() + 1, head.max() + 1), np.nan)
     cells[layer, head] = table["excess"]
-    last = frames.steps(frame)[1] if step is None else step
-    known = frames.between(events, 0, last)
-    current = frames.current_stabilizers(frame, known)
+    last = tables.steps(frame)[1] if step is None else step
+    known = marks.between(events, 0, last)
+    current = marks.current_stabilizers(frame, known)
     return draw_model_map(
         cells,
         last,
-        list(frames.first_events(frame, known, "alarm")),
+        list(marks.first_events(frame, known, "alarm")),
         [head for head, stabilizer in current.items() if stabilizer != "none"],
         name,
     )
@@ -159,7 +159,7 @@ def draw_model_map(
     if key:
         place_key(axes, key)
     bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its own normal")
+    bar.set_label("worst indicator, times its baseline")
     bar.ax.yaxis.set_major_locator(FixedLocator([1, 3, 10, 30, 100]))
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures.lines import draw_heads
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import LEFT, LEGEND, WIDTH, canvas, finish, styled
@@ -30,14 +30,14 @@ def multiple_maxima_bf16(frame: pd.DataFrame, events: pd.DataFrame | None = None
 def _maxima_over_loss(
     frame: pd.DataFrame, events: pd.DataFrame | None, indicator: str, scores: str
 ) -> Figure | None:
-    table = 100 * frames.by_head(frame, indicator)
+    table = 100 * tables.by_head(frame, indicator)
     if not has_finite(table):
         return None
     figure, (axes,) = canvas(f"Multiple maxima ({scores}) over the loss", below=LEGEND)
     axes.set_ylabel("rows with more than one\nmaximum (% of rows)")
-    named = draw_heads(axes, table, frames.notable_heads(frame, events, indicator))
+    named = draw_heads(axes, table, ranking.notable_heads(frame, events, indicator))
     axes.set_ylim(bottom=0)
-    loss = finite(frames.of_run(frame, "loss"))
+    loss = finite(tables.of_run(frame, "loss"))
     if has_finite(loss):
         twin = axes.twinx()
         twin.spines["right"].set_visible(True)

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 import pandas as pd
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import tables
 from guardbit.dashboards.figures.lines import NAMED
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish, styled
 from guardbit.dashboards.names import fitted
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 
-#: Runs told apart by colour and line style; further ones are refused by `runs_over_steps`.
+#: The runs' colours and line styles; `runs_over_steps` refuses more runs than these.
 RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 
 
@@ -24,7 +24,7 @@ def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
     panels = {
         label: series
         for label, name in (("training loss", "loss"), ("gradient norm", "grad_norm"))
-        if has_finite(series := finite(frames.of_run(frame, name)))
+        if has_finite(series := finite(tables.of_run(frame, name)))
     }
     if not panels:
         return None
@@ -51,11 +51,11 @@ def runs_over_steps(
         label: Of its axis.
 
     Raises:
-        ValueError: There are more runs than lines that can be told apart.
+        ValueError: There are more runs than lines that can be distinguished.
     """
     if len(runs) > len(RUN_LINES):
         raise ValueError(
-            f"At most {len(RUN_LINES)} runs can be told apart in one figure, got {len(runs)}."
+            f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
     series = {name: finite(_of_run_or_worst_head(frame, indicator)) for name, frame in runs.items()}
     series = {name: values for name, values in series.items() if has_finite(values)}
@@ -81,5 +81,5 @@ def runs_over_steps(
 
 
 def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
-    series = frames.of_run(frame, indicator)
-    return smooth(series) if len(series) else frames.by_head(frame, indicator).abs().max(axis=1)
+    series = tables.of_run(frame, indicator)
+    return smooth(series) if len(series) else tables.by_head(frame, indicator).abs().max(axis=1)

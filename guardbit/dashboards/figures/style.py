@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, tables
 from guardbit.dashboards.figures.scales import plain
-from guardbit.dashboards.frames import MARKS, Mark
+from guardbit.dashboards.marks import MARKS, Mark
 from guardbit.dashboards.palette import HEAT_STOPS, INK, PAPER
 
 Arguments = ParamSpec("Arguments")
@@ -132,13 +132,13 @@ def finish(
     steps: tuple[int, int] | None = None,
 ) -> None:
     """The range of steps, by default the run's, and the marks of its events."""
-    first, last = frames.steps(frame) if steps is None else steps
+    first, last = tables.steps(frame) if steps is None else steps
     all_axes[-1].set_xlim(first, max(last, first + 1))
     all_axes[-1].set_xlabel("optimizer step")
     all_axes[-1].xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
     all_axes[-1].xaxis.set_major_formatter(FuncFormatter(plain))
     marked: dict[Mark, list[int]] = {
-        mark: [step for step in frames.marked_steps(events, mark) if first <= step <= last]
+        mark: [step for step in marks.marked_steps(events, mark) if first <= step <= last]
         for mark in MARKS
     }
     for axes in all_axes:

@@ -10,12 +10,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import MARK_HEIGHTS, above, canvas, finish, styled
-from guardbit.dashboards.frames import Head
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
+from guardbit.dashboards.tables import Head
 
 #: What the switch is meant to change, then what it must not harm.
 PANELS: tuple[tuple[str, str], ...] = (
@@ -37,12 +37,12 @@ BETWEEN_PANELS = 0.65
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
     """The switched heads' indicators and the loss around the first switch.
 
-    Of the first to be switched at most three are drawn, the alarmed ones before those that are
-    farthest above their own normal. A dotted line goes on from the last sample before the switch of
-    the first of them; of the loss, whose single samples are noise, there is a median on either
-    side. The numbers stand above the panel.
+    At most three of the heads that were switched first are drawn: alarmed heads, then those that
+    are farthest above their baseline. A dotted line continues the first head's last sample before
+    the switch. Single losses are noisy, so for the loss there is a median on either side. The
+    numbers stand above the panel.
     """
-    switched = frames.first_events(frame, events, "switch")
+    switched = marks.first_events(frame, events, "switch")
     if not switched:
         return None
     step = min(event.step for event in switched.values())
@@ -82,17 +82,17 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
 def _worst_first(
     frame: pd.DataFrame, events: pd.DataFrame | None, heads: Sequence[Head], step: int
 ) -> list[Head]:
-    alarms = frames.first_events(frame, events, "alarm")
+    alarms = marks.first_events(frame, events, "alarm")
     alarmed = [head for head, event in alarms.items() if event.step <= step and head in heads]
-    excess = frames.excess(frame, step)["excess"].fillna(0.0).to_dict()
-    # Of a head that a switch names there may be no samples, as where a layer has one value.
+    excess = ranking.excess(frame, step)["excess"].fillna(0.0).to_dict()
+    # A switch may name heads without samples, as where a layer has one value only.
     others = [head for head in heads if head not in alarmed]
     return [*alarmed, *sorted(others, key=lambda head: -excess.get(head, 0.0))]
 
 
 def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
     """The steps of at most `SAMPLES_AROUND` samples of heads on either side."""
-    samples = frames.check_samples(frame)
+    samples = tables.check_samples(frame)
     steps = np.unique(samples["step"].to_numpy()[(samples["site"] != "").to_numpy()])
     before, after = steps[steps <= step][-SAMPLES_AROUND:], steps[steps > step][:SAMPLES_AROUND]
     around = np.concatenate([before, after])
@@ -101,8 +101,8 @@ def _window(frame: pd.DataFrame, step: int) -> tuple[int, int]:
 
 def _table(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
     if indicator == "loss":
-        return finite(frames.of_run(frame, indicator)).to_frame()
-    return finite(frames.by_head(frame, indicator))
+        return finite(tables.of_run(frame, indicator)).to_frame()
+    return finite(tables.by_head(frame, indicator))
 
 
 def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
@@ -114,7 +114,7 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
 def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
     """What stood before the step and after it, dotted, and the numbers above the panel.
 
-    Before the switch a sick head grows: its median would be that of a healthy one.
+    Before the switch a diverging head grows, so its median would be that of a healthy one.
     """
     # The sample of the switch's own step was measured before the switch took effect.
     sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}

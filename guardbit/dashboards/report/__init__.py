@@ -36,7 +36,7 @@ def write_report(
 
     Args:
         frame: Samples, as `guardbit.read_run` returns them.
-        events: Journal, as `guardbit.read_events` returns it.
+        events: Events, as `guardbit.read_events` returns them.
         metadata: Settings, versions and sites of the run; JSON-able.
         output: Path of the file, or, for "png", of the folder; missing folders are made, an old
             report is replaced.

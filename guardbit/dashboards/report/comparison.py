@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES
-from guardbit.dashboards.names import told_apart
+from guardbit.dashboards.names import distinguished
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Run
 from guardbit.dashboards.report.document import (
@@ -52,7 +52,7 @@ PICTURES = (
 
 
 def compared(runs: Sequence[Run]) -> Document:
-    """Two runs or more side by side; in the text they go by what tells them apart.
+    """Two runs or more side by side; the text calls them by what distinguishes their names.
 
     Raises:
         ValueError: There are more than four, or two have the same title.
@@ -60,28 +60,28 @@ def compared(runs: Sequence[Run]) -> Document:
     titles = [run.title for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
-            f"A report compares {len(RUN_LINES)} runs at most, for more cannot be told apart in "
+            f"A report compares {len(RUN_LINES)} runs at most, as more cannot be distinguished in "
             f"one figure; got {len(runs)}."
         )
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
-    runs = [replace(run, title=name) for run, name in zip(runs, told_apart(titles), strict=True)]
-    journals = [frames.journal(run.events) for run in runs]
-    ill = [run.title for run, journal in zip(runs, journals, strict=True) if _is_ill(journal)]
-    if not ill:
+    runs = [replace(run, title=name) for run, name in zip(runs, distinguished(titles), strict=True)]
+    happened = [marks.events_of(run.events) for run in runs]
+    alarmed = [run.title for run, some in zip(runs, happened, strict=True) if _has_alarm(some)]
+    if not alarmed:
         headline = f"No alarm in any of the {len(runs)} runs"
-    elif len(ill) == len(runs):
+    elif len(alarmed) == len(runs):
         headline = f"All {len(runs)} runs have alarms"
     else:
-        has = "has" if len(ill) == 1 else "have"
-        headline = f"{len(ill)} of {len(runs)} runs {has} alarms: {', '.join(ill)}"
+        has = "has" if len(alarmed) == 1 else "have"
+        headline = f"{len(alarmed)} of {len(runs)} runs {has} alarms: {', '.join(alarmed)}"
     return Document(
         title=" · ".join(titles),
         extent=words.count(len(runs), "run"),
         headline=headline,
         lede=tuple(
-            f"{run.title}: {contents.headline(journal)}."
-            for run, journal in zip(runs, journals, strict=True)
+            f"{run.title}: {contents.headline(some)}."
+            for run, some in zip(runs, happened, strict=True)
         ),
         tiles=tuple(
             Tile(run.title, tiles[0].value, f"first alarm: {tiles[1].value}")
@@ -92,8 +92,8 @@ def compared(runs: Sequence[Run]) -> Document:
     )
 
 
-def _is_ill(journal: Sequence[Event]) -> bool:
-    return any(event.kind == "alarm" for event in journal)
+def _has_alarm(happened: Sequence[Event]) -> bool:
+    return any(event.kind == "alarm" for event in happened)
 
 
 def _side_by_side(runs: Sequence[Run]) -> Table:
@@ -116,20 +116,20 @@ def _side_by_side(runs: Sequence[Run]) -> Table:
         "First alarm",
         "Heads switched",
         "Loss at the end",
-        "Farthest above its normal",
+        "Farthest above its baseline",
     )
     rows = [[name, *cells] for name, *cells in zip(names, *columns, strict=True)]
     return Table(["", *[run.title for run in runs]], rows)
 
 
 def _worst_head(run: Run) -> str:
-    excess = frames.excess(run.frame)["excess"].dropna()
+    excess = ranking.excess(run.frame)["excess"].dropna()
     if excess.empty:
         return "–"
     position = int(excess.to_numpy().argmax())
     layer, head = excess.index.to_list()[position]
-    heads = frames.heads_of_layer(run.frame)
-    label = frames.head_label(layer, head, len(heads[layer]))
+    heads = tables.heads_of_layer(run.frame)
+    label = tables.head_label(layer, head, len(heads[layer]))
     return f"{label}, {contents.times(float(excess.to_numpy()[position]))}"
 
 
@@ -154,7 +154,7 @@ def _each(runs: Sequence[Run]) -> list[Block]:
     for run in runs:
         sections = [
             *contents.heads_to_watch(run.frame, run.events),
-            *contents.timeline(frames.journal(run.events)),
+            *contents.timeline(marks.events_of(run.events)),
         ]
         blocks += [
             Heading(run.title),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
 from guardbit.dashboards.report import words
@@ -48,8 +48,8 @@ class Run:
     Attributes:
         title: What it is called.
         frame: Samples, as `guardbit.read_run` returns them.
-        events: Journal, as `guardbit.read_events` returns it.
-        metadata: Settings, versions and sites; JSON-able.
+        events: Events, as `guardbit.read_events` returns them.
+        metadata: Settings, versions and attention modules; JSON-able.
     """
 
     title: str
@@ -60,18 +60,18 @@ class Run:
 
 def document_of(run: Run) -> Document:
     """Summary first, then the heads to watch, the timeline, the figures and the settings."""
-    frame, events = frames.check_samples(run.frame), run.events
-    journal = frames.journal(events)
+    frame, events = tables.check_samples(run.frame), run.events
+    happened = marks.events_of(events)
     return Document(
         run.title,
         extent(frame),
-        headline(journal),
+        headline(happened),
         tuple(summary(frame, events)),
         tuple(tiles(frame, events)),
         [
             *_before_and_after(frame, events),
             *heads_to_watch(frame, events),
-            *timeline(journal),
+            *timeline(happened),
             *_figures(frame, events),
             *settings(run.metadata),
         ],
@@ -82,36 +82,36 @@ def extent(frame: pd.DataFrame) -> str:
     """Which steps, layers and heads the samples hold."""
     if frame.empty:
         return "no samples"
-    first, last = frames.steps(frame)
-    layers = frames.heads_of_layer(frame)
+    first, last = tables.steps(frame)
+    layers = tables.heads_of_layer(frame)
     heads = sum(map(len, layers.values()))
     text = f"steps {first:,} to {last:,} · {words.count(len(layers), 'layer')}"
     # One value a layer may be the largest over its heads: their number is then not known.
     return f"{text} · {words.count(heads, 'head')}" if heads > len(layers) else text
 
 
-def verdict(journal: Sequence[Event]) -> Event | None:
+def verdict(happened: Sequence[Event]) -> Event | None:
     """The last verdict."""
-    return next((event for event in reversed(journal) if event.kind == "verdict"), None)
+    return next((event for event in reversed(happened) if event.kind == "verdict"), None)
 
 
-def _given_at(journal: Sequence[Event]) -> int:
-    """The step since which the verdict, of which there is one, holds; its evidence may be newer."""
-    first, *later = [event for event in journal if event.kind == "verdict"]
+def _given_at(happened: Sequence[Event]) -> int:
+    """The step since which the last verdict holds; its evidence may be newer. There must be one."""
+    first, *later = [event for event in happened if event.kind == "verdict"]
     for event in later:
-        first = first if event.rule == first.rule else event
+        first = first if event.verdict == first.verdict else event
     return first.step
 
 
-def headline(journal: Sequence[Event]) -> str:
+def headline(happened: Sequence[Event]) -> str:
     """The verdict in a sentence."""
-    given = verdict(journal)
-    has_alarm = any(event.kind == "alarm" for event in journal)
-    of_heads = any(event.kind == "alarm" and event.site for event in journal)
-    if given is not None and given.rule == "unclear" and not of_heads:
+    given = verdict(happened)
+    has_alarm = any(event.kind == "alarm" for event in happened)
+    of_heads = any(event.kind == "alarm" and event.site for event in happened)
+    if given is not None and given.verdict == "unclear" and not of_heads:
         return words.NO_HEAD_SAYS_WHY if has_alarm else words.UNJUDGED
     if given is not None:
-        return words.HEADLINES.get(given.rule, f"Verdict: {given.rule}")
+        return words.HEADLINES.get(given.verdict, f"Verdict: {given.verdict}")
     if has_alarm:
         return "Alarms have fired; no verdict was recorded"
     return "No alarm has fired"
@@ -119,15 +119,15 @@ def headline(journal: Sequence[Event]) -> str:
 
 def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     """What happened, in a few sentences, most important first."""
-    journal = frames.journal(events)
-    given = verdict(journal)
+    happened = marks.events_of(events)
+    given = verdict(happened)
     sentences = [given.why] if given is not None else []
     if frame.empty:
         sentences.append("The run recorded no samples.")
-    alarms = [event for event in journal if event.kind == "alarm"]
+    alarms = [event for event in happened if event.kind == "alarm"]
     if alarms:
         first = alarms[0]
-        # The verdict quotes the alarms it rests on: what it has said is not said again.
+        # The verdict quotes the alarms it rests on; they are not quoted twice.
         said = given is not None and first.why in given.why
         sentences.append(
             f"The first alarm came at step {first.step:,} ({words.where(first)})"
@@ -135,7 +135,7 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
         )
     elif given is not None:
         sentences.append("No alarm has fired.")
-    switched = frames.first_events(frame, events, "switch")
+    switched = marks.first_events(frame, events, "switch")
     if switched:
         steps = sorted({event.step for event in switched.values()})
         sentences.append(
@@ -144,7 +144,7 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
         )
     elif alarms:
         sentences.append("No head was switched to a stabilized kernel.")
-    loss = frames.of_run(frame, "loss")
+    loss = tables.of_run(frame, "loss")
     lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
     if len(lost):
         sentences.append(f"The loss was first not finite at step {int(lost[0]):,}.")
@@ -153,19 +153,19 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
     """Verdict, first alarm, heads switched, loss at the end."""
-    journal = frames.journal(events)
-    given = verdict(journal)
-    alarms = [event for event in journal if event.kind == "alarm"]
-    switched = frames.first_events(frame, events, "switch")
-    current = frames.current_stabilizers(frame, events)
+    happened = marks.events_of(events)
+    given = verdict(happened)
+    alarms = [event for event in happened if event.kind == "alarm"]
+    switched = marks.first_events(frame, events, "switch")
+    current = marks.current_stabilizers(frame, events)
     stabilized = sorted({name for name in current.values() if name != "none"})
     undone = sum(name == "none" for name in current.values())
-    loss = frames.of_run(frame, "loss")
+    loss = tables.of_run(frame, "loss")
     return [
         Tile(
             "Verdict",
-            given.rule if given is not None else "none yet",
-            f"given at step {_given_at(journal):,}" if given is not None else "",
+            given.verdict if given is not None else "none yet",
+            f"given at step {_given_at(happened):,}" if given is not None else "",
         ),
         Tile(
             "First alarm",
@@ -188,17 +188,17 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
-    table = frames.before_and_after(frame, events)
+    table = effect.before_and_after(frame, events)
     if table.empty:
         return []
-    heads = frames.heads_of_layer(frame)
+    heads = tables.heads_of_layer(frame)
     rows: list[list[str]] = []
     for indicator, layer, head, before, after in table.itertuples(index=False):
         comparable = math.isfinite(before) and math.isfinite(after) and before * after > 0
         rows.append(
             [
                 words.LABELS[indicator],
-                frames.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
+                tables.head_label(layer, head, len(heads[layer])) if head >= 0 else "the run",
                 words.value(indicator, before),
                 words.value(indicator, after),
                 f"× {after / before:.3g}" if comparable else "–",
@@ -207,10 +207,11 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
     return [
         Heading("What the switch did"),
         Paragraph(
-            "Of the heads that had alarmed and were switched (of all switched ones where none had) "
-            "the one with the largest value before: its last sample before the switch, and the "
-            "same head's last one recorded, before it was given back, if it was. Of the run the "
-            f"mean of {frames.SAMPLES_AVERAGED} samples on either side. A "
+            "Each indicator is shown for one head: of those that had alarmed and were switched (of "
+            "all switched ones where none had), the one with the largest value before. The values "
+            "are its last sample before the switch and its last one after it; if the head was "
+            "switched back, its last one before that. For the run they are means of "
+            f"{effect.SAMPLES_AVERAGED} samples on either side. A "
             "switch that helps takes the delta bias away at once; logits fall within some thousand "
             "steps, and norms rise no faster than those of other heads."
         ),
@@ -220,16 +221,16 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
 
 def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
     """The heads to worry about, worst first."""
-    watched = frames.heads_to_watch(frame, events)
+    watched = ranking.heads_to_watch(frame, events)
     if watched.empty:
         return [Heading("Heads to watch"), Paragraph("No head has been measured.")]
-    heads = frames.heads_of_layer(frame)
-    alarmed = len(frames.first_events(frame, events, "alarm"))
+    heads = tables.heads_of_layer(frame)
+    alarmed = len(marks.first_events(frame, events, "alarm"))
     shown = [name for name in HEAD_COLUMNS if name in watched.columns]
     rows, kinds = [], []
     for row in watched.to_dict("records"):
         has_alarm = not math.isnan(row["alarm_step"])
-        label = frames.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
+        label = tables.head_label(row["layer"], row["head"], len(heads[row["layer"]]))
         rows.append(
             [
                 (label, row["site"]),
@@ -245,7 +246,7 @@ def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Blo
     note = (
         f"{words.count(alarmed, 'head')} with an alarm, in the order of the first one"
         if alarmed
-        else "No head has an alarm; these are farthest above their own normal"
+        else "No head has an alarm; these are farthest above their baseline"
     )
     return [
         Heading("Heads to watch"),
@@ -255,7 +256,7 @@ def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Blo
                 "Head",
                 "First alarm",
                 "Stabilizer",
-                "Times its normal",
+                "Times its baseline",
                 *[words.LABELS[name] for name in shown],
             ],
             rows,
@@ -272,17 +273,17 @@ def times(excess: float) -> str:
     return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
 
 
-def timeline(journal: Sequence[Event]) -> list[Block]:
-    """The events in their order, a flood of alarms cut, one line for a switch of many sites."""
-    if not journal:
+def timeline(happened: Sequence[Event]) -> list[Block]:
+    """The events in their order. Later alarms are cut; a switch of many modules is one line."""
+    if not happened:
         return [Heading("Timeline"), Paragraph("No event was recorded.")]
-    alarms = [event for event in journal if event.kind == "alarm"]
-    others = [event for event in journal if event.kind != "alarm"]
+    alarms = [event for event in happened if event.kind == "alarm"]
+    others = [event for event in happened if event.kind != "alarm"]
     # Alarms first: where a step has both, the alarm is what the switch answers.
     shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
     hidden = max(len(alarms) - MOST_ALARMS, 0)
     moments = tuple(
-        Moment(some[0].step, frames.what_of(some[0]), words.what(some), some[0].why)
+        Moment(some[0].step, marks.what_of(some[0]), words.what(some), some[0].why)
         for some in _together(shown)
     )
     note = [Paragraph(f"{words.count(hidden, 'later alarm')} not shown.")] if hidden else []
@@ -290,10 +291,11 @@ def timeline(journal: Sequence[Event]) -> list[Block]:
 
 
 def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
-    """Switches in a row that differ in their heads alone; any other event by itself."""
+    """Groups switches in a row, or refusals, that differ in their heads alone."""
 
     def without_heads(event: Event) -> Event:
-        return replace(event, site="", heads=()) if event.kind == "switch" else event
+        is_switch = event.kind in ("switch", "refusal")
+        return replace(event, site="", heads=()) if is_switch else event
 
     for _, group in groupby(events, without_heads):
         yield list(group)
@@ -307,7 +309,7 @@ def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
         if figure is not None:
             drawn.append(Picture(chart.name, chart.title, chart.caption, figure))
             continue
-        recorded = frames.recorded_indicators(frame)
+        recorded = tables.recorded_indicators(frame)
         if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
             missing.append(f"{chart.title}: no head was switched.")
         else:
@@ -318,7 +320,7 @@ def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
 
 
 def settings(metadata: Mapping[str, Any]) -> list[Block]:
-    """Settings, versions and sites, as tables."""
+    """Settings, versions and attention modules, as tables."""
     if not metadata:
         return []
     plain = {name: value for name, value in metadata.items() if not isinstance(value, Mapping)}

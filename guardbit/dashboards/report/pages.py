@@ -139,7 +139,7 @@ def _of_table(table: Table) -> Iterator[_Line]:
     for row in rows:
         yield from _wrapped(row[0], bold=True, space=4)
         named = [f"{name} {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell]
-        # What has dots of its own is not told apart by more of them.
+        # Cells that contain dots are not separated by dots.
         apart = named if any("·" in cell for cell in row[1:]) else [" · ".join(named)]
         for text in apart:
             yield from _wrapped(text, 8)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
-from guardbit.dashboards import frames
+from guardbit.dashboards import marks
 from guardbit.records import Event
 
 HEADLINES = {
@@ -19,6 +19,8 @@ HEADLINES = {
 #: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
 UNJUDGED = "This run could not be judged"
 NO_HEAD_SAYS_WHY = "There is an alarm on the loss, and no head says why"
+#: Keys of the metadata whose titles are other words.
+TITLES = {"sites": "attention modules"}
 
 
 def _label(indicator: Indicator) -> str:
@@ -33,17 +35,17 @@ LABELS = {indicator.name: _label(indicator) for indicator in CATALOG}
 def what(events: Sequence[Event]) -> str:
     """An event in a few words, or several that differ in their heads alone."""
     event = events[0]
-    kind = frames.what_of(event)
+    kind = marks.what_of(event)
     happened = {
         "alarm": f"Alarm: {event.rule}" if event.rule else "Alarm",
         "switch": f"Switched to {event.stabilizer}",
         "undo": "Switched back to plain attention",
-        "refusal": "Not switched",
-        "verdict": f"Verdict: {event.rule}",
+        "refusal": f"Not switched to {event.stabilizer}" if event.stabilizer else "Not switched",
+        "verdict": f"Verdict: {event.verdict}",
         "monitor_error": "Error in the monitor",
-    }.get(kind, kind.replace("_", " ").capitalize())  # of a newer version's journal
+    }.get(kind, kind.replace("_", " ").capitalize())  # a newer version's kind
     if len(events) > 1:
-        counted = count(len(events), "site")
+        counted = count(len(events), "attention module")
         if all(one.heads for one in events):
             counted += f", {count(sum(len(one.heads) for one in events), 'head')}"
         return f"{happened} · {counted}"
@@ -111,6 +113,6 @@ def setting(value: object) -> str:
 
 
 def title(name: object) -> str:
-    """A key as a title."""
-    words = str(name).replace("_", " ")
+    """A key of the metadata as a title."""
+    words = TITLES.get(str(name), str(name)).replace("_", " ")
     return words[:1].upper() + words[1:]

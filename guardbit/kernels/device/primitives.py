@@ -201,8 +201,8 @@ def mark_above(x, threshold):
 def partial_sums(x):
     """Sums each row's columns eight apart, (R, C) to (R, 8).
 
-    Each thread of a product holds the elements of one of the eight sums, so threads need not
-    exchange anything in the loop over the keys. The eight sums are added after it.
+    In the layout of a matrix product each thread can do that alone. The caller adds up the eight
+    sums after the loop over the keys, which saves an exchange between threads for every tile.
     """
     return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)
 

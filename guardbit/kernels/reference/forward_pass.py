@@ -21,7 +21,7 @@ from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
 
 #: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published. It shows where
-#: that fails; no other part of the package offers it.
+#: that fails, and no other part of the package offers it.
 FORWARD_STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
 
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).

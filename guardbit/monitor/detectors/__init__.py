@@ -1,33 +1,25 @@
 """Streaming rules that turn the telemetry of attention heads into alarms.
 
-`Detectors` holds a tuple of rules and their states. The same object serves a live run, which
-hands it the samples of each sampled step, and the replay of a recorded one. Rules compare a head
-with its own past and with its peers, and only ever fire upwards; their thresholds and the data
-that set them stand in `guardbit.monitor.detectors.rules`.
+`Detectors` holds the rules and their states. The same class serves a live run, which hands it the
+samples of each sampled step, and the replay of a recorded one. A rule compares a head with its own
+past and with its peers, and fires on growth only. Each rule is a file of
+`guardbit.monitor.detectors.rules`, with its thresholds and the data that set them.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors.evidence import measured_errors
-from guardbit.monitor.detectors.frames import (
-    OVERFLOW,
-    Finding,
-    Frame,
-    Rule,
-    State,
-    Values,
-    from_plain,
-    role_of,
-    to_plain,
-)
+from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, role_of
 from guardbit.monitor.detectors.rules import (
     DEFAULT_RULES,
     DeltaBias,
@@ -37,20 +29,21 @@ from guardbit.monitor.detectors.rules import (
     MultipleMaxima,
     NormGrowth,
 )
-from guardbit.records import ROLES, Alarm, Role, Sample
+from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
+from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 __all__ = [
     "DEFAULT_RULES",
     "DeltaBias",
     "Detectors",
     "Finding",
-    "Frame",
     "LogitOutlier",
     "LossDeparture",
     "ModelLogits",
     "MultipleMaxima",
     "NormGrowth",
     "Rule",
+    "Snapshot",
     "role_of",
 ]
 
@@ -59,12 +52,13 @@ class Detectors:
     """Samples in, alarms out; one object for a live run and for a replay.
 
     Args:
-        rules: The rules, each with its own name; none where samples are only to be recorded.
+        rules: The rules, each with a name of its own. With none, no alarm is ever raised.
         cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
 
     Attributes:
-        normalised: Sites where the size of W_Q does not reach the scores, as under QK norm; to be
-            set by who knows the model.
+        roles: Rule -> what it judges.
+        normalised: Attention modules where the size of W_Q does not reach the scores, as under QK
+            norm. The caller, who knows the model, sets it.
 
     Raises:
         ValueError: If something is no rule, two rules share a name, a role is unknown, or the
@@ -79,10 +73,12 @@ class Detectors:
         for rule in rules:
             if not isinstance(getattr(rule, "name", None), str) or not hasattr(rule, "examine"):
                 raise ValueError(f"{rule!r} is no rule: it needs a name and a method examine")
-            if role_of(rule) not in ROLES:
+        self.roles: Mapping[str, Role] = {rule.name: role_of(rule) for rule in rules}
+        for name, role in self.roles.items():
+            if not isinstance(role, Role) or role.judges not in SUBJECTS:
                 raise ValueError(
-                    f"the role of {rule.name} is {role_of(rule)!r}; it must be one of"
-                    f" {', '.join(ROLES)}"
+                    f"the role of {name} is {role!r}; it must be a guardbit.records.Role that"
+                    f" judges one of {', '.join(SUBJECTS)}"
                 )
         names = [rule.name for rule in rules]
         if len(set(names)) < len(names):
@@ -103,46 +99,41 @@ class Detectors:
         """Takes the samples of one step or of several and returns the alarms they raise.
 
         Hand over all samples of a step together: peers and pairs of indicators are compared
-        within a step. What a site's indicator already has of the same or of a later step is
-        ignored, as are unknown indicators; NaN is a missing head.
+        within a step. A sample that is not newer than the last one of its module and indicator is
+        ignored, and so is an unknown indicator. NaN is a missing head.
 
         Args:
             samples: In any order; normally no step older than those of earlier calls.
 
         Returns:
-            The alarms in the order of steps, of rules within a step, and of layers.
+            The alarms in the order of steps, of rules within a step, and of attention modules.
         """
         alarms = []
         known = (sample for sample in samples if sample.indicator in INDICATORS)
         for step, group in groupby(sorted(known, key=_place), key=_step):
-            frame = self._frame(step, group)
+            snapshot = self._snapshot(step, group)
             for rule in self.rules:
-                for finding in rule.examine(frame, self._rule_states[rule.name]):
+                for finding in rule.examine(snapshot, self._rule_states[rule.name]):
                     if heads := self._not_cooling(rule.name, step, finding):
                         heads = () if heads == (-1,) else heads
                         why = finding.why if isinstance(finding.why, str) else finding.why(heads)
-                        errors = measured_errors(frame, finding.site, heads)
+                        errors = measured_errors(snapshot, finding.site, heads)
                         why = f"{why}; {errors}" if errors else why
-                        alarm = Alarm(step, finding.site, heads, rule.name, why, role_of(rule))
-                        alarms.append(alarm)
+                        role = self.roles[rule.name]
+                        alarms.append(Alarm(step, finding.site, heads, rule.name, why, role))
         return alarms
 
     def unjudged(self, indicators: Collection[str]) -> dict[str, list[str]]:
-        """Returns the rules that can say nothing, and what they would have to read besides.
+        """Returns the rules that can judge nothing, each with the indicators it lacks.
 
         Args:
-            indicators: What there are samples of.
+            indicators: The indicators that are measured.
         """
         missing = {
             rule.name: [name for name in getattr(rule, "reads", ()) if name not in indicators]
             for rule in self.rules
         }
         return {rule: names for rule, names in missing.items() if names}
-
-    def role_of(self, name: str) -> Role:
-        """Returns what the rule of that name judges; "head" if there is none."""
-        roles: list[Role] = [role_of(rule) for rule in self.rules if rule.name == name]
-        return roles[0] if roles else "head"
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
@@ -181,7 +172,7 @@ class Detectors:
             for indicator, sites in state["latest"].items()
         }
 
-    def _frame(self, step: int, samples: Iterable[Sample]) -> Frame:
+    def _snapshot(self, step: int, samples: Iterable[Sample]) -> Snapshot:
         now: dict[str, dict[str, Values]] = {}
         for sample in samples:
             last_step = self._last_step.setdefault(sample.indicator, {})
@@ -198,7 +189,7 @@ class Detectors:
                 sites[site] = values = _widened(values, self._widths[site])
                 before = _widened(latest.get(site, values), len(values))
                 latest[site] = np.where(np.isnan(values), before, values)
-        return Frame(step, now, self._latest, self.normalised)
+        return Snapshot(step, now, self._latest, self.normalised)
 
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""
@@ -210,6 +201,18 @@ class Detectors:
         )
         fired.update({str(head): step for head in ready})
         return ready
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Frame":
+        warnings.warn(
+            "Frame of guardbit.monitor.detectors is called Snapshot; the old name goes with the"
+            " next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return Snapshot
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _step(sample: Sample) -> int:

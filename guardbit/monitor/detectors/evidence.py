@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from guardbit.monitor.detectors.frames import Frame, Values
+from guardbit.monitor.detectors.rule import Snapshot
+from guardbit.monitor.detectors.values import Values
 
 
-def measured_errors(frame: Frame, site: str, heads: tuple[int, ...]) -> str:
+def measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> str:
     """Describes the rounding errors last measured in alarmed heads.
 
     They are the evidence on the cause, where most rules see consequences only. No threshold is
@@ -15,8 +16,8 @@ def measured_errors(frame: Frame, site: str, heads: tuple[int, ...]) -> str:
     test of it.
 
     Args:
-        frame: The step of the alarm.
-        site: Site of the alarm.
+        snapshot: What is known at the step of the alarm.
+        site: The attention module of the alarm.
         heads: Its heads; the one whose error is largest in size is described, for each error.
 
     Returns:
@@ -25,7 +26,7 @@ def measured_errors(frame: Frame, site: str, heads: tuple[int, ...]) -> str:
     """
     width = max(heads, default=-1) + 1
     sums, scales, relative, coherent = (
-        frame.last_of(indicator, site, width)
+        snapshot.last_of(indicator, site, width)
         for indicator in ("delta_bias", "delta_bias_abs", "dq_relative_error", "dq_coherent_error")
     )
     ratio = np.divide(sums, scales, out=np.full(width, np.nan), where=scales > 0)

@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.lines import apart
-from guardbit.dashboards.frames import MARKS
+from guardbit.dashboards.marks import MARKS
 
 RUNS = Path(__file__).parents[2] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"

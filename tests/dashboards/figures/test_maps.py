@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from matplotlib.colors import LogNorm, to_rgb
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import ranking
 from guardbit.dashboards.figures import model_map
 from guardbit.dashboards.palette import HEAT_STOPS, INK
 
@@ -19,7 +19,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     axes, bar = figure.axes
     cells = cells_of(figure)
     assert cells.shape == (12, 12)
-    excess = frames.excess(run.frame)["excess"].to_numpy().reshape(12, 12)
+    excess = ranking.excess(run.frame)["excess"].to_numpy().reshape(12, 12)
     np.testing.assert_allclose(cells, np.clip(excess, 1, 100))
     assert np.unravel_index(cells.argmax(), cells.shape) == (2, 7)
     # Layer l lies at height l, head h at place h.
@@ -31,7 +31,7 @@ def test_each_cell_is_a_head_with_its_excess(run):
     named = model_map(run.frame, run.events, name="mine").axes[0]
     titles = [named.get_title(loc=place) for place in ("left", "center", "right")]
     assert titles == ["Model map at step 4,980 · mine", "", ""]
-    assert bar.get_ylabel() == "worst indicator, times its own normal"
+    assert bar.get_ylabel() == "worst indicator, times its baseline"
     norm = axes.collections[0].norm
     assert isinstance(norm, LogNorm) and (norm.vmin, norm.vmax) == (1, 100)
 

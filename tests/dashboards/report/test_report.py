@@ -237,9 +237,9 @@ def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
     page = Page(write_report(run.frame, journal, METADATA, tmp_path / "report.html").read_text())
     assert page.of("b")[-4:] == [
         "Alarm: norm_growth · h.2.attn, heads 3, 5 to 7, 9",
-        "Switched to compensated · 3 sites, 36 heads",
+        "Switched to compensated · 3 attention modules, 36 heads",
         "Not switched · h.3.attn, heads 0 to 11",
-        "Switched back to plain attention · 2 sites",
+        "Switched back to plain attention · 2 attention modules",
     ]
     assert "36 heads went over to a stabilized kernel at step 2,950." in page.text
 

@@ -103,7 +103,7 @@ function drawRamp() {
     pen.fillStyle = ramp(palette, Math.pow(palette.most, x / 219));
     pen.fillRect(x, 0, 1, 10);
   }
-  $("ramp-labels").textContent = `1 × to ${palette.most} × its normal or more; blank: not measured`;
+  $("ramp-labels").textContent = `1 × to ${palette.most} × its baseline or more; blank: not measured`;
 }
 
 function headAt(event) {
@@ -119,7 +119,7 @@ function pointAt(event) {
   if (!found) return;
   const { map, heads } = view.state, index = found.layer * heads + found.head, excess = map.excess[index];
   tip.textContent = excess == null ? `${nameOf(found.layer, found.head)}: not measured`
-    : `${nameOf(found.layer, found.head)}: ${times(excess)} its normal (${labelOf(map.names[map.which[index]])})`;
+    : `${nameOf(found.layer, found.head)}: ${times(excess)} its baseline (${labelOf(map.names[map.which[index]])})`;
   const box = $("map").parentElement.getBoundingClientRect();
   tip.style.left = `${Math.min(event.clientX - box.left + 14, Math.max(box.width - 330, 0))}px`;
   tip.style.top = `${event.clientY - box.top + 16}px`;
@@ -303,7 +303,7 @@ function select(head) {
 
 // --- words -----------------------------------------------------------------------------------
 
-// A switch of the whole model is an event a site: those that differ in their heads alone are one line.
+// A switch of the whole model is one event for each attention module: those that differ in their heads alone are one line.
 function together(events) {
   const lines = [];
   for (const event of events) {
@@ -317,7 +317,7 @@ function together(events) {
 
 function where(line) {
   const [{ site, heads }] = line;
-  if (line.length > 1) return `${line.length} sites, ${line.reduce((sum, event) => sum + event.heads.length, 0)} heads`;
+  if (line.length > 1) return `${line.length} attention modules, ${line.reduce((sum, event) => sum + event.heads.length, 0)} heads`;
   return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
 }
 
@@ -325,12 +325,12 @@ function drawWords() {
   const { events, num_events, worst, verdict, sites, map } = view.state;
   const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
   const switches = lines.filter(([event]) => event.kind === "switch");
-  const headline = verdict && HEADLINES[verdict.rule] ? HEADLINES[verdict.rule]
+  const headline = verdict && HEADLINES[verdict.verdict] ? HEADLINES[verdict.verdict]
     : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
   $("headline").textContent = headline;
   const sentences = [];
   if (alarms.length) {
-    // The verdict quotes the alarms it rests on: what it says is not said twice.
+    // The verdict quotes the alarms it rests on; they are not quoted twice.
     const said = verdict?.why.includes(alarms[0].why);
     sentences.push(`First alarm at step ${alarms[0].step.toLocaleString("en")} in ${where([alarms[0]])}${said ? "" : `: ${alarms[0].why}`}.`);
   }
@@ -341,7 +341,7 @@ function drawWords() {
   if (verdict) sentences.push(`${verdict.why}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
   const alarmed = new Set(map.alarmed.map(String));
-  // A head at its normal is nothing to watch.
+  // A head at its baseline is nothing to watch.
   const watched = worst.filter((head, place) => head.excess >= 1.5 || place < 3);
   $("worst").tBodies[0].replaceChildren(...watched.map((head) => {
     const row = element("tr", null, alarmed.has(`${head.layer},${head.head}`) ? "alarmed" : "");
@@ -357,7 +357,7 @@ function drawWords() {
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
     const [event] = line, item = element("li", null, event.kind);
-    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: "not switched", verdict: `verdict: ${event.rule}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
+    const what = { alarm: `alarm: ${event.rule}`, switch: `switched to ${event.stabilizer}`, undo: "switched back", refusal: `not switched${event.stabilizer && ` to ${event.stabilizer}`}`, verdict: `verdict: ${event.verdict}`, monitor_error: "error in the monitor" }[event.kind] ?? event.kind;
     item.append(element("b", `step ${event.step.toLocaleString("en")}`), document.createTextNode(` ${what}, ${where(line)}`), element("span", event.why));
     return item;
   }));

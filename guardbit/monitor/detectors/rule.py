@@ -1,26 +1,22 @@
-"""What rules look at, and what they report: one step of telemetry, and findings in it."""
+"""What a rule is: it looks at a snapshot of the telemetry and returns findings."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from guardbit.monitor.detectors.values import State, Values, finite
+from guardbit.monitor.earlier import role_named
 from guardbit.records import Role
-
-Values = NDArray[np.float64]
-State = dict[str, Any]
-
-#: Stands for inf, which JSON has not: the largest FP32 number.
-OVERFLOW = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Snapshot:
     """All that was measured at one step.
 
     Attributes:
@@ -64,13 +60,14 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule sees at one site.
+    """What a rule sees in one attention module.
 
     Attributes:
-        site: Name of the site; "" for the whole run.
+        site: Name of the module; "" for the whole run.
         heads: The heads concerned, ascending; none for the whole run.
-        why: One sentence, or a function that makes it from the heads that the alarm will name:
-            those that are not cooling down, () for the whole run.
+        why: One sentence, or a function that makes it from the heads that the alarm will name.
+            These are the finding's heads without those that have alarmed lately; () for the whole
+            run.
     """
 
     site: str
@@ -79,11 +76,13 @@ class Finding:
 
 
 class Rule(Protocol):
-    """One-sided test for one kind of trouble; holds thresholds only, its state is handed in.
+    """One-sided test for one kind of trouble; it holds thresholds only, its state is handed in.
 
-    It may have `reads`, the indicators without which it says nothing: what lacks them is then told
-    to be not judged by it. And it may have `role`, one of `guardbit.records.ROLES`, which tells the
-    policy what it judges; without one it is a rule of heads.
+    A rule may have two more attributes:
+
+    - `reads`: the indicators without which it can judge nothing. Where they are not measured, the
+      user is warned.
+    - `role`, a `guardbit.records.Role`: what it judges. Without one it judges single heads.
     """
 
     @property
@@ -91,27 +90,20 @@ class Rule(Protocol):
         """Name of the rule in alarms."""
         ...
 
-    def examine(self, frame: Frame, state: State) -> list[Finding]:
+    def examine(self, snapshot: Snapshot, state: State, /) -> list[Finding]:
         """Updates `state`, a dict of plain JSON values, and returns what is wrong at this step."""
         ...
 
 
 def role_of(rule: Rule) -> Role:
     """Returns what a rule judges."""
-    return getattr(rule, "role", "head")
-
-
-def finite(values: Values) -> list[float]:
-    """Returns the values that are no NaN, as plain floats."""
-    return values[~np.isnan(values)].tolist()
-
-
-def to_plain(values: Values) -> list[float | None]:
-    """Returns one plain float a head, None for NaN, as JSON has no NaN."""
-    return [None if math.isnan(value) else value for value in values.tolist()]
-
-
-def from_plain(values: list[float | None], heads: int = 0) -> Values:
-    """Undoes `to_plain`; pads with NaN up to `heads` heads."""
-    # NumPy reads None as NaN.
-    return np.array(values + [None] * (heads - len(values)), np.float64)
+    role = getattr(rule, "role", Role())
+    if isinstance(role, str):
+        warnings.warn(
+            f"the role of the rule {rule.name} is {role!r}; write {role_named(role)!r}, from"
+            " guardbit.records: roles as words go with the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        role = role_named(role)
+    return role

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.dashboards import frames
+from guardbit.dashboards import effect, marks, ranking, tables
 
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
@@ -30,7 +30,7 @@ def table_of(values):
             (step, f"h.{layer}", layer, head, "delta_bias", value)
             for (step, layer, head), value in values.items()
         ],
-        columns=list(frames.SAMPLE_COLUMNS),
+        columns=list(tables.SAMPLE_COLUMNS),
     )
 
 
@@ -52,11 +52,11 @@ def test_pivots_hold_every_sample_whatever_the_order_of_the_rows(values, random)
     items = list(values.items())
     random.shuffle(items)
     table = table_of(dict(items))
-    by_head = frames.by_head(table, "delta_bias")
+    by_head = tables.by_head(table, "delta_bias")
     assert by_head.notna().to_numpy().sum() == len(values)
     for (step, layer, head), value in values.items():
         assert by_head.loc[step, (layer, head)] == value
-    by_layer = frames.by_layer(table, "delta_bias")
+    by_layer = tables.by_layer(table, "delta_bias")
     for step, layer in {key[:2] for key in values}:
         heads = [value for key, value in values.items() if key[:2] == (step, layer)]
         worst = by_layer.loc[step, layer]
@@ -73,46 +73,46 @@ def test_worst_heads_are_the_largest_magnitudes(values):
     peaks = {}
     for (_, layer, head), value in values.items():
         peaks[layer, head] = max(abs(value), peaks.get((layer, head), 0))
-    found = frames.worst_heads(table_of(values), "delta_bias", 3)
+    found = ranking.worst_heads(table_of(values), "delta_bias", 3)
     assert [peaks[head] for head in found] == sorted(peaks.values(), reverse=True)[:3]
     assert peaks[found[0]] == max(
         peak
         for head, peak in peaks.items()
-        if head[0] == frames.worst_layer(table_of(values), "delta_bias")
+        if head[0] == ranking.worst_layer(table_of(values), "delta_bias")
     )
 
 
 def test_a_resumed_run_keeps_the_later_value():
     table = pd.concat([table_of({(5, 0, 0): 1.0}), table_of({(5, 0, 0): 2.0})])
-    assert frames.by_head(table, "delta_bias").to_numpy().tolist() == [[2.0]]
+    assert tables.by_head(table, "delta_bias").to_numpy().tolist() == [[2.0]]
 
 
 def test_a_site_read_from_csv_as_nan_is_the_whole_run(run):
     loss = run.frame[run.frame["indicator"] == "loss"]
-    series = frames.of_run(loss.assign(site=np.nan), "loss")
+    series = tables.of_run(loss.assign(site=np.nan), "loss")
     np.testing.assert_array_equal(series.index, run.loss_steps)
     np.testing.assert_array_equal(series, run.loss)
-    assert frames.by_head(loss.assign(site=np.nan), "loss").empty
+    assert tables.by_head(loss.assign(site=np.nan), "loss").empty
 
 
 @pytest.mark.parametrize("empty", [pd.DataFrame(), pd.DataFrame(columns=["step", "site"])])
 def test_empty_tables_give_empty_answers(empty):
-    assert frames.by_head(empty, "max_logit").empty
-    assert frames.by_layer(empty, "max_logit").empty
-    assert frames.of_run(empty, "loss").empty
-    assert frames.worst_layer(empty) is None
-    assert frames.notable_heads(empty, empty, "max_logit") == []
-    assert frames.current_stabilizers(empty, empty) == {}
-    assert frames.heads_to_watch(empty, None).empty
-    assert frames.before_and_after(empty, empty).empty
-    assert frames.journal(None) == []
+    assert tables.by_head(empty, "max_logit").empty
+    assert tables.by_layer(empty, "max_logit").empty
+    assert tables.of_run(empty, "loss").empty
+    assert ranking.worst_layer(empty) is None
+    assert ranking.notable_heads(empty, empty, "max_logit") == []
+    assert marks.current_stabilizers(empty, empty) == {}
+    assert ranking.heads_to_watch(empty, None).empty
+    assert effect.before_and_after(empty, empty).empty
+    assert marks.events_of(None) == []
 
 
 def test_a_missing_column_is_named():
     with pytest.raises(ValueError, match="samples lacks the columns indicator, value"):
-        frames.by_head(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}), "x")
+        tables.by_head(pd.DataFrame({"step": [1], "site": [""], "layer": [0], "head": [0]}), "x")
     with pytest.raises(ValueError, match="events lacks the columns why"):
-        frames.journal(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
+        marks.events_of(pd.DataFrame({"step": [1], "kind": ["alarm"], "site": [""], "heads": [()]}))
 
 
 def test_the_journal_is_by_step_and_takes_any_list_of_heads():
@@ -123,16 +123,16 @@ def test_the_journal_is_by_step_and_takes_any_list_of_heads():
             event(6, "alarm", "h.0", math.nan),
         ]
     ).drop(columns=["rule", "stabilizer"])
-    found = frames.journal(table)
+    found = marks.events_of(table)
     assert [(entry.step, entry.heads) for entry in found] == [(4, (1,)), (6, ()), (9, (2, 3))]
     assert all(entry.rule == "" and entry.stabilizer == "" for entry in found)
 
 
 def test_a_switch_to_none_is_an_undo(run):
-    assert frames.marked_steps(run.events, "alarm") == [2950, 3100]
-    assert frames.marked_steps(run.events, "switch") == [3100]
-    assert frames.marked_steps(run.events, "undo") == [4500]
-    assert frames.current_stabilizers(run.frame, run.events) == {
+    assert marks.marked_steps(run.events, "alarm") == [2950, 3100]
+    assert marks.marked_steps(run.events, "switch") == [3100]
+    assert marks.marked_steps(run.events, "undo") == [4500]
+    assert marks.current_stabilizers(run.frame, run.events) == {
         (2, 3): "none",
         (2, 7): "compensated",
     }
@@ -142,25 +142,25 @@ def test_an_event_without_heads_concerns_its_whole_site_and_none_elsewhere(run):
     table = pd.DataFrame(
         [event(1, "alarm", "h.5.attn"), event(2, "alarm", ""), event(3, "alarm", "unknown", (1,))]
     )
-    assert list(frames.first_events(run.frame, table, "alarm")) == [(5, h) for h in range(12)]
+    assert list(marks.first_events(run.frame, table, "alarm")) == [(5, h) for h in range(12)]
 
 
 def test_highlights_keep_a_place_for_the_largest_value(run):
     many = pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))])
-    assert frames.notable_heads(run.frame, many, "max_logit") == [(9, 0), (9, 1), (2, 7)]
+    assert ranking.notable_heads(run.frame, many, "max_logit") == [(9, 0), (9, 1), (2, 7)]
     # Without alarms: the largest peaks of the array itself, from the middle of the run on.
     peaks = run.values["max_logit"][:, :, 50:].max(axis=2)
     order = np.argsort(-peaks, axis=None)[:3]
     expected = [tuple(map(int, np.unravel_index(index, peaks.shape))) for index in order]
-    assert frames.notable_heads(run.frame, None, "max_logit") == expected
+    assert ranking.notable_heads(run.frame, None, "max_logit") == expected
 
 
 def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
-    watched = frames.heads_to_watch(run.frame, run.events, count=5)
+    watched = ranking.heads_to_watch(run.frame, run.events, count=5)
     pairs = list(zip(watched["layer"], watched["head"], strict=True))
     assert pairs[:2] == [(2, 7), (2, 3)]
-    # The others have noise only; whichever comes first is the farthest from its own normal.
-    others = frames.excess(run.frame)["excess"].drop([(2, 7), (2, 3)]).nlargest(3)
+    # The others have noise only; whichever comes first is the farthest from its baseline.
+    others = ranking.excess(run.frame)["excess"].drop([(2, 7), (2, 3)]).nlargest(3)
     assert watched["excess"].tolist()[2:] == others.tolist()
     assert watched["excess"][2] < 1.5 < 100 < watched["excess"][0]
     assert watched["alarm_step"].tolist()[:2] == [2950, 3100]
@@ -171,7 +171,7 @@ def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):
 
 
 def test_before_and_after_are_of_the_alarmed_head(run):
-    table = frames.before_and_after(run.frame, run.events).set_index("indicator")
+    table = effect.before_and_after(run.frame, run.events).set_index("indicator")
     at, undone = (int(np.flatnonzero(run.steps == step)[0]) for step in (3100, 4500))
     end = {3: undone, 7: -1}
     for name, array in run.values.items():
@@ -196,10 +196,10 @@ def test_a_switch_of_the_whole_model_is_judged_by_the_sick_head():
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     switches = [event(50, "switch", site, (0, 1), stabilizer="compensated") for site in ("a", "b")]
     alarm = event(50, "alarm", "a", (1,), rule="norm_growth")
-    (row,) = frames.before_and_after(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
+    (row,) = effect.before_and_after(frame, pd.DataFrame([alarm, *switches])).itertuples(False)
     assert tuple(row) == ("max_logit", 0, 1, 1000.0, 100.0)
     # Without an alarm all count; the one that was largest is compared with itself.
-    (row,) = frames.before_and_after(frame, pd.DataFrame(switches)).itertuples(False)
+    (row,) = effect.before_and_after(frame, pd.DataFrame(switches)).itertuples(False)
     assert tuple(row) == ("max_logit", 1, 0, 2000.0, 3000.0)
 
 
@@ -208,12 +208,12 @@ def test_after_a_run_whose_heads_were_all_given_back_comes_what_was_before_that(
         event(step, "switch", "h.2.attn", (7,), stabilizer=stabilizer)
         for step, stabilizer in ((3100, "compensated"), (3600, "none"))
     )
-    table = frames.before_and_after(run.frame, events).set_index("indicator")
+    table = effect.before_and_after(run.frame, events).set_index("indicator")
     upto = run.loss[(run.loss_steps > 3100) & (run.loss_steps <= 3600)][-5:].mean()
     assert table.loc["loss", "after"] == pytest.approx(upto, rel=1e-12)
     # Switched once more it counts to the end.
     more = pd.DataFrame([event(4000, "switch", "h.2.attn", (7,), stabilizer="row_max")])
-    table = frames.before_and_after(run.frame, pd.concat([events, more])).set_index("indicator")
+    table = effect.before_and_after(run.frame, pd.concat([events, more])).set_index("indicator")
     assert table.loc["loss", "after"] == pytest.approx(run.loss[-5:].mean(), rel=1e-12)
 
 
@@ -222,7 +222,7 @@ def test_of_several_switches_the_earliest_counts_for_the_run(run):
         event(step, "switch", "h.2.attn", (head,), stabilizer="compensated")
         for step, head in ((3600, 3), (3100, 7))
     )
-    table = frames.before_and_after(run.frame, events).set_index("indicator")
+    table = effect.before_and_after(run.frame, events).set_index("indicator")
     upto = run.loss[run.loss_steps <= 3100][-5:].mean()
     assert table.loc["loss", "before"] == pytest.approx(upto, rel=1e-12)
 
@@ -230,7 +230,7 @@ def test_of_several_switches_the_earliest_counts_for_the_run(run):
 def test_the_sample_of_the_switch_counts_before_it(run):
     last, earlier = run.steps[-1], run.steps[-4]
     switch = pd.DataFrame([event(earlier, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = frames.before_and_after(run.frame, switch).set_index("indicator")
+    table = effect.before_and_after(run.frame, switch).set_index("indicator")
     after = run.values["max_logit"][2, 7, run.steps > earlier]
     assert len(after) == 3 and last > earlier
     assert (
@@ -241,18 +241,18 @@ def test_the_sample_of_the_switch_counts_before_it(run):
 
 def test_a_switch_at_the_last_sample_has_no_after(run):
     switch = pd.DataFrame([event(4990, "switch", "h.2.attn", (7,), stabilizer="compensated")])
-    table = frames.before_and_after(run.frame, switch)
+    table = effect.before_and_after(run.frame, switch)
     assert table["before"].notna().all()
     assert table["after"].isna().all()
 
 
 def test_the_sign_of_the_worst_head_is_kept(run):
-    by_layer = frames.by_layer(run.frame, "delta_bias_cumulative")
+    by_layer = tables.by_layer(run.frame, "delta_bias_cumulative")
     expected = run.values["delta_bias_cumulative"][2]
     picked = expected[np.abs(expected).argmax(axis=0), np.arange(expected.shape[1])]
     np.testing.assert_array_equal(by_layer[2], picked)
     switch = pd.DataFrame([event(3100, "switch", "h.2.attn", (3,), stabilizer="compensated")])
-    table = frames.before_and_after(run.frame, switch).set_index("indicator")
+    table = effect.before_and_after(run.frame, switch).set_index("indicator")
     assert table.loc["delta_bias_cumulative", "after"] < -3
 
 
@@ -260,8 +260,8 @@ def test_the_recorded_failure_is_found_in_layers_1_and_2():
     frame = pd.read_csv(FAILS)
     # Layer 2 leaves its trend first, layer 1 ends up larger: 17 at step 6,600 and 48 at 8,000
     # are the measured norms of layer 2.
-    assert [head[0] for head in frames.worst_heads(frame, "w_q_spectral_norm", 2)] == [1, 2]
-    norms = frames.by_layer(frame, "w_q_spectral_norm")
+    assert [head[0] for head in ranking.worst_heads(frame, "w_q_spectral_norm", 2)] == [1, 2]
+    norms = tables.by_layer(frame, "w_q_spectral_norm")
     assert norms.loc[6600, 2] == pytest.approx(17, abs=0.5)
     assert norms.loc[8000, 2] == pytest.approx(48, abs=0.5)
     assert norms.loc[6600].idxmax() == 2
@@ -272,7 +272,7 @@ def test_dashboards_import_neither_torch_nor_lightning_nor_pyplot():
     check = (
         "import sys, guardbit.dashboards.report\n"
         "unwanted = {'torch', 'lightning', 'triton', 'matplotlib.pyplot'} & set(sys.modules)\n"
-        "assert 'guardbit.dashboards.frames' in sys.modules and not unwanted, unwanted"
+        "assert 'guardbit.dashboards.tables' in sys.modules and not unwanted, unwanted"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -286,11 +286,11 @@ def test_a_switch_that_was_not_made_is_none(run):
         ],
         columns=["step", "kind", "site", "heads", "why", "stabilizer"],
     )
-    assert frames.marked_steps(events, "switch") == [100]
-    assert list(frames.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
+    assert marks.marked_steps(events, "switch") == [100]
+    assert list(marks.first_events(run.frame, events, "switch")) == [(1, 0), (1, 1)]
     switched = {(1, 0): "compensated", (1, 1): "compensated"}
-    assert frames.current_stabilizers(run.frame, events) == switched
-    assert [frames.what_of(event) for event in frames.journal(events)] == ["switch", "refusal"]
+    assert marks.current_stabilizers(run.frame, events) == switched
+    assert [marks.what_of(event) for event in marks.events_of(events)] == ["switch", "refusal"]
 
 
 def test_a_site_recorded_under_two_numbers_is_one_layer():
@@ -302,14 +302,14 @@ def test_a_site_recorded_under_two_numbers_is_one_layer():
     ]
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     before = frame.copy()
-    layers = frames.layer_of_site(frame)
+    layers = tables.layer_of_site(frame)
     assert layers == {"h.a": 0, "h.c": 1, "h.b": 2}
-    table = frames.by_head(frame, "max_logit")
+    table = tables.by_head(frame, "max_logit")
     for number, name in enumerate("abc"):
         own = table[layers[f"h.{name}"], 0].dropna()
         assert own.to_list() == [100 * number + step for step in own.index]
-    assert frames.latest_values(frame).shape == (3, 1)
-    watched = frames.heads_to_watch(frame, None).set_index("site")
+    assert tables.latest_values(frame).shape == (3, 1)
+    watched = ranking.heads_to_watch(frame, None).set_index("site")
     assert watched["max_logit"].to_dict() == {"h.a": 20, "h.b": 120, "h.c": 220}
     pd.testing.assert_frame_equal(frame, before)
     assert frame.attrs == {}
@@ -320,6 +320,6 @@ def test_a_name_that_several_layers_share_tells_none_of_them_apart():
         (step, "attn", layer, 0, "max_logit", 10.0 * layer) for step in (0, 1) for layer in (0, 1)
     ]
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
-    assert frames.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
-    watched = frames.heads_to_watch(frame, None)
+    assert tables.by_head(frame, "max_logit").to_dict("list") == {(0, 0): [0, 0], (1, 0): [10, 10]}
+    watched = ranking.heads_to_watch(frame, None)
     assert sorted(zip(watched["layer"], watched["site"], strict=True)) == [(0, "attn"), (1, "attn")]

@@ -1,0 +1,73 @@
+"""What a switch did: indicators before it and after it."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import pandas as pd
+
+from guardbit.catalog import HEAD_INDICATORS, RUN_INDICATORS
+from guardbit.dashboards.marks import first_events, heads_of_events, mark_of
+from guardbit.dashboards.tables import by_head, of_run
+
+#: Samples that the run's "before" and "after" average over: enough to damp one sample's noise.
+SAMPLES_AVERAGED = 5
+
+
+def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
+    """What the switch did: indicators of a diverging head and of the run, before it and after it.
+
+    Only switched heads that had alarmed before their switch count; where none had, all switched
+    heads do. Each indicator is shown for one head, the one of largest magnitude before the switch,
+    because a look at whichever head is worst would hide what happened to it. "Before" is the head's
+    last sample up to its first switch. "After" is its last sample after that; of a head that was
+    switched back, its last one up to then.
+
+    Indicators of the run are means of `SAMPLES_AVERAGED` samples, because single losses are noisy.
+    They are taken before the earliest switch and after it; where all heads were switched back,
+    up to the last time that happened.
+
+    Returns:
+        Columns indicator, layer, head (-1 for the run), before, after; NaN where there is no such
+        sample. Empty where no head was switched.
+    """
+    switched = first_events(frame, events, "switch")
+    ends = {
+        head: event.step if mark_of(event) == "undo" else math.inf
+        for event, heads in heads_of_events(frame, events)
+        if mark_of(event) in ("switch", "undo")
+        for head in heads
+    }
+    alarms = first_events(frame, events, "alarm")
+    alarmed = [
+        head for head in switched if head in alarms and alarms[head].step <= switched[head].step
+    ]
+    rows: list[tuple[str, int, int, float, float]] = []
+    for indicator in HEAD_INDICATORS if switched else ():
+        table = by_head(frame, indicator)
+        measured = [head for head in alarmed or switched if head in table.columns]
+        found: list[tuple[int, int, float, float]] = []
+        for head in measured:
+            series = cast(pd.Series, table[head]).dropna()
+            found.append((*head, *_around(series, switched[head].step, ends[head], 1)))
+        if found:
+            rows.append((indicator, *max(found, key=_size_before)))
+    for indicator in RUN_INDICATORS if switched else ():
+        series = of_run(frame, indicator)
+        if not series.empty:
+            first = min(event.step for event in switched.values())
+            sides = _around(series, first, max(ends.values()), SAMPLES_AVERAGED)
+            rows.append((indicator, -1, -1, *sides))
+    return pd.DataFrame(rows, columns=["indicator", "layer", "head", "before", "after"])
+
+
+def _around(series: pd.Series, step: int, end: float, samples: int) -> tuple[float, float]:
+    """The mean of the last samples up to a step, and of those after it up to the end."""
+    before = series.loc[:step].tail(samples)
+    after = series.loc[step + 1 : end].tail(samples)
+    return float(before.mean()), float(after.mean())
+
+
+def _size_before(row: tuple[int, int, float, float]) -> float:
+    return -1.0 if math.isnan(row[2]) else abs(row[2])

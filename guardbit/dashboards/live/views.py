@@ -1,0 +1,349 @@
+"""What the live page shows of a run: its answers are made here, from what has been read so far."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
+from guardbit.dashboards import marks
+from guardbit.dashboards.excess import EXCESS_INDICATORS
+from guardbit.dashboards.history import History
+from guardbit.dashboards.layers import Layers, is_shared
+from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
+from guardbit.records import Event
+from guardbit.store.bounds import MAX_LAYERS
+
+Integers = npt.NDArray[np.integer]
+Floats = npt.NDArray[np.floating]
+Json = dict[str, Any]
+
+#: Heads named in the list of the worst, and drawn in a curve.
+_WORST, _DRAWN = 12, len(HIGHLIGHTS)
+#: Events that the page gets, the newest, beside all that it marks. A run that has failed has
+#: thousands of alarms.
+_MOST_EVENTS = 200
+#: Heads that the typical range of an indicator is taken from, evenly spread.
+_TYPICAL_HEADS = 1024
+#: Maps of earlier steps that are kept.
+_KEPT_MAPS = 32
+#: What the page calls each indicator, and which have no place on a log scale.
+_CATALOG: Json = {
+    one.name: {
+        "label": f"{one.label} ({one.unit})" if one.unit else one.label,
+        "is_signed": one.is_signed,
+    }
+    for one in CATALOG
+}
+
+
+class RunViews:
+    """The samples and events of a run, and the views of them that the live page asks for.
+
+    Args:
+        buckets: Resolution in steps, as in `History`.
+
+    Attributes:
+        events: The events, ordered by step.
+        version: Number of pictures taken so far; each has its own.
+    """
+
+    def __init__(self, buckets: int) -> None:
+        self.events: list[Event] = []
+        self.version = 0
+        self._buckets = buckets
+        self._shared: set[str] = set()
+        self._picture: Json = {}
+        self._maps: OrderedDict[tuple[int, int], Json] = OrderedDict()
+        self.forget_samples()
+
+    def forget_samples(self) -> None:
+        """Begins anew with the samples, as where a run was resumed from an earlier step."""
+        self._history, self._layers = History(self._buckets), Layers()
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether any sample was read."""
+        return self._history.last_step >= 0
+
+    def take(self, batch: pa.RecordBatch) -> None:
+        """Takes in samples, as `RunFollower.batches` yields them."""
+        indicators = batch["indicator"]
+        names, codes = indicators.dictionary.to_pylist(), indicators.indices.to_numpy()
+        steps, values = batch["step"].to_numpy(), batch["value"].to_numpy(zero_copy_only=False)
+        sites, heads = batch["site"].indices.to_numpy(), batch["head"].to_numpy()
+        named = batch["site"].dictionary.to_pylist()
+        of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
+        recorded = np.where(of_heads, batch["layer"].to_numpy(), 0)
+        layers = self._layers_of(named, sites, recorded, steps)
+        for code, name in enumerate(names):
+            chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
+            if chosen.any():
+                self._history.add(
+                    name, steps[chosen], layers[chosen], heads[chosen], values[chosen]
+                )
+
+    def take_picture(self, title: str) -> None:
+        """Composes what the page shows first, so that an answer costs next to nothing.
+
+        Args:
+            title: What the run is called.
+        """
+        history = self._history
+        newest = self._map(history.used - 1)
+        self.version += 1
+        self._picture = {
+            "version": self.version,
+            "title": title,
+            "layers": history.num_layers,
+            "heads": history.num_heads,
+            "sites": {str(layer): site for site, layer in self._layers.of.items()},
+            "steps": _steps(history),
+            "last_step": history.last_step,
+            "map": newest,
+            "worst": self._worst(newest),
+            "indicators": [name for name in HEAD_INDICATORS if name in history.high],
+            "events": [_event(event) for event in _shown(self.events)],
+            "marks": _marks(self.events),
+            "num_events": len(self.events),
+            "verdict": self._verdict(),
+            "run": {
+                name: {
+                    "low": _numbers(history.run_low[name][history.known]),
+                    "high": _numbers(history.run_high[name][history.known]),
+                }
+                for name in RUN_INDICATORS
+                if name in history.run_high
+            },
+            "catalog": _CATALOG,
+            "palette": {
+                "heat": HEAT_STOPS,
+                "most": MOST_EXCESS,
+                "lines": [colour for colour, _ in HIGHLIGHTS],
+                "ink": INK,
+            },
+        }
+
+    def picture(self, step: int | None) -> Json:
+        """Returns the latest picture, with the model map at a step; None for the newest."""
+        if step is None:
+            return dict(self._picture)
+        return {**self._picture, "map": self._map(self._history.bucket_of(step))}
+
+    def head(self, layer: int, head: int) -> Json:
+        """Returns every indicator of one head.
+
+        Raises:
+            LookupError: No such head was measured.
+        """
+        history = self._history
+        if history.column_of(layer, head) < 0:
+            raise LookupError(f"no head {head} in layer {layer} was measured")
+        site = self._site(layer)
+        events = [
+            event
+            for event in self.events
+            if event.site == site and head in (event.heads or (head,))
+        ]
+        indicators: Json = {}
+        for name in [name for name in HEAD_INDICATORS if name in history.high]:
+            low, high = history.of_head(name, layer, head)
+            if not np.isnan(high).all():
+                typical = _numbers(self._typical(name, (0.5,))[0])
+                indicators[name] = {
+                    "low": _numbers(low),
+                    "high": _numbers(high),
+                    "typical": typical,
+                }
+        return {
+            "layer": layer,
+            "head": head,
+            "site": site,
+            "steps": _steps(history),
+            "indicators": indicators,
+            "events": [_event(event) for event in _shown(events)],
+            "marks": _marks([*events, *_of_run(self.events)]),
+        }
+
+    def curves(self, indicator: str) -> Json:
+        """Returns one indicator: the heads that matter most, and the range of all.
+
+        Raises:
+            LookupError: The indicator is unknown or was not recorded.
+        """
+        history = self._history
+        if indicator not in history.high:
+            raise LookupError(f"the indicator {indicator} was not recorded")
+        low, middle, high = self._typical(indicator, (0.05, 0.5, 0.95))
+        heads: list[Json] = []
+        for layer, head in self._notable():
+            lowest, highest = (
+                _numbers(values) for values in history.of_head(indicator, layer, head)
+            )
+            heads.append({"layer": layer, "head": head, "low": lowest, "high": highest})
+        return {
+            "indicator": indicator,
+            "steps": _steps(history),
+            "typical_low": _numbers(low),
+            "typical": _numbers(middle),
+            "typical_high": _numbers(high),
+            "heads": heads,
+        }
+
+    def _layers_of(
+        self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
+    ) -> Integers:
+        """The layer of each row's site, which is the one recorded unless a site has two."""
+        place = sites.astype(np.int64) * MAX_LAYERS + recorded
+        layers = np.zeros(len(names) * MAX_LAYERS, dtype=np.int64)
+        found = np.zeros(len(layers), dtype=bool)
+        found[place] = True
+        pairs = np.flatnonzero(found)
+        several = np.bincount(pairs // MAX_LAYERS, minlength=len(names)) > 1
+        for site in np.flatnonzero(several).tolist():
+            of_site = sites == site
+            if is_shared(steps[of_site], recorded[of_site]):
+                self._shared.add(names[site])
+        for pair in pairs.tolist():
+            site, layer = divmod(pair, MAX_LAYERS)
+            name = names[site]
+            if name:
+                layers[pair] = self._layers.layer(name, layer, is_shared=name in self._shared)
+        return layers[place]
+
+    def _site(self, layer: int) -> str:
+        return next((site for site, at in self._layers.of.items() if at == layer), "")
+
+    def _verdict(self) -> Json | None:
+        given = [event for event in self.events if event.kind == "verdict"]
+        return _event(given[-1]) if given else None
+
+    def _map(self, bucket: int) -> Json:
+        """The model map at a bucket, with the marks of what had happened by then."""
+        history = self._history
+        key = (self.version, bucket)
+        if key in self._maps:
+            return self._maps[key]
+        step = int(history.steps[bucket]) if bucket >= 0 else -1
+        excess, which, names = history.excess(bucket)
+        alarmed, stabilized = self._marked(step)
+        self._maps[key] = {
+            "step": step,
+            "excess": _numbers(excess.ravel()),
+            "which": which.ravel().tolist(),
+            "names": list(names),
+            "alarmed": sorted(alarmed),
+            "stabilized": sorted([*head, name] for head, name in stabilized.items()),
+        }
+        while len(self._maps) > _KEPT_MAPS:
+            self._maps.popitem(last=False)
+        return self._maps[key]
+
+    def _marked(self, step: int) -> tuple[set[tuple[int, int]], Mapping[tuple[int, int], str]]:
+        layer_of = self._layers.of
+        alarmed: set[tuple[int, int]] = set()
+        stabilized: dict[tuple[int, int], str] = {}
+        for event in self.events:
+            layer = layer_of.get(event.site)
+            if layer is None or event.step > step:
+                continue
+            for head in event.heads or range(self._history.num_heads):
+                if event.kind == "alarm":
+                    alarmed.add((layer, head))
+                elif marks.mark_of(event) in ("switch", "undo"):
+                    stabilized[layer, head] = event.stabilizer
+        current = {head: name for head, name in stabilized.items() if name != "none"}
+        return alarmed, current
+
+    def _worst(self, newest: Json) -> list[Json]:
+        """The heads that are farthest above their baseline, worst first."""
+        history = self._history
+        excess, which, names = history.excess()
+        order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]
+        worst: list[Json] = []
+        for layer, head in zip(*np.unravel_index(order, excess.shape), strict=True):
+            if np.isnan(excess[layer, head]):
+                continue
+            name = names[int(which[layer, head])]
+            _, values = history.of_head(name, int(layer), int(head))
+            worst.append(
+                {
+                    "layer": int(layer),
+                    "head": int(head),
+                    "excess": float(excess[layer, head]),
+                    "indicator": name,
+                    "value": float(values[~np.isnan(values)][-1]),
+                }
+            )
+        return worst
+
+    def _notable(self) -> list[tuple[int, int]]:
+        layer_of = self._layers.of
+        alarmed = [
+            (layer_of[event.site], head)
+            for event in self.events
+            if event.kind == "alarm" and event.site in layer_of
+            for head in event.heads
+        ]
+        worst = [(head["layer"], head["head"]) for head in self._picture["worst"]]
+        return list(dict.fromkeys([*dict.fromkeys(alarmed[: _DRAWN - 1]), *worst]))[:_DRAWN]
+
+    def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
+        """Quantiles over heads by bucket."""
+        history = self._history
+        middle = history.high[indicator][history.known]
+        if indicator not in EXCESS_INDICATORS:
+            # Signed sums, and the entropy, whose small values matter.
+            middle = (middle + history.low[indicator][history.known]) / 2
+        middle = np.sort(middle[:, :: -(-middle.shape[1] // _TYPICAL_HEADS)], axis=1)
+        count = (~np.isnan(middle)).sum(axis=1)
+        rows = np.arange(len(middle))
+        return [middle[rows, (q * np.maximum(count - 1, 0)).astype(int)] for q in quantiles]
+
+
+def _steps(history: History) -> list[int]:
+    return history.steps[history.known].tolist()
+
+
+def _numbers(values: Floats) -> list[float | None]:
+    """Four significant digits are more than a screen shows; what is not finite has no place."""
+    finite = np.isfinite(values)
+    return [
+        float(f"{value:.4g}") if known else None
+        for value, known in zip(values.tolist(), finite.tolist(), strict=True)
+    ]
+
+
+def _shown(events: Sequence[Event]) -> list[Event]:
+    """The newest events, and all that are marked however old."""
+    marked = {id(event) for event, _ in marks.marked(events)}
+    newest = len(events) - _MOST_EVENTS
+    return [event for place, event in enumerate(events) if place >= newest or id(event) in marked]
+
+
+def _marks(events: Sequence[Event]) -> list[Json]:
+    """What charts mark: each kind once a step."""
+    marked = dict.fromkeys((event.step, mark) for event, mark in marks.marked(events))
+    return [{"step": step, "kind": mark} for step, mark in sorted(marked)]
+
+
+def _of_run(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if not event.site]
+
+
+def _event(event: Event) -> Json:
+    return {
+        "step": event.step,
+        "kind": marks.what_of(event),
+        "site": event.site,
+        "heads": list(event.heads),
+        "rule": event.rule,
+        "verdict": event.verdict,
+        "stabilizer": event.stabilizer,
+        "why": event.why,
+    }

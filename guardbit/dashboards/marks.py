@@ -1,0 +1,150 @@
+"""The events of a run: what figures mark, and the heads that an event concerns.
+
+Events have the columns step, kind, site, heads and why and, where they apply, rule, stabilizer and
+verdict. They are accepted as a CSV reader leaves them (NaN for what is empty), empty, or without
+any column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards.tables import Head, check_columns, heads_of_layer, layer_of_site, rows_of
+from guardbit.records import Event
+from guardbit.store.migration import migrated
+
+EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
+
+#: What a figure marks; "undo" is a switch back to the run's own attention.
+Mark = Literal["alarm", "switch", "undo"]
+MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
+
+
+def events_of(events: pd.DataFrame | None) -> list[Event]:
+    """Returns the events of a table, ordered by step.
+
+    The columns rule, stabilizer and verdict may be missing. Without the column verdict the table is
+    taken for one that an earlier version has read.
+
+    Raises:
+        ValueError: Another column is missing from a table that has rows.
+    """
+    if events is None or events.empty:
+        return []
+    check_columns(events, EVENT_COLUMNS, "events")
+    texts = ["rule", "stabilizer", *(["verdict"] if "verdict" in events.columns else [])]
+    rows = [
+        migrated({**row, **{name: _text(row.get(name)) for name in texts}})
+        for row in events.to_dict("records")
+    ]
+    found = [
+        Event(
+            step=int(row["step"]),
+            kind=row["kind"],
+            site=_text(row["site"]),
+            heads=_heads(row["heads"]),
+            why=_text(row["why"]),
+            rule=row["rule"],
+            stabilizer=row["stabilizer"],
+            verdict=row["verdict"],
+        )
+        for row in rows
+    ]
+    return sorted(found, key=lambda event: event.step)
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _heads(value: object) -> tuple[int, ...]:
+    is_list = isinstance(value, list | tuple | np.ndarray)
+    return tuple(int(head) for head in value) if is_list else ()
+
+
+def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:
+    """The events of some steps, both ends included."""
+    if events is None or events.empty:
+        return events
+    return rows_of(events, (events["step"] >= first) & (events["step"] <= last))
+
+
+def mark_of(event: Event) -> Mark | None:
+    """What a figure marks the event as; None for refusals, verdicts and errors."""
+    if event.kind == "alarm":
+        return "alarm"
+    if event.kind == "switch":
+        return "undo" if event.stabilizer == "none" else "switch"
+    return None
+
+
+def what_of(event: Event) -> str:
+    """The event's mark; where it has none, its kind."""
+    return mark_of(event) or event.kind
+
+
+def marked(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
+    """The events that figures mark, in their order: first alarms, and all switches and undoings.
+
+    An alarm is the first one if it names a head that no earlier alarm has named. One on the whole
+    run, such as that on the loss, is the first one of its rule. A run that has failed has thousands
+    of later alarms, which say nothing new.
+    """
+    seen: set[tuple[str, int | str]] = set()
+    marked: list[tuple[Event, Mark]] = []
+    for event in events:
+        mark = mark_of(event)
+        if mark is None:
+            continue
+        if mark == "alarm":
+            alarmed = {(event.site, of) for of in event.heads or (event.rule,)}
+            if alarmed <= seen:
+                continue
+            seen |= alarmed
+        marked.append((event, mark))
+    return marked
+
+
+def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
+    """The steps at which a mark is drawn, ascending, each once."""
+    return sorted({event.step for event, found in marked(events_of(events)) if found == mark})
+
+
+def heads_of_events(
+    frame: pd.DataFrame, events: pd.DataFrame | None
+) -> list[tuple[Event, list[Head]]]:
+    """Each event with the heads it concerns, ordered by step.
+
+    An event that lists no heads concerns every recorded head of its attention module. An event
+    without a recorded module (an alarm on the loss) concerns no head.
+    """
+    layers, recorded = layer_of_site(frame), heads_of_layer(frame)
+    concerned: list[tuple[Event, list[Head]]] = []
+    for event in events_of(events):
+        layer = layers.get(event.site, -1)
+        heads = event.heads or recorded.get(layer, [])
+        concerned.append((event, [(layer, head) for head in heads] if layer >= 0 else []))
+    return concerned
+
+
+def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> dict[Head, Event]:
+    """Every head that events with this mark concern -> the first of them, earliest first."""
+    first: dict[Head, Event] = {}
+    for event, heads in heads_of_events(frame, events):
+        if mark_of(event) == mark:
+            first.update({head: event for head in heads if head not in first})
+    return first
+
+
+def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dict[Head, str]:
+    """Head -> the stabilizer of its last switch; heads that were never switched are absent."""
+    return {
+        head: event.stabilizer
+        for event, heads in heads_of_events(frame, events)
+        if mark_of(event) in ("switch", "undo")
+        for head in heads
+    }

@@ -1,0 +1,137 @@
+"""Which heads stand out: the worst, the notable, and those to watch."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards.excess import EXCESS_INDICATORS, times_baseline
+from guardbit.dashboards.marks import current_stabilizers, first_events
+from guardbit.dashboards.tables import (
+    Head,
+    by_head,
+    check_samples,
+    latest_values,
+    rows_of,
+    site_of_layer,
+)
+
+
+def worst_heads(frame: pd.DataFrame, indicator: str, count: int) -> list[Head]:
+    """The heads of the `count` largest magnitudes over the whole run, largest first."""
+    peaks = by_head(frame, indicator).abs().max().dropna()
+    largest = peaks.sort_values(ascending=False, kind="stable").head(count)
+    return [(int(layer), int(head)) for layer, head in largest.index.to_list()]
+
+
+def worst_layer(frame: pd.DataFrame, indicator: str = "w_q_spectral_norm") -> int | None:
+    """The layer that holds the largest magnitude of the indicator; None where there is none."""
+    heads = worst_heads(frame, indicator, 1)
+    return heads[0][0] if heads else None
+
+
+def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
+    """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`).
+
+    Args:
+        frame: The samples.
+        step: The last step taken into account; None for all.
+
+    Returns:
+        Index MultiIndex (layer, head), ascending, every recorded head; columns excess (float64; NaN
+        without any of the indicators), indicator (the worst one's name) and value (its latest).
+    """
+    samples = check_samples(frame)
+    samples = rows_of(samples, samples["site"] != "")
+    pairs = cast(pd.DataFrame, samples[["layer", "head"]].drop_duplicates())
+    heads = pd.MultiIndex.from_frame(pairs).sort_values()
+    if step is not None:
+        samples = rows_of(samples, samples["step"] <= step)
+    table = pd.DataFrame({"excess": np.nan, "indicator": "", "value": np.nan}, index=heads)
+    for indicator, floor in EXCESS_INDICATORS.items():
+        measured = by_head(samples, indicator)
+        if measured.empty:
+            continue
+        found = pd.DataFrame(
+            {
+                "excess": times_baseline(measured.to_numpy(), floor),
+                "indicator": indicator,
+                "value": measured.ffill().iloc[-1],
+            },
+            index=measured.columns,
+        ).reindex(heads)
+        worse = found["excess"].gt(table["excess"]) | (
+            table["excess"].isna() & found["excess"].notna()
+        )
+        table = table.mask(worse, found)
+    return table.astype({"excess": float, "value": float})
+
+
+def notable_heads(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    indicator: str,
+    count: int = 3,
+    *,
+    smallest: bool = False,
+) -> list[Head]:
+    """The heads a figure highlights: the first to alarm, then those of largest magnitude.
+
+    Only the second half of the run counts for magnitudes, so that no head stands out for its
+    warm-up. The last place is kept for the largest, so that no figure greys out its own peak.
+
+    Args:
+        frame: The samples.
+        events: The events.
+        indicator: The indicator that the figure shows.
+        count: Number of heads at most.
+        smallest: Take the smallest magnitudes instead of the largest.
+    """
+    table = by_head(frame, indicator)
+    alarmed = [head for head in first_events(frame, events, "alarm") if head in table.columns]
+    later = table.iloc[len(table) // 2 :].abs()
+    extremes = later.min() if smallest else later.max()
+    extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")
+    extreme = [(int(layer), int(head)) for layer, head in extremes.head(count).index]
+    return list(dict.fromkeys([*alarmed[: count - 1], *extreme]))[:count]
+
+
+def heads_to_watch(
+    frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 10
+) -> pd.DataFrame:
+    """The heads a person should look at, worst first, with their latest values.
+
+    Heads with an alarm come first, in the order of their first alarm. The others follow by how far
+    they are above their baseline (`excess`), and where that is the same, by the latest magnitude of
+    the first recorded indicator of `HEAD_INDICATORS`.
+
+    Returns:
+        At most `count` rows; columns layer, head, site, alarm_step (NaN without an alarm), rule,
+        stabilizer, excess, then those of `latest_values`.
+    """
+    latest = latest_values(frame)
+    alarms = first_events(frame, events, "alarm")
+    stabilizers = current_stabilizers(frame, events)
+    sites = site_of_layer(frame)
+    known = [
+        (
+            *head,
+            sites[head[0]],
+            alarms[head].step if head in alarms else np.nan,
+            alarms[head].rule if head in alarms else "",
+            stabilizers.get(head, "none"),
+        )
+        for head in latest.index
+    ]
+    columns = ["layer", "head", "site", "alarm_step", "rule", "stabilizer"]
+    table = pd.DataFrame(known, columns=columns)
+    if table.empty:
+        return table
+    table["excess"] = excess(frame)["excess"].reindex(latest.index).to_numpy()
+    table = pd.concat([table, latest.reset_index(drop=True)], axis=1)
+    table = table.assign(largest=latest.iloc[:, 0].abs().to_numpy())
+    order = ["alarm_step", "excess", "largest"]
+    table = table.sort_values(order, ascending=[True, False, False], kind="stable")
+    return table.drop(columns=["largest"]).head(count).reset_index(drop=True)

@@ -1,0 +1,185 @@
+"""The samples of a run as tables: by head, by layer, and of the whole run.
+
+Samples have one value a row: step, site, layer, head, indicator, value. They are accepted as a CSV
+reader leaves them (NaN for an empty site), empty, or without any column.
+
+A head is named by the pair (layer, head), both counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from guardbit.catalog import HEAD_INDICATORS
+from guardbit.dashboards.layers import Layers, is_shared
+
+SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
+
+Head = tuple[int, int]
+
+_CHECKED = "guardbit.checked"
+
+
+def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
+    """Returns the samples with "" for a missing site and one layer for each site (see `Layers`).
+
+    Raises:
+        ValueError: A column is missing from a table that has rows.
+    """
+    if frame.empty:
+        return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
+    if frame.attrs.get(_CHECKED):
+        return frame
+    check_columns(frame, SAMPLE_COLUMNS, "samples")
+    if np.asarray(frame["site"].isna()).any():
+        frame = frame.assign(site=frame["site"].astype(object).fillna(""))
+    frame = _with_one_layer_a_site(frame)
+    frame.attrs[_CHECKED] = True
+    return frame
+
+
+def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
+    """A copy, which shares the columns that stay."""
+    codes, sites = pd.factorize(frame["site"])
+    numbers, recorded = pd.factorize(frame["layer"])
+    pairs = codes * len(recorded) + numbers
+    layers = Layers()
+    # In the order of the samples, as the first number of a site counts.
+    found, first = np.unique(pairs, return_index=True)
+    given = np.zeros(len(sites) * len(recorded), dtype=np.int64)
+    several = np.bincount(found // len(recorded), minlength=len(sites)) > 1
+    steps, numbered = frame["step"].to_numpy(), frame["layer"].to_numpy()
+    shared = {
+        int(site)
+        for site in np.flatnonzero(several)
+        if is_shared(steps[codes == site], numbered[codes == site])
+    }
+    for pair in found[np.argsort(first)].tolist():
+        site, number = divmod(pair, len(recorded))
+        layer = int(recorded[number])
+        if sites[site]:
+            layer = layers.layer(str(sites[site]), layer, is_shared=site in shared)
+        given[pair] = layer
+    renumbered = given[pairs]
+    if (renumbered == numbered).all():
+        return frame.copy(deep=False)
+    return frame.assign(layer=renumbered)
+
+
+def check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> None:
+    """Raises ValueError if a table lacks a column.
+
+    Args:
+        table: The table.
+        required: The columns it needs.
+        what: What the table holds, for the message.
+    """
+    missing = [name for name in required if name not in table.columns]
+    if missing:
+        raise ValueError(
+            f"The table of {what} lacks the columns {', '.join(missing)}: it has "
+            f"{', '.join(map(str, table.columns))} and needs {', '.join(required)}."
+        )
+
+
+def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
+    """The chosen rows, as the table that type checkers do not see it is."""
+    return cast(pd.DataFrame, table[cast(pd.Series, chosen)])
+
+
+def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
+    """One indicator with a row a step and a column a head; NaN where a head was not measured.
+
+    A step recorded twice, as a resumed run may do, keeps its later value.
+
+    Returns:
+        Index `step`, columns a MultiIndex (layer, head), both ascending; values float64.
+    """
+    samples = check_samples(frame)
+    samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] != ""))
+    samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
+    table = samples.pivot(index="step", columns=["layer", "head"], values="value")
+    return table.astype(float).sort_index().sort_index(axis=1)
+
+
+def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
+    """An indicator of the whole run (`loss`, `grad_norm`) by step, float64; non-finite is kept."""
+    samples = check_samples(frame)
+    samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] == ""))
+    samples = samples.drop_duplicates(["step"], keep="last").set_index("step")
+    return cast(pd.Series, samples["value"]).astype(float).sort_index()
+
+
+def by_layer(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
+    """The worst head of each layer: the value of largest magnitude, with its sign.
+
+    Returns:
+        Index `step`, columns `layer`; values float64, NaN where no head was measured.
+    """
+    layers = by_head(frame, indicator).T.groupby(level="layer")
+    largest = cast(pd.DataFrame, layers.max()).T
+    smallest = cast(pd.DataFrame, layers.min()).T
+    return largest.where(largest.abs() >= smallest.abs(), smallest)
+
+
+def steps(frame: pd.DataFrame) -> tuple[int, int]:
+    """The first and the last recorded step of a run that has samples."""
+    recorded = check_samples(frame)["step"].to_numpy()
+    return int(recorded.min()), int(recorded.max())
+
+
+def layer_of_site(frame: pd.DataFrame) -> dict[str, int]:
+    """Name of an attention module -> its layer, for every module with a sample."""
+    samples = check_samples(frame)
+    sites = rows_of(samples, samples["site"] != "").drop_duplicates(["site"])
+    return {site: int(layer) for site, layer in zip(sites["site"], sites["layer"], strict=True)}
+
+
+def site_of_layer(frame: pd.DataFrame) -> dict[int, str]:
+    """Layer -> the name of its attention module, for every layer with a sample."""
+    samples = check_samples(frame)
+    layers = rows_of(samples, samples["site"] != "").drop_duplicates(["layer"])
+    return {int(layer): site for site, layer in zip(layers["site"], layers["layer"], strict=True)}
+
+
+def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
+    """Layer -> the heads that have at least one sample, both ascending."""
+    samples = check_samples(frame)
+    pairs = rows_of(samples, samples["site"] != "").drop_duplicates(["layer", "head"])
+    heads: dict[int, list[int]] = {}
+    for layer, head in sorted(zip(pairs["layer"], pairs["head"], strict=True)):
+        heads.setdefault(int(layer), []).append(int(head))
+    return heads
+
+
+def head_label(layer: int, head: int, heads_in_layer: int) -> str:
+    """The name of a head in figures and tables.
+
+    The single value of a layer may be the largest over its heads, so no head is named then.
+    """
+    return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer} · head {head}"
+
+
+def recorded_indicators(frame: pd.DataFrame) -> set[str]:
+    """The indicators with at least one sample."""
+    return set(check_samples(frame)["indicator"].unique())
+
+
+def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
+    """The last recorded value of every head.
+
+    Returns:
+        Index MultiIndex (layer, head), ascending; a float64 column for each recorded indicator of
+        `HEAD_INDICATORS`, in that order.
+    """
+    samples = check_samples(frame)
+    known = samples["indicator"].isin(HEAD_INDICATORS) & (samples["site"] != "")
+    samples = rows_of(samples, known).sort_values(["step"], kind="stable")
+    samples = samples.drop_duplicates(["layer", "head", "indicator"], keep="last")
+    table = samples.pivot(index=["layer", "head"], columns="indicator", values="value")
+    recorded = [name for name in HEAD_INDICATORS if name in table.columns]
+    return table.reindex(columns=recorded).astype(float)

@@ -1,0 +1,66 @@
+"""The rule `model_logits`: the logits of all layers run away at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from guardbit.monitor.detectors.rule import Finding, Snapshot
+from guardbit.monitor.detectors.rules.common import check_thresholds, heads_where
+from guardbit.monitor.detectors.values import State
+from guardbit.records import Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLogits:
+    """The logits of the whole model run away: the learning rate's work, not one head's.
+
+    Rounding fails in a single layer (section 3.2); at too high a rate all layers go at once. The
+    statistic is the lower quartile over the layers of the largest logit, on two samples in a row:
+    beyond `level` where it has grown there from below, and beyond `saturated`, the limit of
+    `LogitOutlier`, also where the monitor came when it was too late to see it grow.
+
+    Largest in the stable runs 135 (in any three of their layers, taken for a model, 495; two
+    healthy layers do pass 1,024), in the failing run 123; the learning-rate runs pass 1,024 at
+    step 1,000, 8,192 at steps 2,600 and 3,000, and end at 21,000 and 85,000.
+
+    Attributes:
+        level: Smallest quartile that fires, after scaling.
+        growth: Smallest ratio to the first quartile seen.
+        saturated: Smallest quartile that fires without having grown.
+        sites: Smallest number of attention modules that is judged: of two, one is no majority.
+    """
+
+    reads: ClassVar[tuple[str, ...]] = ("max_logit",)
+
+    role: ClassVar[Role] = Role("model")
+
+    name: str = "model_logits"
+    level: float = 1024.0
+    growth: float = 4.0
+    saturated: float = 8192.0
+    sites: int = 3
+
+    def __post_init__(self) -> None:
+        check_thresholds(self)
+
+    def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
+        """Returns the high heads of every measured module, where the quartile is too high."""
+        measured = snapshot.of("max_logit")
+        if not measured or len(snapshot.latest["max_logit"]) < self.sites:
+            return []
+        quartile = snapshot.typical_top("max_logit", 0.25)
+        if math.isnan(quartile):
+            return []
+        first = state.setdefault("first", quartile)
+        lasting = min(state.get("last", 0.0), quartile)
+        state["last"] = quartile
+        if lasting < min(max(self.level, self.growth * first), self.saturated):
+            return []
+        why = (
+            f"three of four attention modules reach logits of {quartile:.3g} "
+            f"(threshold {self.level:g}), where they began at {first:.3g}"
+        )
+        high = {site: heads_where(logits >= self.level) for site, logits in measured.items()}
+        return [Finding(site, heads, why) for site, heads in high.items() if heads]

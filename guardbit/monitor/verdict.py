@@ -1,0 +1,98 @@
+"""What kind of trouble a run is in, judged by all its alarms.
+
+The verdict goes by the roles that alarms carry, never by the names of their rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from guardbit.records import Alarm, Verdict
+
+#: Alarms at most this many steps apart count as "at once". Heads that fail by rounding lead the
+#: loss by 1,500 steps and more in the runs we have; at too high a rate all goes within 600.
+AT_ONCE = 1000
+
+
+class Judgement(NamedTuple):
+    """What kind of trouble a run is in, and one sentence with the evidence."""
+
+    verdict: Verdict
+    why: str
+
+
+def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
+    """Tells a rounding failure from a learning rate that is too high, by the alarms.
+
+    Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
+    2510.04212, section 3.2). Too high a learning rate moves all layers at once, together with the
+    loss. "At once" means within `AT_ONCE` steps:
+
+    - "stable": there is no alarm.
+    - "learning-rate": an alarm on the whole model comes before the first alarm on a head, or at
+      once with it.
+    - "rounding": the first alarms are on heads of at most a third of the attention modules (of
+      one, in smaller models), and the alarm on the loss comes later than at once, or never. Where
+      a rule has measured the cause in those heads, any later step will do.
+    - "unclear", while the run goes on: all else. That is many modules without a common rise, or an
+      alarm on the loss at once with the first alarm on a head, or without any.
+    - "learning-rate", once the run has ended: the same, as no later alarm can blame single heads.
+
+    A measured cause in most modules is no sign of rounding: where the rate is too high, heads of
+    all layers end with a delta bias.
+
+    Args:
+        alarms: All alarms of the run, or at least the first of each rule and attention module.
+        sites: Number of attention modules of the model.
+        ended: Whether the run has ended, so that no further alarm can come.
+
+    Returns:
+        The verdict and the evidence in words.
+    """
+    if not alarms:
+        return Judgement("stable", f"no rule has fired in any of {sites} attention modules")
+    undecided: Verdict = "learning-rate" if ended else "unclear"
+    of_heads = [alarm for alarm in alarms if alarm.role.judges == "head"]
+    first_model = min((a.step for a in alarms if a.role.judges == "model"), default=None)
+    first_loss = min((a.step for a in alarms if a.role.judges == "loss"), default=None)
+    loss = (
+        "no alarm on the loss" if first_loss is None else f"alarm on the loss at step {first_loss}"
+    )
+    first = min(of_heads, key=lambda alarm: alarm.step, default=None)
+    if first_model is not None and (first is None or first_model <= first.step + AT_ONCE):
+        moved = {a.site for a in alarms if a.site and a.step <= first_model + AT_ONCE}
+        return Judgement(
+            "learning-rate",
+            f"the logits of {len(moved)} of {sites} attention modules run away at once, at step "
+            f"{first_model}; {loss}",
+        )
+    if first is None:
+        return Judgement(undecided, f"{loss} before any head shows a sign")
+    early = [alarm for alarm in of_heads if alarm.step <= first.step + AT_ONCE]
+    alarmed = sorted({alarm.site for alarm in early})
+    biased, grown = _heads_of(early, cause=True), _heads_of(early, cause=False)
+    is_local = len(alarmed) <= max(1, sites // 3)
+    lead = math.inf if first_loss is None else first_loss - first.step
+    return Judgement(
+        "rounding" if is_local and lead > (0 if biased else AT_ONCE) else undecided,
+        f"alarms in {len(alarmed)} of {sites} attention modules ({', '.join(alarmed)}), from step "
+        f"{first.step}; {first.rule}: {first.why}; {_agreement(biased, grown)}; {loss}",
+    )
+
+
+def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
+    """Returns the heads named by rules that measure the cause, or by the others."""
+    named = [alarm for alarm in alarms if alarm.role.measures_cause is cause]
+    return {(alarm.site, head) for alarm in named for head in alarm.heads}
+
+
+def _agreement(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
+    """Says whether the measured bias is where the growth is."""
+    if not biased:
+        return "no one-sided delta bias is established"
+    if not grown:
+        return "a one-sided delta bias is measured"
+    where = "in the heads that grow" if biased & grown else "in other heads than those that grow"
+    return f"a one-sided delta bias is measured {where}"
