@@ -1,9 +1,9 @@
-"""The public attention function, and the one that stands in for PyTorch's.
+"""The public attention function, and the one that replaces PyTorch's in watched models.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
 lse `(B, H, N)` FP32.
 
-What happens in a call is decided in `guardbit.kernels.op`, when it runs.
+`guardbit.kernels.op` decides what a call does, when it runs.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def flash_attention(
 
     A row with no allowed key gives output 0, lse -inf and gradients 0.
 
-    Derivatives are those of `Tensor.backward` and `torch.autograd.grad`. `torch.func.vmap` works,
+    `Tensor.backward` and `torch.autograd.grad` differentiate it. `torch.func.vmap` works; it runs
     one call after the other.
 
     With ``torch.compile(mode="reduce-overhead")`` attention runs between the CUDA graphs and can be
@@ -183,7 +183,7 @@ def flash_attention(
     Raises:
         ValueError: If a shape, dtype, name or number is not one of the above, or the backend
             cannot take the inputs.
-        TypeError: If q, k or v is no tensor.
+        TypeError: If q, k or v is not a tensor.
         NotImplementedError: If a forward-mode derivative, or one of `torch.func`, is asked for.
     """
     _check_tensors(q, k, v)
@@ -296,10 +296,10 @@ def switchable_attention(
     scale: float | None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`, with heads that can be switched.
+    """Computes `F.scaled_dot_product_attention`, with heads that can be switched.
 
-    Until a head of the site is switched the result has the very bits of PyTorch's own function,
-    and the same random numbers are drawn.
+    Until a head is switched, the result equals that of PyTorch's own function bit for bit, and the
+    same random numbers are drawn.
 
     Args:
         q: Queries `(B, H, N, D)`.

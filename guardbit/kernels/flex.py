@@ -1,12 +1,13 @@
-"""FlexAttention with an exact delta: its own kernels forward and backward, and the gradient of LSE.
+"""FlexAttention with exact delta: its own kernels forward and backward, and a gradient of LSE.
 
-Its backward takes a gradient of LSE: dS = P (dP - (delta - dL)). So a switched head gets its exact
-delta by dL = delta_used - delta, and nothing else of the call changes, be it compiled or not.
+The backward of FlexAttention takes a gradient of LSE: dS = P (dP - (delta - dL)). A switched head
+gets its exact delta through dL = delta_used - delta. Nothing else of the call changes, compiled or
+not.
 
-PyTorch's autograd function of FlexAttention gets a sibling, whose forward and backward are the same
-code with two functions of ours around the kernels. A call that `SITE` is handed to among its kernel
-options is one of a site; all others are PyTorch's alone. Three ops stay opaque to the compiler and
-look the site up when they run: a switch costs no recompilation.
+PyTorch's autograd function of FlexAttention is replaced by a sibling that runs the same code, with
+two functions of ours around the kernels. A call is watched if its kernel options hold `SITE`; all
+other calls run as in PyTorch. Three ops are opaque to the compiler and look the attention module up
+when they run, so a switch needs no recompilation.
 
 Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`; v `(B, H_kv, M, E)`; out, d_out `(B, H, N, E)`; lse
 `(B, H, N)`, FP32, a logarithm to base 2, as FlexAttention has it inside.
@@ -30,7 +31,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import AttentionCall, log, site_state
 from guardbit.records import STABILIZERS
 
-#: The kernel option that holds the number of the call's site, a 0-d CPU tensor.
+#: The kernel option that holds the number of the call's attention module, a 0-d CPU tensor.
 SITE = "guardbit_site"
 
 #: What `SiteState.launches` calls FlexAttention's kernels.
@@ -64,7 +65,7 @@ for _schema in (
 
 
 class _Shared(NamedTuple):
-    """What both ops of the backward get, in the order of their schemas."""
+    """The arguments of both ops of the backward, in the order of their schemas."""
 
     q: Tensor
     k: Tensor
@@ -81,7 +82,7 @@ class _Shared(NamedTuple):
 
     @property
     def stabilizers(self) -> tuple[str, ...]:
-        """One name a head, as the forward settled them."""
+        """The stabilizer of each head, as the forward settled it."""
         return tuple(STABILIZERS[code] for code in self.names.tolist())
 
     @property
@@ -92,7 +93,7 @@ class _Shared(NamedTuple):
         )
 
     def used(self, head_ids: tuple[int, ...]) -> Tensor:
-        """The delta `(B, C, N)` that FlexAttention's backward takes by itself, FP32."""
+        """Returns the delta `(B, C, N)` that FlexAttention's backward computes by itself, FP32."""
         index = device_constant(head_ids, torch.int64, self.q.device)
         d_out, out = (x.index_select(1, index).float() for x in (self.d_out, self.out))
         return (d_out * out).sum(-1)
@@ -111,8 +112,9 @@ def _begin(
         training: Whether a gradient will be asked for.
 
     Returns:
-        `blocks`, copied: the kernel reads the copy, or the compiler would put off this op until the
-        backward. And what each head runs, INT64 `(H,)` on the CPU, places in `STABILIZERS`.
+        A copy of `blocks`, and what each head runs, INT64 `(H,)` on the CPU, indices in
+        `STABILIZERS`. The kernel reads the copy: otherwise the compiler would move this op to the
+        backward.
     """
     state = site_state(int(site))
     state.requested = ("none",) * q.size(1)
@@ -128,7 +130,7 @@ def _begin(
 
 
 def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:
-    """What each head runs, and why that is not what was asked for, or ""."""
+    """Returns what each head runs, and why that is not what was asked for, or ""."""
     settled = {name: _settled_one(name, obstacle) for name in dict.fromkeys(asked)}
     why = "; ".join(reason for _, reason in settled.values() if reason)
     return tuple(settled[name][0] for name in asked), why
@@ -146,7 +148,7 @@ def _settled_one(name: str, obstacle: str) -> tuple[str, str]:
 
 
 def _lse_gradient(*arguments: Any) -> Tensor:
-    """The gradient of LSE that makes the backward use the exact delta of the switched heads."""
+    """Returns the gradient of LSE that gives the switched heads their exact delta."""
     call = _Shared(*arguments)
     found = torch.zeros_like(call.lse)
     head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
@@ -169,9 +171,10 @@ def _lse_gradient(*arguments: Any) -> Tensor:
 
 
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
-    """Tells the site's observer of a call. `dq` is written to by nobody.
+    """Reports a call to the observer of its attention module.
 
-    Declared as written to, because the compiler drops an op that returns nothing that is used.
+    The schema says that `dq` is written to, though it is not: the compiler drops an op whose
+    results nobody uses.
 
     Args:
         dq: Gradient of q.
@@ -199,7 +202,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
 
 
 def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
-    """A call as observers hear of it."""
+    """Returns the record that observers get of a call."""
     names, carried = call.stabilizers, call.out
     head_ids = tuple(h for h, name in enumerate(names) if name == "exact_delta")
     if head_ids:
@@ -275,7 +278,7 @@ def is_supported() -> bool:
 
 
 def install() -> Callable[[], None]:
-    """Puts the sibling in the place of PyTorch's autograd function; returns what undoes it."""
+    """Replaces PyTorch's autograd function by the sibling; returns a function that undoes it."""
     home = importlib.import_module(_HOME)
     original = getattr(home, _FUNCTION)
     setattr(home, _FUNCTION, _sibling(home, original))
@@ -366,7 +369,7 @@ def _sibling(home: types.ModuleType, original: Any) -> Any:
 
 
 def _copy(function: types.FunctionType, namespace: dict[str, Any]) -> types.FunctionType:
-    """A function with other globals."""
+    """Returns a copy of a function with other globals."""
     copied = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
     )

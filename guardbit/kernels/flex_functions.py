@@ -1,9 +1,9 @@
 """The functions that FlexAttention takes, as PyTorch's compiler recorded them.
 
 The compiler turns `mask_mod` and `score_mod` into graphs; what they close over becomes further
-arguments. An op takes tensors and numbers but no function, so that graphs are kept here, by number.
-What a graph says for certain becomes a field of the `AttentionSpec`, for which there are kernels;
-the rest becomes functions that tiles are evaluated by.
+arguments. An op takes tensors and numbers but no functions, so graphs are kept here, by number.
+Parts of a graph that are recognised become fields of the `AttentionSpec`, for which there are
+kernels. The rest becomes functions that are evaluated tile by tile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a call of attention asks for, as one plain record."""
+"""What an attention call asks for, as one plain record."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ class AttentionSpec:
 
     @property
     def has_functions(self) -> bool:
-        """Whether tiles are to be asked of functions, which only plain torch does."""
+        """Whether masks or scores are given by functions, which only plain torch evaluates."""
         return self.mask_function is not None or self.score_function is not None
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """In words, what is asked for that `F.scaled_dot_product_attention` cannot be."""
+        """Names the fields in use for which `F.scaled_dot_product_attention` has no argument."""
         fields = {
             "window": self.window != (-1, -1),
             "documents": self.documents is not None,
@@ -137,7 +137,7 @@ class AttentionSpec:
         return tuple(name for name, is_there in fields.items() if is_there)
 
     def check_shape(self, shape: tuple[int, int, int, int]) -> None:
-        """Refuses what does not fit a call's tensors. Values on another device are not looked at.
+        """Raises for what does not fit a call's tensors. Values on another device are not read.
 
         Args:
             shape: (B, H, N, M).
@@ -193,7 +193,7 @@ def _check_documents(documents: Documents) -> None:
 
 
 def check_causal(causal: Causal) -> None:
-    """Refuses what is no `Causal`.
+    """Raises for what is no `Causal`.
 
     Raises:
         ValueError: Saying what came.

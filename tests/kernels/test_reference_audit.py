@@ -154,7 +154,7 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(causal, chunk):
     # FP32 sums of 16 products of size 1.
     torch.testing.assert_close(result.row_max.double(), top, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(result.largest.double(), sizes, rtol=1e-6, atol=1e-6)
-    whole = reference.shadow(q, k, v, spec=spec, rows=rows, chunk=chunk)
+    whole = reference.shadow(q, k, v, spec=spec, query_ids=rows, chunk=chunk)
     assert torch.equal(result.row_max, whole.row_max)
     assert torch.equal(result.largest, whole.largest)
 

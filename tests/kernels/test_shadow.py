@@ -118,7 +118,7 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
         sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
         for found, expected in ((result.row_max, row_max), (result.largest, sizes)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-        whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), rows=some)
+        whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
         assert torch.equal(result.row_max, whole.row_max)
         assert torch.equal(result.largest, whole.largest)
 

@@ -55,7 +55,7 @@ def _masked_scores(
     MASK: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
 ):
-    """The s of a tile, -inf where a key is not seen; and the slope of the soft cap's tanh there."""
+    """Returns s of a tile, -inf where a key is not seen, and the slope of the soft cap's tanh."""
     scores = product(q, tl.trans(k), tl.zeros((q.shape[0], k.shape[0]), tl.float32))
     if NEGATIVE_SCALE:
         scores = -scores
@@ -116,8 +116,8 @@ def query_kernel(
 ):
     """One program: BLOCK_M queries of one head. Their row statistics, then dQ.
 
-    The keys are passed three times, for the largest s, for 1 / l and delta, and for dQ, so that
-    nothing is ever rescaled.
+    The kernel passes over the keys three times: for the largest s, for 1 / l and delta, and for dQ.
+    So nothing is ever rescaled.
     """
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)

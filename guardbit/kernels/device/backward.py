@@ -56,7 +56,7 @@ def _query_gradient(
     WIDTH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Adds the share of the keys from `start` to `end` to dQ / scale of a tile of rows."""
+    """Adds the part of the keys from `start` to `end` to dQ / scale of a tile of rows."""
     dtype: tl.constexpr = q.dtype
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     for first in tl.range(start, end, BLOCK_N):
@@ -129,7 +129,7 @@ def query_gradients_kernel(
 ):
     """One program: delta and dQ of BLOCK_M queries of one head.
 
-    Leaves -L and delta of each row side by side. Heavy causal tiles come first.
+    It stores -L and delta of each row side by side. Heavy causal tiles come first.
     """
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -219,7 +219,7 @@ def _key_gradients(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Adds the share of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
+    """Adds the part of the queries from `start` to `end` to dK / scale and dV of a tile of keys.
 
     S, P and their gradients are transposed, (BLOCK_N, BLOCK_M), so that P and dS are the left
     operands. The statistics are those that `query_gradients_kernel` wrote, (seqlen_q, 2).

@@ -1,9 +1,9 @@
-"""Rows of O' that carry a delta, for the Triton kernels that know delta.
+"""Writes rows of O' that carry a delta, for the kernels that know delta.
 
-`guardbit.kernels.reference.delta.write_carrier` says what a row of O' holds. Most rows are served
-by their first few columns, which cost next to nothing: no thread looks at the others, it writes
-zeros. A tile that has another row is written anew, column by column, in few registers, so that this
-way out takes none from the kernel that it ends.
+`guardbit.kernels.reference.delta.write_carrier` says what a row of O' holds. For most rows the
+first few columns suffice: no thread reads the others, and zeros are written there. A tile with any
+other row is written by a second path, a few columns at a time. That path needs few registers, so it
+takes none from the kernel that calls it.
 """
 
 # Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
@@ -32,7 +32,7 @@ _CHUNK = tl.constexpr(16)
 
 @triton.jit
 def _number(bits, dtype: tl.constexpr):
-    """The number in BF16 or FP16 that has these bits, INT32, as FP32."""
+    """Returns the BF16 or FP16 number with these bits, INT32, as FP32."""
     # The interpreter's own conversion gets BF16's subnormals wrong.
     if dtype == tl.bfloat16:
         number = (bits << 16).to(tl.float32, bitcast=True)
@@ -43,14 +43,14 @@ def _number(bits, dtype: tl.constexpr):
 
 @triton.jit
 def _round_few(x, dtype: tl.constexpr):
-    """FP32 to BF16 or FP16, to nearest even, of a block of one number a row."""
+    """Rounds one FP32 number for each row to BF16 or FP16, to nearest even."""
     # `round_nearest` needs two numbers a thread.
     return round_nearest(x, dtype) if INTERPRET else x.to(dtype)
 
 
 @triton.jit
 def _greatest(d_out, columns):
-    """The three greatest ranks of each row (R, C), each INT32 (R,).
+    """Returns the three greatest ranks of each row (R, C), each INT32 (R,).
 
     A rank is 15 bits of |dO|, 8 that put the first column first, and one for dO's sign.
     """
@@ -65,10 +65,10 @@ def _greatest(d_out, columns):
 
 @triton.jit
 def _term(rank, rest, dtype: tl.constexpr):
-    """The number at the place of a rank, in `dtype`, and what is left to carry, each (R,)."""
+    """Returns the number at a rank's place, in `dtype`, and what is left to carry, each (R,)."""
     LARGEST: tl.constexpr = 3.3895313892515355e38 if dtype == tl.bfloat16 else 65504.0
     gradient = _number((rank >> 9) | ((rank & 1) << 15), dtype)
-    # Where nothing is multiplied with anything, 0.
+    # The quotient is 0 where dO is 0.
     quotient = tl.div_rn(rest, tl.where(gradient == 0.0, float("inf"), gradient))
     term = _round_few(tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST), dtype)
     return term, tl.fma(-gradient, term.to(tl.float32), rest)
@@ -76,7 +76,7 @@ def _term(rank, rest, dtype: tl.constexpr):
 
 @triton.jit
 def _terms(first, second, third, delta, dtype: tl.constexpr):
-    """The three numbers of each row and what they leave, each (R,)."""
+    """Returns the three numbers of each row and what they leave, each (R,)."""
     x, rest = _term(first, delta, dtype)
     y, rest = _term(second, rest, dtype)
     z, rest = _term(third, rest, dtype)
@@ -85,7 +85,7 @@ def _terms(first, second, third, delta, dtype: tl.constexpr):
 
 @triton.jit
 def _placed(columns, first, second, third, x, y, z):
-    """The three numbers of each row at their columns, 0 elsewhere: (R, C)."""
+    """Returns (R, C): the three numbers of each row at their columns, 0 elsewhere."""
     nothing = tl.zeros((1, 1), x.dtype)
     row = tl.where(columns == 255 - ((third >> 1) & 255)[:, None], z[:, None], nothing)
     row = tl.where(columns == 255 - ((second >> 1) & 255)[:, None], y[:, None], row)
@@ -112,7 +112,7 @@ def _write_searched(
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
 ):
-    """Writes rows of which some (`enough`) are given, by rank and number, the others by search."""
+    """Writes a tile: rows marked `enough` from the given numbers, the others by search."""
     dtype: tl.constexpr = x.dtype
     rows = tl.arange(0, delta.shape[0])[:, None]
     a, b, c = first * 0 - 1, first * 0 - 1, first * 0 - 1
@@ -159,11 +159,12 @@ def write_rows(
 
     Args:
         carrier_base: Where the head of O' begins; BF16 or FP16.
-        out_base: Where that of O begins, which rows that cannot carry keep; may be the same.
-        d_out_base: Where that of dO begins.
-        carrier_stride: Between rows.
-        out_stride: The same.
-        d_out_stride: The same.
+        out_base: Where the head of O begins; rows that cannot carry delta keep it. May be
+            `carrier_base`.
+        d_out_base: Where the head of dO begins.
+        carrier_stride: Stride between rows of O'.
+        out_stride: Stride between rows of O.
+        d_out_stride: Stride between rows of dO.
         start: First row.
         limit: Number of rows of the head.
         delta: FP32 (R,).
@@ -183,7 +184,7 @@ def write_rows(
     x, y, z, rest = _terms(first, second, third, delta, dtype)
     finite = tl.abs(delta) < float("inf")
     bound = tl.maximum(tl.abs(delta) * _ENOUGH, _number(third >> 9, dtype) * _HALF_STEP)
-    # Not so where anything is NaN.
+    # False where anything is NaN.
     enough = (tl.abs(rest) <= bound) & finite
     if tl.min((enough | (inside == 0)).to(tl.int32), 0) != 0:
         carrier = _placed(few, first, second, third, x, y, z)

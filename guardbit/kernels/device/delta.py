@@ -75,9 +75,10 @@ def _add_keys(
 ):
     """Adds the keys from `start` to `end` to the sums of P and of P dP, eight of each a row.
 
-    `k_base` and `v_base` are where the head begins, or if USE_TMA the tensors' descriptors.
-    With an additive mask, `scale` and `log_sum` are in natural units, in which the lowest number of
-    a format, as masks have it, has room; else in log2 units, which spares a multiplication.
+    `k_base` and `v_base` are where the head begins, or with USE_TMA the tensors' descriptors.
+    With an additive mask, `scale` and `log_sum` are in natural units, so that a format's lowest
+    number, which masks use, does not overflow. Otherwise they are in log2 units, which saves a
+    multiplication.
     """
     zeros = tl.zeros((q.shape[0], BLOCK_N), tl.float32)
     probabilities, d_probabilities = zeros, zeros
@@ -184,8 +185,8 @@ def delta_kernel(
 ):
     """One program: delta of BLOCK_M queries of one head, and with CARRY their rows of O'.
 
-    Of `section` heads at a time, whose keys and values the cache holds, heavy causal tiles come
-    first: with few heads a heavy one at the end would be waited for.
+    Programs work on `section` heads at a time, whose keys and values the cache holds. Within those,
+    heavy causal tiles come first: with few heads, the launch would wait for a heavy one at the end.
     """
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)

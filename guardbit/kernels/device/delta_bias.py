@@ -35,7 +35,7 @@ def delta_bias_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """One program: the share of BLOCK_M of the `count` rows of one head in the two sums."""
+    """One program: the part of the two sums from BLOCK_M of the `count` rows of one head."""
     row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
     batch_head = program // row_tiles

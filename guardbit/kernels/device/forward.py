@@ -47,13 +47,13 @@ _LEAST_WIDTH = tl.constexpr(8)
 
 @triton.jit
 def _second_near_maximum(has_duplicate_max, differences, row_max, tile_max, distance):
-    """Whether a row's second largest score so far lies within a distance of its largest.
+    """Returns whether a row's second largest score lies within a distance of its largest.
 
     Exact across tiles without the scores of earlier ones: when the maximum rises by no more than
     the distance, the old one is the second score near the new.
 
     Args:
-        has_duplicate_max: Whether it did in earlier tiles.
+        has_duplicate_max: Whether it did up to this tile.
         differences: s of this tile less the largest so far.
         row_max: Largest s of earlier tiles.
         tile_max: Largest s of this tile.
@@ -102,10 +102,11 @@ def _attend(
 ):
     """Takes the keys from `start` to `end` into the running softmax of a tile of rows.
 
-    Carries, a row: row_max, largest s so far; raised, by how much m is above it, in log2 units;
-    row_sum of P-bar in eight parts, if any head is not compensated; rounded_sum, of P-bar as
-    rounded, eight times, if any is; tied, whether a second score lies within eps of row_max.
-    Which products are fused with a sum is spelled out, so that all variants give the same bits.
+    It carries for each row: row_max, the largest s so far; raised, by how much m exceeds it, in
+    log2 units; row_sum, the sum of P-bar in eight parts, if any head is not compensated;
+    rounded_sum, eight copies of the sum of rounded P-bar, if any head is; has_duplicate_max,
+    whether a second score lies within eps of row_max. Fused multiply-adds are spelled out, so that
+    all variants give the same bits.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, BLOCK_N):
@@ -210,8 +211,9 @@ def forward_kernel(
 ):
     """One program: one tile of BLOCK_M queries of one head; heavy causal tiles come first.
 
-    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch are so: none, some or all.
-    With DROPOUT, what `kept_entries` keeps of P-bar is multiplied by `factor`.
+    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch have that stabilizer:
+    none, some or all. With DROPOUT, entries of P-bar that `kept_entries` keeps are multiplied by
+    `factor`.
     """
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -244,8 +246,9 @@ def forward_kernel(
     row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
     rounded_sum = tl.zeros((BLOCK_M, _LEAST_WIDTH), tl.float32)
     has_duplicate_max = tl.zeros((BLOCK_M,), tl.int1)
-    # Whole tiles without a mask, then those on the diagonal or the edge with one. Where a loop may
-    # run zero times, ptxas (13.4) makes every asynchronous product wait for the one before.
+    # First the whole tiles, which need no mask, then those on the diagonal or the edge. The loops
+    # never run zero times: if one may, ptxas (13.4) makes every asynchronous product wait for the
+    # one before.
     if whole_end > 0:
         accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max = _attend(
             accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max,

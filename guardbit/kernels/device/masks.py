@@ -11,11 +11,11 @@ import triton.language as tl
 
 from guardbit.kernels.mask.geometry import HIDES
 
-#: What a kernel's MASK says of its dense mask.
+#: Values of a kernel's MASK: the kind of its dense mask.
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _HIDES = tl.constexpr(HIDES)
-# Swallows any score, and leaves room for the scale.
+# Far below any score, with room for the scale.
 _LOWEST = tl.constexpr(-(2.0**100))
 
 
@@ -23,7 +23,7 @@ _LOWEST = tl.constexpr(-(2.0**100))
 def visible_keys(
     first_row, seqlen_k, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Where the keys that a tile of rows sees end.
+    """Returns where the keys end that a tile of rows sees.
 
     Returns:
         The end of the tiles that every row sees whole, a multiple of BLOCK_N, and the end of the
@@ -40,7 +40,9 @@ def visible_keys(
 
 @triton.jit
 def load_ranges(ranges_pointer, positions, seqlen_q):
-    """The first key that each row sees, and where its keys end; rows past the last are as the last.
+    """Loads the first key that each row sees, and where its keys end.
+
+    Rows past the last one get the last one's.
 
     Args:
         ranges_pointer: See `range_arguments`.
@@ -53,7 +55,7 @@ def load_ranges(ranges_pointer, positions, seqlen_q):
 
 @triton.jit
 def ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N: tl.constexpr):
-    """Where the keys lie that a tile of rows sees, by the range of each row.
+    """Returns where the keys lie that a tile of rows sees, from the range of each row.
 
     Returns:
         The first key that any row sees; the start and the end of the whole tiles, counted from
@@ -69,7 +71,7 @@ def ranged_keys(first_seen, end_seen, seqlen_k, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def within(columns, first_seen, end_seen):
-    """Which of `columns` (C,) each row sees by its range, (R, C)."""
+    """Returns which of `columns` (C,) lie in each row's range, (R, C)."""
     columns = columns[None, :]
     return (columns >= first_seen[:, None]) & (columns < end_seen[:, None])
 
@@ -78,7 +80,7 @@ def within(columns, first_seen, end_seen):
 def seeing_rows(
     first_key, seqlen_q, shift, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Where the rows that see a tile of keys begin; they go on to the last.
+    """Returns where the rows begin that see a tile of keys; they go on to the last row.
 
     Returns:
         The start of the rows that see the first key, and of those that see all keys of the tile,
@@ -95,7 +97,7 @@ def seeing_rows(
 
 @triton.jit
 def allowed(positions, columns, seqlen_k, shift, CAUSAL: tl.constexpr):
-    """Which of `columns` (any shape that broadcasts against `positions`) a query may see."""
+    """Returns which of `columns`, of any shape that broadcasts, the queries may see."""
     last = seqlen_k - 1
     if CAUSAL:
         # One comparison an element: the smaller bound is the same for a whole row.
@@ -105,7 +107,7 @@ def allowed(positions, columns, seqlen_k, shift, CAUSAL: tl.constexpr):
 
 @triton.jit
 def behind(positions, columns, shift):
-    """Which of `columns` lie not past the causal diagonal of `positions`, wherever the keys end."""
+    """Returns which of `columns` the causal mask allows, wherever the keys end."""
     return columns <= positions + shift
 
 
@@ -120,7 +122,7 @@ def load_mask(
     BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Loads a tile of a dense mask, (R, BLOCK_N); rows past the last are as the last.
+    """Loads a tile of a dense mask, (R, BLOCK_N); rows past the last one get the last one's.
 
     Args:
         base: Where the head's mask begins.
@@ -156,7 +158,7 @@ def add_mask(
     MASK: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Takes a dense mask into a tile of scores that the scale still has to multiply.
+    """Adds a dense mask to a tile of scores that are not scaled yet.
 
     Args:
         scores: FP32 (R, K), products q k.

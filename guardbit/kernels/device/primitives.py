@@ -27,7 +27,7 @@ LN_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def head_of(pointer, strides, batch, head):
-    """Where a head of a tensor begins whose strides of batch, head and row are given."""
+    """Returns where a head of a tensor begins; `strides` are those of batch, head and row."""
     place = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     return pointer + place
 
@@ -94,7 +94,7 @@ def store_tile(
 
 @triton.jit
 def product(a, b, accumulator):
-    """The sum of the accumulator and a b, accumulated in FP32."""
+    """Returns accumulator + a b, accumulated in FP32."""
     if INTERPRET:
         result = accumulator + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -104,7 +104,7 @@ def product(a, b, accumulator):
 
 @triton.jit
 def product_exact(a, b):
-    """The product of FP32 a and BF16 or FP16 b, as accurate as FP32.
+    """Returns the product of FP32 a and BF16 or FP16 b to FP32 accuracy.
 
     Three BF16 parts hold all bits of a. FP16 b goes in as two: parts of a in FP16 would leave its
     range.
@@ -128,7 +128,7 @@ def product_exact(a, b):
 
 @triton.jit
 def count_above(x, threshold):
-    """How many of each row's elements are at least the threshold, FP32.
+    """Counts the elements of each row that are at least the threshold, FP32.
 
     Args:
         x: FP32 (R, C).
@@ -153,14 +153,14 @@ def count_above(x, threshold):
 
 @triton.jit
 def kept_entries(philox_key, positions, batch_head, first_key, threshold, BLOCK_N: tl.constexpr):
-    """Which entries of P dropout keeps, as `guardbit.kernels.reference.Dropout` has it.
+    """Returns which entries of P dropout keeps, see `guardbit.kernels.reference.Dropout`.
 
     Args:
         philox_key: Key of the random numbers, 64 bits.
         positions: (R,), positions of the queries.
         batch_head: Number of the query head among those of all batches.
         first_key: First of BLOCK_N keys, a multiple of 8.
-        threshold: What is below is dropped.
+        threshold: Entries whose random number is below are dropped.
         BLOCK_N: A multiple of 8.
 
     Returns:
@@ -209,13 +209,13 @@ def partial_sums(x):
 
 @triton.jit
 def partial_maxima(x):
-    """As `partial_sums`, the maximum of each row's columns eight apart."""
+    """Returns the maxima of each row's columns eight apart, as `partial_sums` does sums."""
     return tl.max(tl.reshape(x, (x.shape[0], x.shape[1] // 8, 8)), 1)
 
 
 @triton.jit
 def tanh_and_slope(x):
-    """The hyperbolic tangent of FP32 numbers and its derivative, each to some 2^-23 of itself."""
+    """Returns tanh of FP32 numbers and its derivative, each to about 2^-23 of itself."""
     size = tl.abs(x)
     decay = tl.exp2(size * (-2 * LOG2_E))
     # Where the difference would lose digits, its series: beyond x^9 is less than 2^-26 of it.
@@ -227,7 +227,7 @@ def tanh_and_slope(x):
 
 @triton.jit
 def with_sink(sinks_pointer, head, reference):
-    """What a head's sink takes of its rows' probabilities.
+    """Returns what a head's sink takes of its rows' probabilities.
 
     Args:
         sinks_pointer: FP32 (H,), natural units.

@@ -1,7 +1,7 @@
-"""Which keys a query sees: the one place where the geometry of masks stands.
+"""Which keys a query sees: the geometry of masks, for whole tensors, in plain torch.
 
-`geometry` has it for whole tensors, in plain torch, and `tiles` for the tiles of Triton's kernels.
-The two are apart because plain torch serves where Triton cannot be imported.
+`guardbit.kernels.device.masks` has it for the tiles of the Triton kernels. The two are apart
+because plain torch must work where Triton cannot be imported.
 
 Causal, drawn for N = 2, M = 4, x for seen::
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 
-#: An additive mask means to hide a key where it adds less: -inf, or the lowest number of a format,
-#: FP16's being -65,504. No position bias comes near it.
+#: An additive mask that adds less than this hides a key: it adds -inf, or the lowest number of a
+#: format (FP16's is -65,504). No position bias comes near it.
 HIDES = -3e4
 
 
@@ -28,7 +28,7 @@ class Visible(NamedTuple):
 
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:
-    """By how much the last key a query sees lies past the query's own number.
+    """Returns by how much the number of a query's last key exceeds the query's own.
 
     Raises:
         ValueError: If `causal` is none of the three.
@@ -40,10 +40,10 @@ def causal_shift(causal: Causal, rows: int, keys: int) -> int:
 def visible_range(
     spec: AttentionSpec, shape: tuple[int, int, int, int], device: torch.device | str
 ) -> Visible:
-    """Which keys each query of a call sees, dense masks apart: always one interval.
+    """Returns which keys each query of a call sees, dense masks apart: always one interval.
 
-    Made on the device, which is not waited for. What cu_queries and cu_keys hold is not checked
-    there, but no range leaves the keys, and a query of no document sees none.
+    It is computed on the device, and the host does not wait. The values of cu_queries and cu_keys
+    are not checked, but no range leaves the keys, and a query of no document sees none.
 
     Args:
         spec: What the call asks for.
@@ -95,8 +95,7 @@ def key_spans(
 ) -> Iterator[tuple[slice, slice]]:
     """Cuts the queries of a call into chunks, each with the keys that any of its queries may see.
 
-    The host works this out alone: where documents are on another device, which it does not ask, the
-    span is all keys.
+    The host computes this alone. Where documents are on another device, the span is all keys.
 
     Args:
         spec: What the call asks for.
@@ -121,7 +120,7 @@ def key_spans(
 
 
 def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
-    """0 where a query may see a key, -inf where not, dense masks apart.
+    """Returns 0 where a query may see a key, -inf where not, dense masks apart.
 
     It is added, not filled in, so that NaN and +inf scores of forbidden keys come out as in
     PyTorch's math backend.
@@ -140,7 +139,7 @@ def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """A dense mask for each head of a call: no copy, strides of 0 where it broadcasts.
+    """Expands a dense mask to all heads of a call, without a copy.
 
     Args:
         mask: See `AttentionSpec`.
@@ -169,7 +168,7 @@ def mask_tile(
     columns: Tensor,
     visible: Visible | None = None,
 ) -> Tensor:
-    """What all masks of a call add to some of its scaled scores; -inf where a key is not seen.
+    """Returns what all masks of a call add to a tile of scaled scores; -inf hides a key.
 
     Args:
         spec: What the call asks for.
@@ -177,7 +176,7 @@ def mask_tile(
         heads: INT64 (C,), the query heads.
         rows: INT64 (R,), positions of the queries.
         columns: INT64 (K,), positions of the keys.
-        visible: `visible_range` of the call, for who needs many tiles; None to make it here.
+        visible: `visible_range` of the call, for callers that need many tiles; None to compute it.
 
     Returns:
         FP32, or FP64 where the mask is, (R, K) or (B, C, R, K).

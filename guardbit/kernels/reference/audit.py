@@ -1,4 +1,4 @@
-"""What the monitor compares a kernel with: O, row statistics and gradients to FP32 accuracy."""
+"""The FP32 results that a kernel is compared with: O, row statistics and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the passes of the reference share: dropout, grouped heads, true FP32 products, scores."""
+"""What the passes of the reference share: dropout, grouped heads, FP32 products, scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from guardbit.numerics import random_halves
 
 
 class Dropout(NamedTuple):
-    """Which entries of P a call drops; the same in its forward, its backward and any recomputation.
+    """Which entries of P a call drops, the same in forward, backward and recomputation.
 
     Entry (b, h, n, m) is kept if half m mod 8 of the Philox counter (m // 8, n, b H + h, 0), low
     half of the first word first, is not below `threshold`: it does not depend on what other heads
@@ -39,11 +39,11 @@ class Dropout(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What kept entries are multiplied with, so that their mean stays."""
+        """The factor of kept entries, which keeps their mean."""
         return 65536 / (65536 - self.threshold)
 
     def kept(self, batch: int, rows: Tensor, keys: slice) -> Tensor:
-        """Which entries of a tile of P are kept.
+        """Returns which entries of a tile of P are kept.
 
         Args:
             batch: B.
@@ -68,11 +68,11 @@ class Dropout(NamedTuple):
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Makes FP32 matrix products FP32, whatever the program allows elsewhere; records no graph.
+    """Runs FP32 matrix products in FP32, whatever the program's settings; records no graph.
 
-    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends, lets oneDNN take
-    BF16 and cuBLAS take TF32 operands. An oracle that rounds its operands is none. The settings are
-    read and written by backend because PyTorch refuses the old call once the new ones were used.
+    `torch.set_float32_matmul_precision("medium")`, which Lightning recommends, lets oneDNN round
+    operands to BF16 and cuBLAS to TF32. An oracle must not round its operands. The settings are
+    read and written per backend, because PyTorch refuses the old call after a use of the new ones.
     """
     # The module proxy of oneDNN hides `matmul` from type checkers.
     one_dnn = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,9 +89,9 @@ def float32_products() -> Iterator[None]:
 
 
 def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """Lays the query heads that share a key head below one another.
+    """Stacks the query heads that share a key head.
 
-    With them k and v need no expanding, and products over the folded rows sum over the group.
+    Then k and v need not be expanded, and products over the stacked rows sum over the group.
 
     Args:
         x: (B, H, N, E), H a multiple of `kv_heads`.
@@ -113,10 +113,9 @@ def masked_scores(
     softcap: float = 0.0,
     modify: Callable[[Tensor], Tensor] = lambda scores: scores,
 ) -> Tensor:
-    """Scores of folded queries against one tile of keys, in FP32.
+    """Returns the scores of stacked queries against one tile of keys, in FP32.
 
-    Products of BF16 or FP16 numbers are exact in FP32; what rounds is their sum, as in a tensor
-    core.
+    Products of BF16 or FP16 numbers are exact in FP32; only their sum rounds, as in a tensor core.
 
     Args:
         q_rows: FP32 (B, H_kv, H / H_kv * R, D), see `fold_groups`.
@@ -136,14 +135,14 @@ def masked_scores(
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:
-    """Scores with a soft cap: softcap * tanh(s / softcap); as they are where it is 0."""
+    """Applies a soft cap to scores: softcap * tanh(s / softcap); a cap of 0 does nothing."""
     return scores if softcap == 0 else (scores / softcap).tanh_().mul_(softcap)
 
 
 def modified(
     scores: Tensor, spec: AttentionSpec, heads: Tensor, rows: Tensor, columns: Tensor
 ) -> Tensor:
-    """What the score function of a call makes of a tile; as it is where there is none.
+    """Applies the score function of a call to a tile, if there is one.
 
     Args:
         scores: (B, C, R, K), capped, without masks; what is returned may be written to.
@@ -166,7 +165,7 @@ def modified_backward(
     rows: Tensor,
     columns: Tensor,
 ) -> Tensor:
-    """The gradient of what `modified` got, from that of what it returned."""
+    """Returns the gradient of the input of `modified` from that of its output."""
     if spec.score_function is None:
         return gradient
     with torch.enable_grad():
@@ -176,7 +175,7 @@ def modified_backward(
 
 
 def cap_slope(scores: Tensor, softcap: float) -> Tensor:
-    """The derivative of `capped`, 1 - tanh(s / softcap)^2.
+    """Returns the derivative of `capped`, 1 - tanh(s / softcap)^2.
 
     Written as 4 e / (1 + e)^2 with e = exp(-2 |s| / softcap), which keeps its digits where tanh is
     all but 1.
@@ -190,5 +189,5 @@ def cap_slope(scores: Tensor, softcap: float) -> Tensor:
 
 
 def finite_reference(row_max: Tensor) -> Tensor:
-    """What to subtract from the scores: 0 instead of the -inf of a row with no allowed key."""
+    """Returns what to subtract from scores: 0 instead of the -inf of a row with no allowed key."""
     return row_max.masked_fill(row_max == -torch.inf, 0.0)

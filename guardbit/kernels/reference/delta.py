@@ -1,4 +1,4 @@
-"""Exact delta from what a kernel's forward left, and the O' that carries it to its backward."""
+"""Exact delta from a kernel's forward results, and the O' that carries it to its backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from guardbit.kernels.reference.common import capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import round_nearest
 
-#: How many numbers a row of O' has. Each adds the bits of the format, 8 in BF16, 11 in FP16.
+#: How many nonzero numbers a row of O' has. Each adds the format's bits, 8 in BF16, 11 in FP16.
 TERMS = 3
 
 #: A row keeps the O it has where its terms would miss delta by more than the larger of delta times
@@ -40,7 +40,7 @@ def exact_delta(
     chunk: int = 128,
     unseeing: float = 0.0,
 ) -> Tensor:
-    """Delta of a few heads as a backward needs it, from unrounded probabilities.
+    """Computes delta of a few heads as a backward needs it, from unrounded probabilities.
 
     delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
     kernel's own forward; that the P of a row, as the kernel's backward will compute them, need not
@@ -101,7 +101,7 @@ def exact_delta(
 
 
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequence[int]) -> Tensor:
-    """The gradient of some heads' sinks, from exact delta: -sum_i P_i delta_i.
+    """Computes the gradient of some heads' sinks from exact delta: -sum_i P_i delta_i.
 
     A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). A kernel
     that takes delta from its rounded O gets this gradient as wrong as delta, row by row.
@@ -126,7 +126,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequen
 
 
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
-    """Refuses heads that do not exist.
+    """Raises for heads that do not exist.
 
     Raises:
         IndexError: Naming them.
@@ -181,7 +181,7 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Seq
 
 
 def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros but for three numbers a row, what these leave of delta, and the smallest |dO| there."""
+    """Returns rows of three numbers, what these leave of delta, and the smallest |dO| there."""
     carrier = torch.zeros_like(gradients, dtype=dtype)
     largest = torch.finfo(dtype).max
     sizes = gradients.abs()
@@ -198,7 +198,7 @@ def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor
 
 
 def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
-    """An FP32 O' with rowsum(dO * O') = delta; 0 where dO is 0, and so is delta.
+    """Returns an FP32 O' with rowsum(dO * O') = delta; 0 where dO, and with it delta, is 0.
 
     Args:
         d_out: (B, C, N, E), gradient of the output.
@@ -210,7 +210,7 @@ def float_carrier(d_out: Tensor, delta: Tensor) -> Tensor:
 
 
 def lse_gradient(delta_used: Tensor, delta: Tensor) -> Tensor:
-    """The gradient of L that makes a backward use another delta than its own.
+    """Returns the gradient of L that makes a backward use another delta than its own.
 
     dS = P (dP - (delta_used - dL)) has the wanted delta for dL = delta_used - delta.
 
