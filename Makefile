@@ -10,7 +10,7 @@ demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
 
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal -rs
+	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
 
 # The suite on the newest release of PyTorch, in an environment of its own; all else as pinned.
 test-newest:
