@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from guardbit import MonitorSession, flash_attention, read_events
 from guardbit.kernels import switchboard
 from guardbit.kernels.attention import site_stack
+from guardbit.monitor import findings as findings_module
 from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
@@ -121,7 +122,7 @@ BELOW = {
     "end_step: writing": (journal.Journal, "add"),
     "end_step: detectors": (session_module.Detectors, "update"),
     "end_step: policy": (policy.Policy, "decide"),
-    "end_step: verdict": (session_module, "judge"),
+    "end_step: verdict": (findings_module, "judge"),
     "end_step: sites": (journal.Journal, "describe"),
     "state_dict: detectors": (session_module.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),

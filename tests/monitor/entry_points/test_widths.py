@@ -83,13 +83,15 @@ def _probabilities(q, k, spec):
     return scores, scores.softmax(-1)
 
 
-def flash_forward(engine, q, k, v, spec, training, drawn):
+def flash_forward(engine, inputs, training):
+    q, k, v, spec, *_ = inputs
     scores, p = _probabilities(q, k, spec)
     out = p @ v.float().repeat_interleave(q.size(1) // v.size(1), 1)
     return out.to(q.dtype), scores.logsumexp(-1)
 
 
-def flash_backward(engine, d_out, q, k, v, out, lse, spec, drawn, wants_mask=False):
+def flash_backward(engine, inputs, d_out, out, lse):
+    q, k, v, spec, *_ = inputs
     group = q.size(1) // k.size(1)
     _, p = _probabilities(q, k, spec)
     key, value = (x.float().repeat_interleave(group, 1) for x in (k, v))

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from guardbit import MonitorSession
-from tests.monitor.entry_points import library_models, test_observing, test_transformers_eager
+from tests.monitor.entry_points import (
+    library_models,
+    test_observing,
+    test_transformers_bloom,
+    test_transformers_eager,
+)
 
 HEADS, WIDTH, HEAD = 4, 64, 16
 
@@ -87,9 +92,9 @@ class Multi(nn.Module):
 class Eager(nn.Module):
     """A model of transformers, of token numbers that a float input stands for."""
 
-    def __init__(self):
+    def __init__(self, build: Callable[[], nn.Module]):
         super().__init__()
-        self.model = test_transformers_eager.build("Llama")
+        self.model = build()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(input_ids=x.long(), use_cache=False).logits
@@ -118,6 +123,14 @@ def of_eager(name: str) -> Callable[[nn.Module], Tensor]:
     return lambda m: rows(m[0].model.get_submodule(f"{site}.{name}").weight, 0, 1)
 
 
+def of_bloom(part: int) -> Callable[[nn.Module], Tensor]:
+    def slice_(model: nn.Module) -> Tensor:
+        attention = model[0].model.get_submodule(test_transformers_bloom.SITE)
+        return attention.query_key_value.weight.unflatten(0, (HEADS, 3, HEAD))[:, part]
+
+    return slice_
+
+
 def of_library(part: int) -> Callable[[nn.Module], Tensor]:
     def slice_(model: nn.Module) -> Tensor:
         kv = model[0].kv_heads
@@ -130,10 +143,17 @@ def of_observing(part: int) -> Callable[[nn.Module], Tensor]:
     return lambda model: rows(model[1].qkv.weight, part)
 
 
-def eager_tokens() -> tuple[nn.Module, Tensor]:
-    model, _ = seeded(Eager)
-    generator = torch.Generator().manual_seed(1)
-    return model, torch.randint(3, 32, (2, 12), generator=generator).float()
+def eager_tokens(build: Callable[[], nn.Module]) -> Callable[[], tuple[nn.Module, Tensor]]:
+    def model_and_tokens() -> tuple[nn.Module, Tensor]:
+        model, _ = seeded(lambda: Eager(build))
+        generator = torch.Generator().manual_seed(1)
+        return model, torch.randint(3, 32, (2, 12), generator=generator).float()
+
+    return model_and_tokens
+
+
+def llama() -> nn.Module:
+    return test_transformers_eager.build("Llama")
 
 
 class Shown(test_observing.Attention):
@@ -165,8 +185,12 @@ CASES = [
         "F.multi_head_attention_forward", lambda: seeded(Multi), of_multi(0), of_multi(1), PYTORCH
     ),
     Case(
-        "transformers' eager attention", eager_tokens, of_eager("q_proj"), of_eager("k_proj"),
-        "transformers on the CPU",
+        "transformers' eager attention", eager_tokens(llama), of_eager("q_proj"),
+        of_eager("k_proj"), "transformers on the CPU",
+    ),
+    Case(
+        "transformers' BLOOM", eager_tokens(test_transformers_bloom.build), of_bloom(0),
+        of_bloom(1), "transformers on the CPU",
     ),
     Case(
         "torch.nn.attention.flex_attention.flex_attention", lambda: seeded(lambda: Own(Flex())),
