@@ -69,13 +69,9 @@ POINTERS = {
 }  # fmt: skip
 
 
-def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
-    """Stack, local and shared memory of one variant, for 16-byte aligned inputs of a dtype."""
-    import triton
-    from triton.backends.compiler import GPUTarget
+def source_of(kernel, constants, dtype, pointers):
+    """A variant of a kernel, for 16-byte aligned inputs of a dtype."""
     from triton.compiler import ASTSource
-
-    from guardbit.kernels import launch
 
     signature, aligned = {}, {}
     for number, name in enumerate(kernel.arg_names):
@@ -98,17 +94,40 @@ def compile_kernel(kernel, constants, architecture, tile, dtype, pointers):
             aligned[number,] = [["tt.divisibility", 16]]
         elif kind == "strides":
             aligned |= {(number, i): [["tt.divisibility", 16]] for i in range(3)}
-    source = ASTSource(
+    return ASTSource(
         fn=kernel,
         signature=signature,
         constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
         attrs=aligned,
     )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", architecture, 32),
-        options={**tile.options, **launch.COMPILER_OPTIONS},
-    )
+
+
+def shared_memory(source, target, options):
+    """Bytes of shared memory a block, which Triton knows before the machine code is made.
+
+    The rest takes a third of the time, and says how many registers there are: not asked of all.
+    """
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend, context, stages = make_backend(target), ir.context(), {}
+    options = backend.parse_options(options)
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, functions, modules, context)
+    backend.add_stages(stages, options, source.language)
+    metadata = {"target": target, **vars(options)}
+    for stage in ("ttir", "ttgir", "llir"):
+        module = stages[stage](module, metadata)
+    return metadata["shared"]
+
+
+def compile_kernel(source, constants, architecture, target, options):
+    """Stack, local and shared memory of one variant."""
+    import triton
+
+    compiled = triton.compile(source, target=target, options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(compiled.asm["cubin"])
@@ -138,8 +157,11 @@ def assembled(ptx):
 
 def compile_all(architecture):
     """Prints one line of JSON an entry: the largest variant, all stabilizers and bounds in it."""
-    from guardbit.kernels import audit, backward, delta, forward, shadow, tiles
+    from triton.backends.compiler import GPUTarget
 
+    from guardbit.kernels import audit, backward, delta, forward, launch, shadow, tiles
+
+    target = GPUTarget("cuda", architecture, 32)
     some_heads = 1
     kernels = {
         "forward": (
@@ -195,9 +217,12 @@ def compile_all(architecture):
                     changes = {**changes, "OVERLAP": False, "USE_TMA": False}
                 if changes:
                     chosen = tile.for_dropout if "DROPOUT" in changes else tile.for_mask
-                result = compile_kernel(
-                    kernel, constants | changes, architecture, chosen, dtype, POINTERS[name]
-                )
+                source = source_of(kernel, constants | changes, dtype, POINTERS[name])
+                options = {**chosen.options, **launch.COMPILER_OPTIONS}
+                if changes and architecture != 90:
+                    result = {"shared": shared_memory(source, target, options)}
+                else:
+                    result = compile_kernel(source, constants, architecture, target, options)
                 print(json.dumps({"kernel": variant, "width": width, **result}), flush=True)
 
 
