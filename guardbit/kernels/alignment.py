@@ -3,7 +3,8 @@
 Inductor takes an op's outputs for unaligned as soon as one of its inputs may be unaligned, and
 takes every graph input on the CPU for unaligned (`FallbackKernel.create`). Our ops have one: the
 number of the attention module. Without this promise, whatever reads dq, dk and dv loads them one
-number at a time, which takes 1.1 % of a training step of GPT-2 small on an H200.
+number at a time: 0.06 ms a layer of GPT-2 small more (torch.profiler, H200, PyTorch 2.11, 32 x 1024
+tokens), 1.1 % of a training step.
 """
 
 from __future__ import annotations

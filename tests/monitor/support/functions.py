@@ -35,7 +35,7 @@ class Case(NamedTuple):
         keys: Those of W_K, `(H_kv, d_head, width)`.
         against: What the function ran on.
         stabilizer: What its heads are switched to.
-        uncompiled: Why compiled calls are not watched, or "".
+        breaks_graph: Whether a compiled call stays with the function, whose stand-in is no graph.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case(NamedTuple):
     keys: Callable[[nn.Module], Tensor]
     against: str
     stabilizer: str = "exact_delta"
-    uncompiled: str = ""
+    breaks_graph: bool = False
 
 
 class Own(nn.Module):
@@ -174,7 +174,6 @@ def observed(by: str) -> Callable[[], tuple[nn.Module, Tensor]]:
 
 PYTORCH = "PyTorch on the CPU"
 STAND_IN = "a stand-in only"
-HUB = "it was not compiled by who wrote it"
 
 CASES = [
     Case(
@@ -201,7 +200,7 @@ CASES = [
             entry.name, lambda entry=entry: library_models.build(entry), of_library(0),
             of_library(1),
             STAND_IN if "flash_attn" in entry.name else "a stand-in for its kernels",
-            uncompiled=HUB if entry.is_of_hub else "",
+            breaks_graph=entry.is_of_hub,
         )
         for entry in library_models.LIBRARY
     ),
@@ -229,7 +228,11 @@ class Run:
         self.model, self.x = case.build()
         self.session = MonitorSession(self.model, every_n_train_steps=1) if watched else None
         self.forward = (
-            torch.compile(self.model, backend="aot_eager", fullgraph=True)
+            torch.compile(
+                self.model,
+                backend="eager" if case.breaks_graph else "aot_eager",
+                fullgraph=not case.breaks_graph,
+            )
             if compiled
             else self.model
         )
