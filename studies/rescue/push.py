@@ -61,7 +61,7 @@ def of_function(function: Callable[..., Tensor], context: AbstractContextManager
 
     def engine(call: AttentionCall) -> Tensor:
         leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
-        with context:
+        with context():
             out = function(*leaves)
             return torch.autograd.grad(out, leaves[0], call.d_out)[0]
 
@@ -94,17 +94,17 @@ def centred(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def engines_for(example: AttentionCall) -> dict[str, Engine]:
     """The engines to compare, by name; on a CPU PyTorch's own one takes the place of cuDNN's."""
     on_gpu = example.q.is_cuda
-    cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if on_gpu else nullcontext()
+    cudnn = (lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)) if on_gpu else nullcontext
     engines = {
         "guardbit": of_function(
-            lambda q, k, v: guardbit.flash_attention(q, k, v, causal=True), nullcontext()
+            lambda q, k, v: guardbit.flash_attention(q, k, v, causal=True), nullcontext
         ),
         "centred": of_function(centred, cudnn),
         "compensated": of_stabilizer("compensated", example, cudnn),
         "exact_delta": of_stabilizer("exact_delta", example, cudnn),
     }
     if on_gpu:
-        engines["flash"] = of_function(Core(), sdpa_kernel(SDPBackend.FLASH_ATTENTION))
+        engines["flash"] = of_function(Core(), lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))
     return engines
 
 
@@ -206,12 +206,12 @@ def go_on(
         )
     instrumentation = guardbit.instrument(model.net)
     calls: list[AttentionCall] = []
-    cudnn = sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if device == "cuda" else nullcontext()
+    cudnn = (lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION)) if device == "cuda" else nullcontext
     engines: dict[str, Engine] = {}
     first, end = checkpoint["global_step"], time.monotonic() + 60 * minutes
     for step in range(first, first + steps):
         instrumentation.observe(calls.append)
-        with torch.autocast(device, torch.bfloat16), cudnn:
+        with torch.autocast(device, torch.bfloat16), cudnn():
             loss = model.net(model.batch(step))
         loss.backward()
         instrumentation.observe(None)
