@@ -20,6 +20,9 @@ from guardbit.kernels.mask.geometry import mask_tile
 _TRUNCATED = 0.36
 # How many standard errors such a share must lie from 0. 2e-9 of normal deviates lie further.
 _SURE = 6.0
+# Rows from which on their spread says something: of 64 normal deviates 1e-7 exceed six of its
+# standard errors.
+_ENOUGH_ROWS = 64
 # Queries of a unit whose scale is looked for.
 _ROWS = 64
 # Calls that a mask is read with at most.
@@ -47,10 +50,12 @@ def slope(gap: Gap, exact: Exact) -> Slope:
     """Returns which multiple of the exact values the error of a unit contains."""
     values = exact.values[gap.tensor]
     size = values.square().sum()
-    if size == 0:
+    if size == 0 or values[..., 0].numel() < _ENOUGH_ROWS:
         return Slope(0.0, math.inf)
     products = (gap.error * values).sum(-1)
-    return Slope((products.sum() / size).item(), (products.square().sum().sqrt() / size).item())
+    share = products.sum() / size
+    rest = products - share * values.square().sum(-1)
+    return Slope(share.item(), (rest.square().sum().sqrt() / size).item())
 
 
 def shrinkage(gap: Gap, exact: Exact) -> Slope:
@@ -62,7 +67,7 @@ def shrinkage(gap: Gap, exact: Exact) -> Slope:
     sizes = values.square().sum(-1)
     counted = sizes > 1e-4 * sizes.mean()
     shares = ((gap.error * values).sum(-1) / sizes)[counted]
-    if shares.numel() < 2:
+    if shares.numel() < _ENOUGH_ROWS:
         return Slope(0.0, math.inf)
     return Slope(shares.mean().item(), (shares.std() / math.sqrt(shares.numel())).item())
 
