@@ -16,7 +16,6 @@ from guardbit.doctor.examination import Examination
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.inputs import KINDS, make
 from guardbit.kernels.engines import Engine
-from guardbit.kernels.spec import AttentionSpec
 
 #: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
 #: lengths off the tiles, 64 beyond a multiple of 128 among them.
@@ -28,8 +27,6 @@ COMMON_MASKS = ("causal", "padding", "documents", "window:64", "additive")
 
 #: Units that are compared with FP64 where all would take too long, spread over heads.
 _UNITS = 8
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # How to be rid of an engine.
 _ADVICE = {
@@ -97,21 +94,6 @@ class Examiner:
 
         candidates = library_candidates(next(iter(packed_calls()))[1])
         self._examine(candidates, packed_calls(), str(shape), mask, dtype_name)
-
-    def call(self, call: Call, where: str, candidates: Candidates) -> None:
-        """Examines engines on the inputs of a call as they are.
-
-        Args:
-            call: The call.
-            where: What findings name it, as "h.0.attn, first batch".
-            candidates: Which engines.
-        """
-        b, h, n, _ = call.sizes
-        shape = Shape(b, h, call.k.size(1), n, call.q.size(3))
-        if not self._is_late(where):
-            self._examine(
-                candidates, [("as recorded", call)], str(shape), where, _NAMES[call.q.dtype]
-            )
 
     def _examine(
         self,
@@ -212,13 +194,3 @@ def examine_shapes(
         for mask in masks:
             examiner.shape(shape, mask, dtype)
     return examiner.result
-
-
-def spec_of(spec: AttentionSpec) -> str | None:
-    """Returns why calls of a spec cannot be examined, a clause, or None."""
-    if spec.dropout_p:
-        return "it has dropout, which each run draws anew"
-    others = [field for field in spec.extras if field not in ("window", "documents")]
-    if others:
-        return f"it has {' and '.join(others)}, for which there are no error bounds"
-    return None
