@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
-from guardbit.kernels.centering import center_keys, shift_of_lse
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
+from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
 from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
@@ -87,7 +87,7 @@ def forward(
         engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
     names, shared, why = resolve(call, asked, engine, keeps_residual)
     plan = plan_of(names, call.native)
-    keys = center_keys(call.k, plan.centered, call.heads)
+    keys = shift_keys(call.k, plan.names)
     k = keys.k
     drawn = Drawn(random[:2], generator_state) if spec.dropout_p > 0 else None
     out, lse, residual, on_triton = None, None, None, False
@@ -152,7 +152,7 @@ def forward(
             if own.residual is not None and residual is not None:
                 residual.index_copy_(1, index, own.residual)
     assert out is not None and lse is not None
-    if plan.centered and not call.native:  # the caller may ask for lse
+    if keys.shifts and not call.native:  # the caller may ask for lse
         lse = lse + shift_of_lse(q, keys, spec.scale)
     if training:
         state.note(names, why)
@@ -213,9 +213,9 @@ def backward(
     """
     state, engine = call.state, ran.engine
     plan = plan_of(ran.names, call.native)
-    keys = center_keys(call.k, plan.centered, call.heads)
+    keys = shift_keys(call.k, plan.names)
     call.k = keys.k
-    if plan.centered and not call.native:
+    if keys.shifts and not call.native:
         ran = ran._replace(lse=ran.lse - shift_of_lse(call.q, keys, call.spec.scale))
     drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
     try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from guardbit.kernels.engines import Engine, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.key_shifts import KEY_SHIFTS
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchboard import SiteState
 
@@ -30,14 +31,12 @@ class Plan(NamedTuple):
         own: The heads whose forward our kernel computes.
         exact: The heads whose backward gets an exact delta.
         compensated: The heads whose forward keeps the rounding residual of O.
-        centered: The heads whose keys are centred.
     """
 
     names: tuple[str, ...]
     own: tuple[int, ...]
     exact: tuple[int, ...]
     compensated: tuple[int, ...]
-    centered: tuple[int, ...]
 
     @property
     def own_names(self) -> tuple[str, ...]:
@@ -59,9 +58,7 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
         return tuple(head for head, name in enumerate(names) if name in kinds)
 
     own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
-    return Plan(
-        names, own, heads("exact_delta"), heads("compensated"), heads("centered_keys")
-    )  # fmt: skip
+    return Plan(names, own, heads("exact_delta"), heads("compensated"))
 
 
 @dataclass(slots=True)
@@ -114,25 +111,27 @@ def resolve(
     """
     if engine is None and call.spec.extras:
         raise ValueError(f"GuardBit's own kernels take {_none_of(call.spec.extras)}.")
-    asked, uncentered = _without_centering(call.spec, asked)
+    asked, unshifted = _without_shifts(call.spec, asked)
     names, shared, why = _resolved(call, asked, engine, keeps_residual)
-    return names, shared, "; ".join(filter(None, (uncentered, why)))
+    return names, shared, "; ".join(filter(None, (unshifted, why)))
 
 
-def _without_centering(spec: AttentionSpec, asked: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """Replaces `centered_keys` where it would change the result, and says why, or ""."""
+def _without_shifts(spec: AttentionSpec, asked: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Replaces shifts of the keys where they would change the result, and says why, or ""."""
     seeing = [field for field in spec.extras if field in ("soft cap", "sinks")]
-    if not seeing or "centered_keys" not in asked:
+    shifts = [name for name in KEY_SHIFTS if name in asked]
+    if not seeing or not shifts:
         return asked, ""
-    names = tuple("none" if name == "centered_keys" else name for name in asked)
-    return names, f"centered_keys would change what the softmax makes of {' and '.join(seeing)}"
+    names = tuple("none" if name in shifts else name for name in asked)
+    what = f"{' and '.join(shifts)} would change what the softmax makes of {' and '.join(seeing)}"
+    return names, what
 
 
 def _resolved(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
     """Does what `resolve` says, after its checks."""
-    stabilized = set(asked) - {"none", "centered_keys"}
+    stabilized = set(asked) - {"none", *KEY_SHIFTS}
     if not stabilized:
         return asked, False, ""
     if engine is None:
@@ -166,7 +165,7 @@ def _settled(
     name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
 ) -> tuple[str, str]:
     """Returns what runs instead of one stabilizer, and why, or the stabilizer itself and ""."""
-    if name in ("none", "centered_keys") or (name == "exact_delta" and shared):
+    if name == "none" or name in KEY_SHIFTS or (name == "exact_delta" and shared):
         return name, ""
     beyond = _beyond_ours(call)
     takes = f"takes {_none_of(beyond)}" if beyond else ""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from guardbit.kernels.attention import is_inside_site, is_jit_traced, site_stack
-from guardbit.kernels.centering import center_keys
+from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.kernels.switchboard import AttentionCall, is_recomputing, site_state
 from guardbit.monitor.interception.calls import Heads
@@ -45,8 +45,8 @@ OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
 
 _COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
 _ONLY_KEYS = (
-    "GuardBit knows its tensors only, not how attention is computed from them, so centered_keys is"
-    " the only stabilizer that works"
+    "GuardBit knows its tensors only, not how attention is computed from them, so"
+    f" {' or '.join(KEY_SHIFTS)} is the only stabilizer that works"
 )
 
 # Sites whose last ordinary forward had no gradients: reentrant checkpoints run it again with them.
@@ -310,26 +310,25 @@ def _hear(
     is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if not is_recomputing():
         (_to_be_heard.discard if is_training else _to_be_heard.add)(number)
-    names = tuple(name if name == "centered_keys" else "none" for name in state.running)
+    names = tuple(name if name in KEY_SHIFTS else "none" for name in state.running)
     if is_training:
         state.ran_at = state.clock.now
         state.note(names, "" if names == state.running else _ONLY_KEYS)
-    heads = tuple(head for head, name in enumerate(names) if name == "centered_keys")
-    if heads:
-        k = _Centered.apply(k, heads, q.size(1))
+    if not KEY_SHIFTS.keys().isdisjoint(names):
+        k = _Shifted.apply(k, names)
     return _Heard(number, k, spec, is_training and not state.is_unheard, names)
 
 
-class _Centered(torch.autograd.Function):
-    """Keys without their mean, which is a constant to the gradients: they do not see it either."""
+class _Shifted(torch.autograd.Function):
+    """Keys less a vector, which is a constant to the gradients: they do not see it either."""
 
     @staticmethod
-    def forward(ctx: Any, k: Tensor, heads: tuple[int, ...], num_heads: int) -> Tensor:
-        return center_keys(k, heads, num_heads).k
+    def forward(ctx: Any, k: Tensor, names: tuple[str, ...]) -> Tensor:
+        return shift_keys(k, names).k
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Any) -> Any:
-        return d_outs[0], None, None
+        return d_outs[0], None
 
 
 @guarded

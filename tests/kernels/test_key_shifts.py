@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from guardbit.kernels.centering import center_keys
+from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
 from tests.kernels.exact_delta_cases import KINDS, make, relative, sink
 
 
@@ -40,17 +40,35 @@ def test_other_heads_keep_their_bits(heads):
 
 def test_a_group_of_query_heads_shares_its_centred_key_head():
     k = torch.randn(2, 3, 7, 16, generator=torch.Generator().manual_seed(0)) + 4
-    keys = center_keys(k, (1, 5), 6)  # key heads 0 and 2 of three
-    assert keys.heads == (0, 2)
+    names = tuple("centered_keys" if head in (1, 5) else "none" for head in range(6))
+    keys = shift_keys(k, names)
+    assert [heads for heads, _ in keys.shifts] == [(0, 2)]  # of three key heads
     torch.testing.assert_close(keys.k[:, [0, 2]], k[:, [0, 2]] - k[:, [0, 2]].mean(2, keepdim=True))
     assert torch.equal(keys.k[:, 1], k[:, 1])
     assert keys.k.stride() == k.stride()
 
 
+def test_what_two_query_heads_of_a_group_ask_for_is_subtracted_in_turn(monkeypatch):
+    monkeypatch.setitem(KEY_SHIFTS, "anchored_keys", lambda k: k[:, :, :1])
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 7, 16, generator=generator)
+    k = torch.randn(2, 2, 7, 16, generator=generator) + 4
+    keys = shift_keys(k, ("centered_keys", "anchored_keys", "none", "none"))
+    # Less the first key, whatever was subtracted before.
+    torch.testing.assert_close(keys.k[:, 0], k[:, 0] - k[:, 0, :1])
+    assert torch.equal(keys.k[:, 1], k[:, 1])
+    before, after = (
+        (q @ x.repeat_interleave(2, 1).transpose(2, 3) / 4).double().logsumexp(3)
+        for x in (k, keys.k)
+    )
+    moved = shift_of_lse(q, keys, 0.25).double()
+    torch.testing.assert_close(moved, before - after, rtol=1e-5, atol=1e-5)
+
+
 def test_a_key_that_is_not_finite_spoils_no_others():
     k = torch.randn(1, 1, 5, 16, generator=torch.Generator().manual_seed(0))
     k[0, 0, 4, 3] = torch.inf
-    centered = center_keys(k, (0,), 1).k
+    centered = shift_keys(k, ("centered_keys",)).k
     assert centered[..., :4, :].isfinite().all()
     assert centered[0, 0, 4, 3] == torch.inf
 
