@@ -46,7 +46,7 @@ OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
 _COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
 _ONLY_KEYS = (
     "GuardBit knows its tensors only, not how attention is computed from them, so"
-    f" {' or '.join(KEY_SHIFTS)} is the only stabilizer that works"
+    f" the only stabilizers that can run are those that change the keys: {', '.join(KEY_SHIFTS)}"
 )
 
 # Sites whose last ordinary forward had no gradients: reentrant checkpoints run it again with them.
