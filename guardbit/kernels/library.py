@@ -99,7 +99,15 @@ def library_attention(
 
     Returns:
         out and lse.
+
+    Raises:
+        ValueError: If the call asks for what `Numbers` has no field for.
     """
+    if spec.causal == "top-left" or spec.mask is not None or spec.has_functions:
+        raise ValueError(
+            f"{engine.title} takes documents, a window and a causal mask aligned to the bottom"
+            " right, and no other mask"
+        )
     documents = spec.documents or (None, None, 0, 0)
     wanting = (q, k, v) if spec.sinks is None else (q, k, v, spec.sinks)
     numbers = Numbers(

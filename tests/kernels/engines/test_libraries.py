@@ -20,7 +20,8 @@ from tests import flash_stand_in
 from tests.kernels.spec_cases import dense
 from tests.kernels.spec_cases import packed as packed_on
 
-ENGINES = tuple(LIBRARIES)
+#: Those that `tests.flash_stand_in` stands in for; an engine of another kind has a test of its own.
+ENGINES = tuple(name for name in LIBRARIES if name == "varlen_attn" or "flash_attn" in name)
 TAKE_SINKS = tuple(name for name in ENGINES if name.endswith("flash_attn_4"))
 
 
@@ -247,3 +248,15 @@ def test_packed_attention_on_cudnn_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: True)
     assert "runs on cuDNN" in engine.why_missing(True)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [AttentionSpec(0.2, "top-left"), AttentionSpec(0.2, mask=torch.ones(5, 5, dtype=torch.bool))],
+    ids=["top-left", "mask"],
+)
+def test_a_call_that_the_op_cannot_pass_on_is_refused(spec, site):
+    q = torch.randn(1, 2, 5, 16).bfloat16()
+    engine = library_engine("flash_attn", False)
+    with pytest.raises(ValueError, match="aligned to the bottom right, and no other mask"):
+        library_attention(q, q, q, torch.tensor(site), spec, engine)
