@@ -331,8 +331,8 @@ def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str
 def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
     return NotOneMatrix(
         f"the {side} depends on {listed(names)} together (one after the other, as in a latent or "
-        "low-rank projection, or each for other tokens, as in the joint attention of text and "
-        "image?), so its rows in a single matrix are not defined",
+        "low-rank projection, or each on its own tokens, as in joint attention of text and images),"
+        " so no single matrix has its rows",
         names,
     )
 

@@ -1,4 +1,4 @@
-"""Attention that never reaches the functions GuardBit stands in for: what looks like it."""
+"""Finds modules that look like attention and never reach the functions GuardBit replaces."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch import nn
 
 from guardbit.kernels.engines import hub_kernel_is_loaded
 
-# Hugging Face's names of attention that GuardBit may not see: "eager" it sees where a model gets it
-# from the interface, and in BLOOM. Kernels of the hub are named after their repository, with a
-# slash; those of FlashAttention it sees once they are loaded.
+# Hugging Face's names of attention that GuardBit may not see. It sees "eager" in BLOOM and in
+# models that get it from the interface. Kernels of the hub have the name of their repository, with
+# a slash; GuardBit sees those of FlashAttention once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
 _LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
 
 
 class UnseenAttentionError(ValueError):
-    """The model calls no attention where GuardBit sees it, so that nothing can be watched."""
+    """The model calls no attention that GuardBit sees, so nothing can be watched."""
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a module is called as attention is and has a weight matrix, its own or below it."""
+    """Whether a module has the name of attention and a weight matrix, its own or below it."""
     is_named_so = _LOOKS_LIKE_ATTENTION.search(type(module).__name__) is not None
     return is_named_so and any(parameter.dim() >= 2 for parameter in module.parameters())
 
 
 def unseen_implementation(module: nn.Module) -> str | None:
-    """Hugging Face's name of how a module computes attention, where that is not to be seen."""
+    """Returns Hugging Face's name of a module's attention that GuardBit does not see, or None."""
     implementation = _implementation(module)
     if implementation is None or not _UNSEEN_IMPLEMENTATIONS.match(implementation):
         return None
@@ -57,15 +57,15 @@ def _names_in_forward(kind: type) -> tuple[str, ...]:
 
 
 def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
-    """Refuses a model all of whose attention is Hugging Face's and passes PyTorch's function by.
+    """Refuses a model whose attention is all Hugging Face's and never calls a function we replace.
 
-    Other modules may call attention too, unless they only hold such a model.
+    A model is not refused if it has further modules that may call attention.
 
     Args:
         candidates: The modules that could call attention, by name.
 
     Raises:
-        UnseenAttentionError: If it is so.
+        UnseenAttentionError: If the model is refused.
     """
     unseen: dict[nn.Module, str] = {}
     for module in candidates.values():
@@ -86,13 +86,14 @@ def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
                 " heads to watch"
             )
         written_out = (
-            ": it is written out in the model's own forward, where delta comes from the same P and"
-            " is not rounded, so there is nothing to correct"
+            ": the model's own forward writes it out, where delta comes from the same P and is not"
+            " rounded, so there is nothing to correct"
         )
         raise UnseenAttentionError(
-            f"{type(module).__name__} computes attention by attn_implementation='{implementation}',"
-            f" which GuardBit does not see{written_out if implementation == 'eager' else ''}; it"
-            " sees 'sdpa', where the model has it, and what guardbit.observe shows it"
+            f"{type(module).__name__} computes attention with"
+            f" attn_implementation='{implementation}', which GuardBit does not"
+            f" see{written_out if implementation == 'eager' else ''}. GuardBit sees 'sdpa', if the"
+            " model has it, and what guardbit.observe shows it"
         )
 
 

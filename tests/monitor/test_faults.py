@@ -157,7 +157,7 @@ def fails_with(error):
 def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
     entry, error, unwatched, tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(doors, "_told_of", set())
+    monkeypatch.setattr(doors, "_reported", set())
 
     def session_of(model):
         session = MonitorSession(

@@ -2,30 +2,30 @@
 
 `F.scaled_dot_product_attention` is replaced for the whole process while at least one model is
 instrumented; outside instrumented modules the replacement hands every call straight to PyTorch.
-Which module a call belongs to is told by a stack that forward hooks keep. All of it is ordinary
-traceable Python: under `torch.compile(fullgraph=True)` it is inlined and leaves only the op.
+Forward hooks keep a stack of the running modules; the innermost one owns a call. All of it is
+ordinary traceable Python: `torch.compile(fullgraph=True)` inlines it and leaves only the op.
 
-Numbers of sites travel as 0-d CPU tensors, because a compiler would specialise on plain numbers
-and compile every layer anew.
+A site's number travels as a 0-d CPU tensor. A compiler would specialise on a plain number and
+compile every layer anew.
 
 From the bottom up; each file imports from those before it only:
 
 - `frames`: the instrumented modules, and the stack of those that are running.
 - `calls`: what the calls of a site did in the latest step.
 - `sharding`: whether ranks share the heads of a module.
-- `inputs`: what a module's inputs look like, and others like them.
-- `doors`: the guard of all that runs inside a model's forward.
-- `records`: what was learned about each site, from eager calls and from traced ones.
-- `rerunning`: running a module once more, to see where its queries come from.
-- `tracing`: learning from a compiler; the calls it traces do not come back to Python.
-- `watching`: attention that is watched and not switched.
-- `entry_points`: the functions that people call for attention, one file each; which calls are
-  refused, and what the others ask for.
-- `observing`: attention that GuardBit does not know, and its own code shows.
-- `checkpointing`: what stands in for PyTorch's activation checkpointing.
-- `compiler_rules`: what a compiler takes for PyTorch's functions.
-- `installation`: putting what stands in for functions in everyone's hands, and taking it back.
-- `hooks`: keeping the stack, by hooks on each instrumented module.
+- `inputs`: descriptions of a module's inputs, and made-up inputs that match them.
+- `doors`: the guard around everything that runs inside a model's forward.
+- `records`: what is known about each site, from eager calls and from traced ones.
+- `rerunning`: runs a module once more, to see where its queries come from.
+- `tracing`: what is learned while a compiler traces, as compiled calls never return to Python.
+- `watching`: attention that is watched but cannot be switched.
+- `entry_points`: the functions that people call for attention, one file each. Each says which
+  calls it refuses, and what the others ask for.
+- `observing`: attention unknown to GuardBit, shown to it by `observe` or `watch_attention`.
+- `checkpointing`: the stand-in for PyTorch's activation checkpointing.
+- `compiler_rules`: which functions a compiler takes for PyTorch's.
+- `installation`: puts the stand-ins in place of the functions, and takes them back.
+- `hooks`: the hooks on each instrumented module, which keep the stack.
 """
 
 from guardbit.monitor.interception.calls import StepCalls

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Query heads, key heads and head size of a call; zeros where it does not tell.
+#: Query heads, key heads and head size of a call; zeros where they are unknown.
 Heads = tuple[int, int, int]
 
-#: Why a call keeps PyTorch's function that is captured. No later call is seen: they are replays.
+#: Why a captured call keeps PyTorch's function. Later calls are replays and are not seen.
 CAPTURED = "it is captured in a CUDA graph, which replays the kernel of the capture"
 
 
@@ -17,12 +17,12 @@ class StepCalls:
 
     Attributes:
         step: The step, as `switchboard.Clock` counts; -1 before the first.
-        heads: Those of the calls, of ones that can be switched where there are any.
+        heads: Those of the calls; if some calls can be switched, those of these.
         is_switchable: Whether any call can be switched.
         bypass: Why some call kept PyTorch's function, or None.
         conflict: Why calls that can be switched one by one cannot together, or None.
         was_switchable: Whether a call of this step or an earlier one could be switched.
-        is_watched: Whether any call is watched, be it that it can be switched or not.
+        is_watched: Whether any call is watched, whether or not it can be switched.
     """
 
     step: int = -1

@@ -1,4 +1,4 @@
-"""What stands in for `torch.utils.checkpoint.checkpoint`."""
+"""The stand-in for `torch.utils.checkpoint.checkpoint`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameter
 
 @functools.wraps(original_checkpoint)
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Lets a recomputation *inside* an attention module know which module it belongs to."""
+    """Lets a recomputation *inside* an attention module belong to that module."""
     if torch.compiler.is_compiling():
         return original_checkpoint(function, *args, **kwargs)
     where = _here()
     if where is not None and probe.site is not None:
-        # A checkpoint hides how q comes about from autograd.
+        # A checkpoint would hide from autograd how q is computed.
         return function(*args, **{k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS})
     if where is None:
         return original_checkpoint(function, *args, **kwargs)
@@ -59,5 +59,5 @@ def _leave_again(frame: Frame) -> None:
 
 @guarded
 def _here() -> tuple[Tensor, Frame] | None:
-    """The innermost module that is running eagerly, and the number of its site."""
+    """Returns the innermost module that runs eagerly, and the number of its site."""
     return (site_stack[-1], frame_stack[-1]) if is_inside_site() and frame_stack else None

@@ -1,8 +1,8 @@
 """Keeps the compiler from taking GuardBit's functions for PyTorch's, which it does not look into.
 
-Dynamo has a table of PyTorch's functions, which it looks up by their names, and makes anew when a
-process group begins. Made while a model is instrumented, it would hold the functions that stand
-under these names then.
+Dynamo keeps a table of PyTorch's functions, which it looks up by name. It rebuilds the table when a
+process group begins. A table that is built while a model is instrumented would hold GuardBit's
+stand-ins, because they have PyTorch's names then.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ def without(
     """Makes a function that returns Dynamo's table with PyTorch's own functions in it.
 
     Args:
-        stand_ins: GuardBit's functions -> those of PyTorch in whose place they are.
-        rules: `torch._dynamo.trace_rules.get_torch_obj_rule_map`, or what stands in its place.
+        stand_ins: GuardBit's functions -> the functions of PyTorch that they replace.
+        rules: `torch._dynamo.trace_rules.get_torch_obj_rule_map`, or its replacement.
 
     Returns:
-        A function of no arguments with a cache that `cache_clear` empties, as `rules` is one.
+        A function without arguments whose cache `cache_clear` empties, as that of `rules`.
     """
 
     @functools.cache

@@ -1,7 +1,7 @@
-"""The guard of what runs inside a model's forward: hooks, and functions in the place of PyTorch's.
+"""The guard around what runs inside a model's forward: hooks, and stand-ins for functions.
 
-What fails in there ends here. The rest of the forward then counts as outside any site, so that its
-calls go to PyTorch, and whoever watches the models is told.
+An error in there ends here and is reported to the sessions. The remaining forward then counts as
+outside any site, so its calls go to PyTorch.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from guardbit.monitor.stages import log
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Are told of each error: of all sessions, as what fails may not know which model it runs for.
+#: Listeners of all sessions. Each hears of every error, because the failing code may not know
+#: which model it runs for.
 listeners: list[Callable[[Exception], None]] = []
 
-_told_of: set[type[Exception]] = set()
+_reported: set[type[Exception]] = set()
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Makes a function one that training may call: it returns None where it fails.
+    """Wraps a function so that training may call it: it returns None where it fails.
 
-    For eager calls only: a compiler is to trace neither the function nor the guard.
+    For eager calls only; compilers trace neither the function nor the guard.
     """
 
     @functools.wraps(function)
@@ -50,6 +51,6 @@ def _tell(error: Exception) -> None:
     if listeners:
         for listener in list(listeners):
             listener(error)
-    elif type(error) not in _told_of:
-        _told_of.add(type(error))
+    elif type(error) not in _reported:
+        _reported.add(type(error))
         log.warning("a call of attention could not be followed, and went to PyTorch: %s", error)

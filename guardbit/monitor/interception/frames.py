@@ -19,8 +19,8 @@ from guardbit.kernels.attention import (
 #: Where an instrumented module keeps the number of its site, a 0-d CPU tensor.
 SITE_ATTRIBUTE = "_guardbit_site"
 
-#: The module of each site, by number. A copy of a hooked module carries its hooks and its number,
-#: but is not the module of the site.
+#: The module of each site, by number. A copy of a hooked module carries the hooks and the number,
+#: but it is not the module of the site.
 site_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
@@ -33,18 +33,18 @@ class Frame(NamedTuple):
 
 
 class Entries:
-    """Notes which instrumented modules run eagerly, as long as anybody wants to know."""
+    """Records which instrumented modules run eagerly, while there is a listener."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.num_listeners = 0
 
     def start(self) -> None:
-        """Begins to note, for one listener more."""
+        """Adds a listener; the first one begins the recording."""
         self.num_listeners += 1
 
     def stop(self) -> None:
-        """Is told that a listener knows enough."""
+        """Removes a listener; the last one ends the recording."""
         self.num_listeners -= 1
         if not self.num_listeners:
             self.numbers.clear()
@@ -63,7 +63,7 @@ def site_number(module: nn.Module) -> int:
 
 
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
-    """Notes that a module begins to run, called by `caller`; `drop_stale` is to come first."""
+    """Records that a module begins to run, called by `caller`; call `drop_stale` first."""
     if not frame_stack:
         own_site_stack(calling(caller))
     frame_stack.append(frame)
@@ -71,7 +71,7 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
 
 
 def pop(module: nn.Module) -> None:
-    """Notes that a module has ended, if it is the one that began last."""
+    """Records that a module has ended, if it is the one that began last."""
     if frame_stack and frame_stack[-1].module is module:
         frame_stack.pop()
         site_stack.pop()
@@ -80,7 +80,7 @@ def pop(module: nn.Module) -> None:
 
 
 def drop_stale() -> None:
-    """Forgets modules that were never left: PyTorch runs no hooks after KeyboardInterrupt."""
+    """Forgets modules that never ended: PyTorch runs no hooks after KeyboardInterrupt."""
     if frame_stack and not is_owner_running():
         frame_stack.clear()
         site_stack.clear()

@@ -39,8 +39,8 @@ from guardbit.monitor.interception.tracing import note_traced_inputs
 def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         note_traced_inputs(module, args, kwargs)
-        # One function for all modules, which reads the number off the module: the compiler then
-        # sees an input of the graph and can serve many layers with one.
+        # One function serves all modules and reads the number off the module. The compiler then
+        # sees an input of the graph, and one graph can serve many layers.
         site_stack.append(getattr(module, SITE_ATTRIBUTE))
     else:
         _enter_eagerly(sys._getframe(1), module, args, kwargs)
@@ -53,10 +53,10 @@ def _enter_eagerly(
     if is_jit_traced():
         return
     if "_is_replica" in vars(module):
-        return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
+        return  # `nn.DataParallel` runs replicas in parallel threads; the stack serves one thread
     drop_stale()
     if frame_stack and is_other_thread():
-        return  # as above: calls of the model that came second keep PyTorch's function
+        return  # as above: calls of the second model keep PyTorch's function
     if not frame_stack:
         look_again()
         _begin_step(module)
@@ -95,9 +95,9 @@ def _end_step(module: nn.Module) -> None:
         clock.end()
 
 
-# Where PyTorch calls the hooks by itself, as for the outermost compiled module, they stay Python:
-# compiled, they would be compiled anew for every shape, and so would what they call. Inside a
-# compiled module they are inlined.
+# PyTorch itself calls the hooks of the outermost compiled module. There they stay Python, because
+# compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
+# they are inlined.
 for _function in (
     *(_enter, _leave, _begin_step, _end_step, calling, drop_stale, is_jit_traced, is_other_thread),
     *(is_owner_running, own_site_stack, pop, push, site_number, switchboard.site_state),
@@ -105,20 +105,20 @@ for _function in (
 ):
     skip_code(_function.__code__)
 
-# The compiler guards on the ids of hooks, so all modules use the same two: otherwise blocks that
-# are compiled one by one would each be compiled anew. The ids are taken from PyTorch's counter.
+# The compiler guards on the ids of hooks. So all modules use the same two ids, from PyTorch's
+# counter; otherwise each block that is compiled by itself would be compiled anew.
 _hook_ids: list[int] = []
 
 
-#: Where an instrumented module keeps what makes its copies strangers.
+#: The attribute of an instrumented module that keeps copies of it from having its site.
 _COPIES_ATTRIBUTE = "_guardbit_copies"
 
 
 class _Copies:
     """Gives a copy of a module no site: an average of the weights, say, is another model.
 
-    It speaks for the site's tensor, because that is saved for backward: hooks on saved tensors may
-    write it to disk, and there it must be a tensor and nothing else.
+    The site's own tensor cannot do this. It is saved for backward, where hooks may write it to
+    disk, so it must be a plain tensor.
     """
 
     def __init__(self, site: Tensor) -> None:
@@ -133,7 +133,7 @@ class _Copies:
 def attach(module: nn.Module, number: int) -> None:
     """Hooks a module that may call attention."""
     site = torch.tensor(number)
-    # Before the site itself, which `copy.deepcopy` meets next.
+    # Set before the number of the site, because `copy.deepcopy` copies attributes in order.
     setattr(module, _COPIES_ATTRIBUTE, _Copies(site))
     setattr(module, SITE_ATTRIBUTE, site)
     site_modules[number] = module

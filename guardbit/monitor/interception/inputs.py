@@ -1,4 +1,4 @@
-"""What the inputs of a module look like, and others like them."""
+"""Descriptions of a module's inputs, and made-up inputs that match a description."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 
 class TensorSpec(NamedTuple):
-    """What a module's input looked like; enough to make another one like it."""
+    """Describes a tensor among a module's inputs, so that a similar one can be made."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
 
 
 def describe(x: Any, around: tuple[int, ...] = ()) -> Any:
-    """Replaces tensors by their description and drops what cannot be made again (caches).
+    """Replaces tensors by their descriptions and drops what cannot be made up (caches).
 
     Args:
         x: The input.
@@ -55,18 +55,18 @@ def _describe_tensor(x: Tensor) -> TensorSpec | None:
 
 
 def present_size(n: int | torch.SymInt) -> int:
-    """Returns a size, of those that a compiler keeps open the present value."""
-    # int() of a size the compiler keeps open would fix it, and cost a compilation for each length.
+    """Returns a size as a number; for a symbolic one, its present value."""
+    # int() of a symbolic size would fix it, and each length would then be compiled by itself.
     return n if isinstance(n, int) else int(n.node.hint)
 
 
 def make_up(
     inputs: ModuleInputs, generator: torch.Generator, cut: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes inputs such as those described, on the generator's device.
+    """Makes up inputs that match a description, on the generator's device.
 
-    Real and complex numbers are single precision. With `cut` the first axis, the batch as a rule,
-    has one entry.
+    Real and complex numbers are single precision. With `cut` the first axis, usually the batch, has
+    one entry.
     """
     batch = _batch_size(inputs) if cut else None
     make = functools.partial(_make, batch=batch, generator=generator)

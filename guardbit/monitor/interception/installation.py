@@ -1,7 +1,7 @@
-"""Puts what stands in for functions in everyone's hands, and gives the functions back.
+"""Puts stand-ins in place of the attention functions, and takes them back.
 
-A library that is imported later is met when a model next begins to run, see `look_again`. GuardBit
-imports none by itself.
+GuardBit imports no library by itself. The functions of a library that is imported later are
+replaced when a model next begins to run, see `look_again`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def look_again() -> None:
         _look_again()
 
 
-# Around a compiled model the compiler would trace this too, for seconds.
+# Around a compiled model the compiler would otherwise trace this too, which takes seconds.
 @torch.compiler.disable()
 def _look_again() -> None:
     global _num_imported
@@ -92,13 +92,13 @@ def _keep_compiler_rules() -> None:
         return
     stand_ins: dict[Any, Any] = {checkpointing.checkpoint: checkpointing.original_checkpoint}
     stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
-    # Once all is put back the table is to be made anew, if it was made in between.
+    # Once everything is put back, the compiler rebuilds a table that it built in between.
     _restore.append(getattr(rules, "cache_clear", lambda: None))
     _replace(trace_rules, _RULES, without(stand_ins, rules))
 
 
 def left_alone() -> list[str]:
-    """Functions whose calls are not looked at in this process, each with the reason."""
+    """Returns the functions whose calls are ignored in this process, each with the reason."""
     reasons = ((entry.name, entry.why_left_alone()) for entry in ENTRY_POINTS)
     return [f"{name} is not watched: {why}" for name, why in reasons if why is not None]
 
@@ -110,15 +110,16 @@ def uninstall() -> None:
 
 
 def release() -> None:
-    """Says that one instrumented model fewer needs the replacements."""
+    """Records that one instrumented model fewer needs the stand-ins."""
     global _installations
     _installations -= 1
 
 
 def restore() -> None:
-    """Puts everything back, if no model needs the replacements; calling it again is harmless.
+    """Puts everything back, if no model needs the stand-ins; calling it again is harmless.
 
-    What cannot be put back is left for the next call, and the error is raised once all else is.
+    What cannot be put back is left for the next call. The error is raised after everything else was
+    put back.
     """
     if _installations > 0:
         return
@@ -140,7 +141,7 @@ def _undo(undo: Callable[[], None]) -> None:
 
 
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:
-    # `from ... import` may have taken these in the meantime.
+    # `from ... import` may have made references to the stand-ins in the meantime.
     failed = _restore.copy()
     originals = {
         id(entry.stand_in): entry.original for entry in installed if entry.put_in_place is None
@@ -157,10 +158,10 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def _put_back(owner: Any, name: str, replacement: Any, original: Any) -> None:
-    """Unless somebody else has put a function in our place since, which may hold on to ours.
+    """Puts the original back, unless somebody else has replaced our stand-in since.
 
-    So does PyTorch's `context_parallel`: without its function ranks would attend to their own
-    tokens only. What it calls then hands all on to the original.
+    PyTorch's `context_parallel` does so, and its function calls our stand-in. Without its function,
+    ranks would attend to their own tokens only. Our stand-in then calls the original.
     """
     if getattr(owner, name, None) is replacement:
         setattr(owner, name, original)
@@ -185,9 +186,10 @@ def _modules_of_others() -> Iterator[Any]:
 
 
 def redirect_references(module: nn.Module) -> None:
-    """Replaces attention functions where a module or its class keeps them.
+    """Replaces attention functions that a module or its class holds.
 
-    As an attribute, in a dict that is one, or as a default argument or in the closure of a method.
+    They may be attributes, values of a dict attribute, default arguments of methods, or variables
+    that a method closes over.
     """
     by_name = [entry for entry in _installed if entry.put_in_place is None]
     stand_ins = {id(entry.original): entry.stand_in for entry in by_name}
@@ -201,7 +203,9 @@ def redirect_references(module: nn.Module) -> None:
                 _redirect_inside(value, stand_ins)
             redirected = _redirected(value, stand_ins)
             if isinstance(value, types.BuiltinFunctionType) and owner is not module and redirected:
-                redirected = staticmethod(redirected)  # what is built in takes no `self`
+                redirected = staticmethod(
+                    redirected
+                )  # the original is built in and takes no `self`
             if redirected is not None:
                 setattr(owner, name, redirected)
                 _restore.append(functools.partial(setattr, owner, name, value))
@@ -216,7 +220,7 @@ def _redirect_items(table: Any, stand_ins: dict[int, Any]) -> None:
 
 
 def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) -> None:
-    """Replaces attention among default arguments, and in what a function closes over."""
+    """Replaces attention functions in default arguments and in closures."""
     defaults = function.__defaults__ or ()
     redirected = tuple(_redirected(value, stand_ins) or value for value in defaults)
     if any(new is not old for new, old in zip(redirected, defaults, strict=True)):
@@ -235,7 +239,7 @@ def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) ->
 
 
 def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:
-    """Returns the attribute with a stand-in in place of its original; None where it has none."""
+    """Returns an attribute with its attention functions replaced; None where it has none."""
     if id(value) in stand_ins:
         return stand_ins[id(value)]
     if isinstance(value, staticmethod):
@@ -250,11 +254,10 @@ def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:
 def _register_with_transformers() -> None:
     """Offers `attn_implementation="guardbit"` where models of transformers are loaded.
 
-    That the package is there does not say so: torchmetrics imports it. Loading the rest of it
-    here would take seconds, and its errors would end a run that has nothing to do with it.
+    That the package is imported does not mean that it is used: torchmetrics imports it. Loading it
+    completely here would take seconds, and its errors would end a run that does not use it.
 
-    The mask function is registered with it: without one transformers drops the padding mask
-    silently.
+    The mask function is registered too: without one, transformers silently drops the padding mask.
     """
     if "transformers.modeling_utils" not in sys.modules:
         return

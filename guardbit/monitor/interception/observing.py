@@ -1,7 +1,6 @@
-"""Attention that GuardBit does not know: its own code says what q, k and v are.
+"""Attention that is unknown to GuardBit: the user's code shows its q, k and v.
 
-The one stabilizer that such attention can have is `centered_keys`, which changes the keys and
-nothing else.
+Only stabilizers that change the keys and nothing else work there, such as `centered_keys`.
 """
 
 from __future__ import annotations
@@ -40,27 +39,28 @@ from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
-#: How users know the two functions.
+#: The two functions, as users call them.
 OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
 
-_COMPILED = "GuardBit knows its tensors only, and compiled not even these: it is not watched"
+_COMPILED = "GuardBit sees its tensors in eager code only: compiled it is not watched"
 _ONLY_KEYS = (
-    "GuardBit knows its tensors only, not how attention is computed from them, so"
+    "GuardBit sees its tensors, not how attention is computed from them, so"
     f" the only stabilizers that can run are those that change the keys: {', '.join(KEY_SHIFTS)}"
 )
 
-# Sites whose last ordinary forward had no gradients: reentrant checkpoints run it again with them.
+# Sites whose last ordinary forward ran without gradients. A reentrant checkpoint runs it again with
+# gradients, and the observer hears of that run.
 _to_be_heard: set[int] = set()
 
 
 class _Heard(NamedTuple):
-    """A call that was noted.
+    """A call that was recorded.
 
     Attributes:
         number: Number of the site.
-        k: The keys to go on with.
+        k: The keys to return.
         spec: What the call asks for.
-        listens: Whether somebody wants to hear of the call.
+        listens: Whether an observer wants to hear of the call.
         names: What each head runs.
     """
 
@@ -81,17 +81,17 @@ def observe(
     mask: Tensor | None = None,
     module: nn.Module | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Shows GuardBit the tensors of attention that it does not know; one line before it.
+    """Shows GuardBit the tensors of attention that it does not know, in one line before it.
 
     >>> q, k, v = torch.zeros(3, 1, 2, 8, 16)
     >>> q, k, v = observe(q, k, v, causal=True)
 
-    What is returned is what was given, unless heads are switched to `centered_keys`: then their
-    keys come back without what they have in common, which the softmax does not see. Watched are the
-    indicators that need no gradient: multiple maxima, the largest logit, entropy, and the norms of
-    the weights. `watch_attention` shows the gradients too.
+    It returns the very tensors it was given, unless heads are switched to `centered_keys`. Their
+    keys then come back less their mean, which the softmax does not see. It lets the monitor measure
+    the indicators that need no gradient: multiple maxima, the largest logit, entropy, and the norms
+    of the weights. `watch_attention` shows the gradients too.
 
-    Outside of an instrumented model, and in compiled code, it does nothing; in the second case the
+    Outside an instrumented model, and in compiled code, it does nothing. In compiled code the
     monitor says so.
 
     Args:
@@ -140,31 +140,31 @@ def watch_attention(
     layout: Layout = "BHND",
     fused: bool = False,
 ) -> Callable[[], None]:
-    """Shows GuardBit a module whose `forward` takes q, k and v and returns what attention makes.
+    """Shows GuardBit a module whose `forward` takes q, k and v and returns attention's output.
 
     >>> class Core(nn.Module):
     ...     def forward(self, queries, keys, values): ...
     >>> take_back = watch_attention(Core(), q="queries", k="keys", v="values")
 
-    As `observe`, and the gradients of the output and of the queries are heard of besides, so that
-    dQ is compared with an exact one. The module computes what it computed, to the bit.
+    It does what `observe` does. It also reads the gradients of the output and of the queries, so
+    that dQ is compared with an exact one. The module's results keep their bits.
 
     Args:
         module: The module; in a model that is instrumented, before or after this.
-        q: Name of the argument of its `forward` that is the queries.
-        k: The same of the keys.
-        v: The same of the values.
-        mask: The same of a mask; None where there is none.
-        out: Which of its outputs is attention's; None where it returns that alone.
+        q: Name of the argument of its `forward` that holds the queries.
+        k: Name of the argument that holds the keys.
+        v: Name of the argument that holds the values.
+        mask: Name of the argument that holds a mask; None if there is none.
+        out: Index of attention's output among several outputs; None if it is the only one.
         causal: See `observe`.
         scale: See `observe`.
-        layout: How the tensors lie, the output too: "BHND" is (batch, heads, tokens, head size),
+        layout: Layout of the tensors and the output: "BHND" is (batch, heads, tokens, head size),
             "BNHD" (batch, tokens, heads, head size).
-        fused: Whether its backward takes delta from the output, as FlashAttention's does. Then the
-            bias of delta is watched; attention that is written out has none.
+        fused: Whether its backward takes delta from the output, as FlashAttention's does. The bias
+            of delta is then watched; attention that is written out has none.
 
     Returns:
-        What takes it back.
+        A function that undoes it.
 
     Raises:
         TypeError: If `module` is no module.
@@ -208,7 +208,7 @@ class _Shown:
     asked: tuple[Causal, float | None]
     layout: Layout
     fused: bool
-    # Of calls that have begun and not ended; a module may call itself.
+    # Calls that have begun and not ended; a module may call itself.
     running: list[_Running | None] = field(default_factory=list)
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,7 +241,7 @@ class _Shown:
         if torch.compiler.is_compiling():
             return None
         running = self.running.pop() if self.running else None
-        # None: the forward has failed, or a checkpoint has seen enough of it.
+        # None: the forward failed, or a checkpoint stopped it early.
         return None if running is None or output is None else self._end(running, output)
 
     @guarded
@@ -255,7 +255,7 @@ class _Shown:
 
 
 class _Running(NamedTuple):
-    """A call of a shown module: who hears of it, q, k and v, and what it asks for."""
+    """A call of a shown module: its watch, q, k and v, and what it asks for."""
 
     watch: Watch
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -263,7 +263,7 @@ class _Running(NamedTuple):
 
 
 def _number(module: nn.Module | None) -> int | None:
-    """Number of the site that a call belongs to, or None outside of any."""
+    """Returns the number of the site that a call belongs to, or None outside any site."""
     if is_jit_traced():
         return None
     if module is not None and probe.site is None:
@@ -289,7 +289,7 @@ def _hear(
     asked: tuple[Causal, float | None, Tensor | None],
     entry: str,
 ) -> _Heard | None:
-    """Notes an eager call; returns it unless the original tensors are to be used and no more."""
+    """Records an eager call; returns it unless there is nothing to change or to report."""
     number = _number(module)
     if number is None or is_empty(q, k) or probe.note_call(number, q, k):
         return None
@@ -333,7 +333,7 @@ class _Shifted(torch.autograd.Function):
 
 @guarded
 def _tell(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Tells the observer of a call in its forward: once, also under activation checkpointing."""
+    """Reports a call to the observer in its forward: once, also under activation checkpointing."""
     if is_recomputing() and heard.number not in _to_be_heard:
         return
     observer = site_state(heard.number).observer

@@ -25,9 +25,9 @@ class SiteRecord:
         number: Number of the site.
         modules: Modules on the way to the call, innermost first, with their inputs.
         calls: What the calls of the latest step were like.
-        with_gradients: Whether this was learned in training; what evaluation does, with padded
-            batches say, counts only as long as nothing else is known.
-        sharded: Why nobody knows which of the heads are on this rank, or None.
+        with_gradients: Whether this was learned in training. What is learned in evaluation, with
+            padded batches for example, counts only while nothing else is known.
+        sharded: Why it is unknown which heads are on this rank, or None.
         entry: Name of the function that was called last.
     """
 
@@ -42,7 +42,8 @@ class SiteRecord:
 class TracedRefusal(NamedTuple):
     """Why a call that a compiler traced keeps PyTorch's function.
 
-    Where ranks share the heads it does not, as the compiler cannot ask; its heads are refused.
+    Where ranks share the heads, the call goes through the op all the same, because the compiler
+    cannot ask which heads are here; its heads are refused instead.
     """
 
     why: str
@@ -53,12 +54,12 @@ class TracedRefusal(NamedTuple):
 
 # By number of the site.
 _records: dict[int, SiteRecord] = {}
-# Seen while a compiler traced a module, by number and by type: only the first of several modules
-# alike is ever traced.
+# Recorded while a compiler traced a module, by number and by type: of several modules of one type
+# only the first is traced.
 _traced_inputs: dict[int | type, ModuleInputs] = {}
 _traced_refusals: dict[int | type, TracedRefusal] = {}
 _traced_entries: dict[int | type, str] = {}
-# By number, and by type and whether ranks share the weights out; with the number of these ranks.
+# By number, and by type and the number of ranks that share the weights.
 _traced_shares: dict[int | tuple[type, bool], tuple[Share | str, int]] = {}
 # By number of the site.
 _parts: dict[int, int] = {}
@@ -72,7 +73,7 @@ def note_call(
     watched: bool = False,
     share: Share | None = None,
 ) -> str | None:
-    """Remembers what kind of calls the running module makes.
+    """Records a call of the running module.
 
     Args:
         number: Number of the site.
@@ -80,10 +81,10 @@ def note_call(
         refusal: Why the call keeps PyTorch's function, or None.
         entry: Name of the function that is called.
         watched: Whether the call is watched, though it keeps PyTorch's function.
-        share: Which of the site's heads these are, where the call tells.
+        share: Which of the site's heads these are, if the call shows it.
 
     Returns:
-        The refusal, which the site may have where the call has none.
+        The refusal of the call, or of the site if the call has none.
     """
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
@@ -108,7 +109,7 @@ def note_call(
 
 
 def weighted_module(number: int) -> nn.Module:
-    """The module of a site, or where that has no parameters the innermost one around it."""
+    """Returns the module of a site or, if it has no parameters, the innermost one around it."""
     module = site_modules[number]
     if next(module.parameters(), None) is not None:
         return module
@@ -118,12 +119,12 @@ def weighted_module(number: int) -> nn.Module:
 
 
 def parts(number: int) -> int:
-    """Over how many ranks tensor parallelism spreads the weights of a site, 1 if over none."""
+    """Returns over how many ranks tensor parallelism spreads a site's weights; 1 without it."""
     return _parts.get(number, 1)
 
 
 def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
-    """Tells the op which heads of a site are here; returns why that is not known, or None."""
+    """Tells the op which heads of a site are here; returns why that is unknown, or None."""
     _parts[number] = num_parts
     is_known = isinstance(share, Share)
     site_state(number).share = share if is_known else WHOLE
@@ -131,10 +132,10 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
 
 
 def keep_traced_share(number: int, heads: Heads) -> str | None:
-    """Remembers which heads of a module are here in a call that a compiler traced.
+    """Records which heads of a module are here in a call that a compiler traced.
 
     Returns:
-        Why nobody knows which of the heads are on this rank, or None.
+        Why it is unknown which heads are on this rank, or None.
     """
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
@@ -148,7 +149,7 @@ def keep_traced_share(number: int, heads: Heads) -> str | None:
 def know_traced_share(number: int) -> None:
     """Tells the op which heads of a site are here, if a compiler traced it or one of its type.
 
-    Of those of its type one that is spread over ranks like itself; FSDP may have gathered that.
+    A module of its type counts only if ranks share its weights alike; FSDP may have gathered them.
     """
     found = _traced_shares.get(number)
     kind = type(site_modules[number])
@@ -160,19 +161,19 @@ def know_traced_share(number: int) -> None:
 
 
 def keep_traced_inputs(module: nn.Module, inputs: ModuleInputs) -> None:
-    """Remembers the inputs of a module that a compiler traced, or that ran around such a one."""
+    """Records the inputs of a module that a compiler traced, or that ran around a traced one."""
     _traced_inputs[site_number(module)] = inputs
     _traced_inputs[type(module)] = inputs
 
 
 def keep_traced_entry(number: int, entry: str) -> None:
-    """Remembers which function a call that a compiler traced was a call of."""
+    """Records which function was called in a call that a compiler traced."""
     if number in site_modules:
         _traced_entries[number] = _traced_entries[type(site_modules[number])] = entry
 
 
 def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
-    """Remembers why a call that a compiler traced keeps PyTorch's function."""
+    """Records why a call that a compiler traced keeps PyTorch's function."""
     if number not in site_modules:
         return
     for key in (number, type(site_modules[number])):
@@ -182,7 +183,7 @@ def keep_traced_refusal(number: int, refusal: TracedRefusal) -> None:
 
 
 def forget(number: int) -> None:
-    """Forgets what was learned about one site; what its type taught stays."""
+    """Forgets what is known about one site, but not about its type."""
     for noted in (
         _records, _traced_inputs, _traced_refusals, _traced_entries, _traced_shares, _parts
     ):  # fmt: skip
@@ -192,8 +193,8 @@ def forget(number: int) -> None:
 def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     """Returns what is known of a site, or None if it was never called.
 
-    A compiled call that keeps PyTorch's function leaves no trace when it runs. Where a compiler
-    has traced one, a step in which the op did not run is taken for one of such calls.
+    A compiled call that keeps PyTorch's function leaves no trace when it runs. If a compiler has
+    traced such a call, a step in which the op did not run counts as one with such calls.
 
     Args:
         enclosing: Number and module of the site and of the hooked modules around it, innermost
@@ -206,7 +207,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     if record is not None:
         if state.ran_at <= record.calls.step:
             return record
-        # Compiled calls came later.
+        # Compiled calls came after the eager ones.
         heads = (num_heads, *record.calls.heads[1:])
         can = record.sharded is None
         calls = StepCalls(
@@ -214,7 +215,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
         )
         return replace(record, calls=calls)
     if num_heads and number in _traced_inputs:
-        # The module was traced itself: what was noted of another one of its type is not about it.
+        # The module itself was traced, so records of another one of its type do not count.
         refusal = _traced_refusals.get(number)
     else:
         refusal = _traced(_traced_refusals, number, module)
@@ -245,7 +246,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
 
 
 def ran(number: int, module: nn.Module) -> bool:
-    """Whether a module ran while `entries` were noted, or a compiler traced it or one of its type.
+    """Whether a module ran while `entries` recorded, or a compiler traced it or one of its type.
 
     Args:
         number: Number of the site.

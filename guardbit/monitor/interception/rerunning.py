@@ -1,4 +1,4 @@
-"""Re-running a module to see where its queries come from."""
+"""Runs a module once more, to see where its queries come from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _CalledAgain(BaseException):
 
 @dataclass
 class Probe:
-    """The re-run that is going on.
+    """The re-run in progress.
 
     Attributes:
         site: Number of the site whose calls are collected; None while nothing is re-run.
@@ -39,7 +39,7 @@ class Probe:
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
         """Collects the calls of the probed site; returns whether anything is being probed.
 
-        Of DTensors the parts on this rank count: the rows of its heads, or of its tokens.
+        DTensors count with the part on this rank: the rows of its heads, or of its tokens.
         """
         if number == self.site:
             self.calls.append((_here(query), _here(key)))
@@ -65,16 +65,16 @@ def rerun(
 ) -> tuple[Tensor, Tensor]:
     """Runs a copy of a module on made-up inputs, with other parameters, to see its attention call.
 
-    Everything is FP32. The batch is cut to one, unless the module needs it as it was, as one does
-    that keeps a memory of each sequence, or one whose inputs have another axis first. The module
-    and what it can reach stay as they are, see `guardbit.monitor.rehearsal`.
+    Everything is FP32. The batch is cut to one, unless the module needs its real size: because it
+    keeps a memory of each sequence, say, or because the first axis is not the batch. The module and
+    what it can reach stay as they are, see `guardbit.monitor.rehearsal`.
 
     Args:
         number: Number of the site.
         module: The module to run, eagerly.
         inputs: What its inputs look like.
         parameters: Tensors to use for its parameters, by name.
-        prepare: Is given the copy before it runs.
+        prepare: Called with the copy before it runs.
         generator_seed: Seed of the made-up inputs.
 
     Returns:
@@ -82,16 +82,16 @@ def rerun(
 
     Raises:
         RuntimeError: If the module does not reach the attention call.
-        LayoutUnavailable: If it reaches it twice: then q may have more than one origin. Or if it
-            cannot be run without a trace.
+        LayoutUnavailable: If the module calls attention twice, so that q may have more than one
+            origin, or if it cannot be run without a trace.
     """
     device = next(module.parameters()).device
     failure: Exception | None = None
     for cut in (True, False):
         generator = torch.Generator(device).manual_seed(generator_seed)
         args, kwargs = make_up(inputs, generator, cut)
-        # It may have failed after the attention call, which does not matter: what follows may not
-        # bear made-up inputs.
+        # A failure after the attention call does not matter: later code may not bear made-up
+        # inputs.
         with (
             rehearsal(module, parameters, torch.float32) as stand_in,
             _probing(number, module, sys._getframe()),
@@ -113,7 +113,7 @@ def rerun(
 
 @contextmanager
 def _probing(number: int, module: nn.Module, caller: FrameType) -> Iterator[None]:
-    """Collects the calls of a site, which are not to look like calls of the model.
+    """Collects the calls of a site, and keeps them from looking like calls of the model.
 
     Args:
         number: Number of the site.

@@ -1,7 +1,7 @@
-"""Which heads of a module are here, where several ranks share them (tensor parallelism).
+"""Which heads of a module are on this rank under tensor parallelism.
 
-Ranks share heads in equal blocks, in the order of the mesh: the local head h of the i-th of n
-ranks with H heads each is head i * H + h of n * H.
+Ranks share heads in equal blocks, in the order of the mesh. With n ranks of H heads each, local
+head h of rank i is head i * H + h of all n * H.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WHOLE = Share(0, 1)
 
 
 def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
-    """Which of its heads a module that is running has here, or why that cannot be told.
+    """Returns which heads of a running module are on this rank, or why that is unknown.
 
-    FSDP gathers the parameters of a module while it runs: what is sharded then, ranks share out.
-    The heads are taken for shared where what takes the attention's output in is sharded along the
-    heads, or without such a one what makes the queries, so that the size of the part here is that
-    of the call's heads, and the size of all is not.
+    FSDP gathers a module's parameters while it runs, so a parameter that is sharded then is sharded
+    by tensor parallelism. The heads count as shared if the output projection is sharded along its
+    input, or, without an output projection, if the projection of the queries is sharded along its
+    output. The local size must then equal that of the call's heads, and the full size must not.
 
     Args:
         module: The module.
@@ -59,7 +59,7 @@ def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
     num_heads, num_key_heads, head_dim = heads
     if len(places) != 1 or len(shards) != len(spread) or not num_heads:
         return _UNCLEAR
-    # Of (features out, features in): what takes heads in is sharded along the second.
+    # Weights are (features out, features in): the output projection is sharded along the second.
     along = [(p, axis) for p, axis in shards if axis == 1] or shards
     queries, fused = num_heads * head_dim, (num_heads + 2 * num_key_heads) * head_dim
     of_part = {p.to_local().size(axis) for p, axis in along}
@@ -72,17 +72,17 @@ def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether any of a module's parameters lies on several ranks."""
+    """Whether any parameter of a module is spread over several ranks."""
     return bool(_spread(module))
 
 
 def parts_of(module: nn.Module) -> int:
-    """Over how many ranks tensor parallelism spreads the weights of a module that is running."""
+    """Returns over how many ranks tensor parallelism spreads a running module's weights."""
     return max((p.device_mesh.size(dim) for p, dim, _ in _spread(module)), default=1)
 
 
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
-    """Which heads of tensors with heads are here, all of which are `DTensor`, or why not.
+    """Returns which heads of some `DTensor`s are on this rank, or why that is unknown.
 
     Args:
         tensors: q, k and v, batch first.
@@ -112,7 +112,7 @@ def _share_along(tensor: DTensor, dim: int) -> Share:
 
 
 def _spread(module: nn.Module) -> list[tuple[DTensor, int, Placement]]:
-    """The parameters that ranks share out, the dimension of the mesh over which, and how."""
+    """The parameters that ranks share, each with the mesh dimension and the placement."""
     return [
         (parameter, dim, placement)
         for part in _gathered(module)
@@ -124,7 +124,7 @@ def _spread(module: nn.Module) -> list[tuple[DTensor, int, Placement]]:
 
 
 def _gathered(module: nn.Module) -> list[nn.Module]:
-    """A module and what is below it, without what FSDP gathers on its own, when that runs."""
+    """A module and its submodules, except those that FSDP gathers separately when they run."""
     parts = [module]
     for child in module.children():
         if not hasattr(child, "_get_fsdp_state"):

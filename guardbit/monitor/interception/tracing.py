@@ -1,8 +1,8 @@
-"""Learning from a compiler while it traces: compiled calls do not come back to Python.
+"""What is learned while a compiler traces, as compiled calls never return to Python.
 
-`note_traced_inputs` and `note_traced_call` are traced themselves and leave no trace in the graph.
-Only the compiler's own tracer objects can tell what their arguments are, which are looked up by
-name; where another version of it cannot, nothing is noted, and training goes on.
+The compiler traces `note_traced_inputs` and `note_traced_call`, but they leave nothing in the
+graph. Their arguments are known only to the compiler's tracer objects, which are looked up by name.
+Where a version of PyTorch has other names, nothing is recorded, and training goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from guardbit.monitor.interception.records import (
 
 
 def drop_stale_traced() -> None:
-    """Forgets, while it is traced, modules that were never left."""
+    """Forgets modules that never ended, while the compiler traces."""
     comptime(_drop_stale)
 
 
@@ -41,12 +41,12 @@ def _drop_stale(_: Any) -> None:
 
 
 def note_traced_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Notes what the inputs of a module that is traced look like."""
+    """Records the inputs of a module that is being traced."""
     comptime(_read_inputs)
 
 
 def note_traced_call(site: Tensor, heads: Heads, refusal: str | None, entry: str) -> None:
-    """Notes what a call that is traced is a call of, whether it stays with that, and why."""
+    """Records a call that is being traced: its function, and why it stays with that function."""
     comptime(_read_call)
 
 
@@ -63,7 +63,7 @@ def _read_inputs(context: Any) -> None:
         )
         keep_traced_inputs(module.value, inputs)
     except Exception:
-        # Then the weights of the site are reported as unavailable.
+        # The weights of the site are then reported as unavailable.
         return
 
 
@@ -72,7 +72,7 @@ def _read_call(context: Any) -> None:
     try:
         for (
             frame
-        ) in frame_stack:  # modules around the traced code, entered before the compiler came
+        ) in frame_stack:  # modules around the traced code, entered before the tracing began
             keep_traced_inputs(frame.module, describe_inputs(frame.args, frame.kwargs))
         why = context.get_local("refusal").as_python_constant()
         entry = context.get_local("entry").as_python_constant()
@@ -85,7 +85,7 @@ def _read_call(context: Any) -> None:
         heads = num_heads, num_key_heads, head_dim
         sharded = keep_traced_share(number, heads) if number in site_modules else None
     except Exception:
-        # Then the site is missing from those that are listed.
+        # The site is then missing from the list of sites.
         return
     keep_traced_entry(number, entry)
     refused = why or sharded
@@ -96,7 +96,7 @@ def _read_call(context: Any) -> None:
 
 
 def _number_of(variable: Any) -> int:
-    """A whole number the compiler knows, or one it keeps open, at its present value."""
+    """Returns a whole number the compiler knows; for a symbolic one, its present value."""
     if variable.is_python_constant():
         return variable.as_python_constant()
     return present_size(variable.as_proxy().node.meta["example_value"])

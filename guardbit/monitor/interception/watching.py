@@ -1,8 +1,7 @@
-"""Attention that is watched and not switched: the original runs, and the observer hears of it.
+"""Attention that is watched but cannot be switched: the original runs, an observer hears of it.
 
-The call gets queries and returns an output that are the same to the bit, and tell their gradients.
-Only where an observer may listen: at other steps the original runs with nothing around it. For
-eager calls only.
+The call's queries and output keep their bits; hooks on them report their gradients. At steps when
+no observer listens the original runs alone. For eager calls only.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ WRITTEN_OUT = (
 class Watch:
     """One call that is watched.
 
-    It is handed `query(q)` in the place of its queries, and `output(out, ...)` is handed on in the
-    place of its output. The observer hears of the call once dQ is there.
+    The call gets `query(q)` instead of its queries, and its caller gets `output(out, ...)` instead
+    of its output. The observer hears of the call when dQ has been computed.
 
     Args:
         number: Number of the site.
@@ -41,14 +40,14 @@ class Watch:
         self._waits_for_dq = False
         self._is_dq_of_attention = True
         self._keeps_output = False
-        # From here on in the backward: q, k, v and, where it is known, P or O; then dO; then delta.
+        # Filled during the backward: q, k, v and, where known, P or O; then dO; then delta.
         self._saved: tuple[Tensor, ...] = ()
         self._d_out: Tensor | None = None
         self._delta: Tensor | None = None
         self._spec = AttentionSpec(1.0)
 
     def query(self, q: Tensor) -> Tensor:
-        """Returns the queries `(B, H, N, D)`; the gradient is heard of."""
+        """Returns the queries `(B, H, N, D)`, with a hook on their gradient."""
         if not (torch.is_grad_enabled() and q.requires_grad):
             return q
         heard = self._heard(q, self._take_dq)
@@ -62,14 +61,14 @@ class Watch:
         return x
 
     def probabilities(self, p: Tensor) -> Tensor:
-        """Returns P `(B, H, N, M)`, to be multiplied with the values: delta comes from it."""
+        """Returns P `(B, H, N, M)`, to be multiplied with the values; delta is taken from it."""
         if not (torch.is_grad_enabled() and p.requires_grad):
             return p
         heard = self._heard(p, self._take_dp)
         return p if heard is None else heard
 
     def weights(self, weights: Tensor | None) -> Tensor | None:
-        """Returns what the call returns of P: where a loss uses it, not all of dQ is from dO."""
+        """Returns the weights that the call returns; if a loss uses them, dQ is not all from dO."""
         if not (torch.is_grad_enabled() and weights is not None and weights.requires_grad):
             return weights
         heard = self._heard(weights, self._take_d_weights)
@@ -85,7 +84,7 @@ class Watch:
         p: Tensor | None = None,
         keeps_output: bool = False,
     ) -> Tensor:
-        """Returns the output; its gradient is heard of.
+        """Returns the output, with a hook on its gradient.
 
         Args:
             out: Output `(B, H, N, E)`.
@@ -109,7 +108,7 @@ class Watch:
 
     @guarded
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
-        """Is told the gradient of the output, in the backward."""
+        """Takes the gradient of the output, in the backward."""
         self._d_out, self._saved = d_out, saved
         if not self._waits_for_dq:
             self._tell(None)
@@ -136,7 +135,7 @@ class Watch:
         q, k, v = (x.detach() for x in saved[:3])
         heads, dropout_p = q.size(1), self._spec.dropout_p
         dropped = None
-        if dropout_p > 0:  # by PyTorch, which does not tell what
+        if dropout_p > 0:  # PyTorch does not say which entries it dropped
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), heads)
         out = saved[3].detach() if self._keeps_output else None
         if delta is not None:
@@ -163,14 +162,15 @@ class Watch:
 class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, watch: Watch, *inputs: Tensor) -> Tensor:
-        # Saved, so that activation checkpointing does not keep them, and offloading may.
+        # Saved tensors are dropped by activation checkpointing, and offloading may move them.
         ctx.save_for_backward(*inputs)
         ctx.watch = watch
-        # Not a view: one that autograd does not know must not be changed in place, as a model may.
+        # No view: the model may change it in place, which autograd forbids for views it does not
+        # know.
         return out.clone()
 
     @staticmethod
     def backward(ctx: Any, *d_outs: Any) -> Any:
-        saved = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        saved = ctx.saved_tensors  # read once: a checkpoint does not give them a second time
         ctx.watch.take_d_out(d_outs[0], saved)
         return d_outs[0], None, *(None for _ in saved)

@@ -155,7 +155,7 @@ def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
             assert tiny.equal(tiny.step(model, tokens()), before)
     (site,) = session.instrumentation.sites.values()
     assert site.unwatched is None
-    assert "another head size than its keys, which PyTorch's math kernel serves" in site.refusal
+    assert "another head size than its keys, so PyTorch's math kernel runs it" in site.refusal
     assert torch.equal(site.query_weights(), model[0].q_proj.weight.view(4, 32, 64))
     with pytest.raises(ValueError, match="another head size than its keys"):
         session.instrumentation.switch("0", "exact_delta")
@@ -229,7 +229,7 @@ def test_one_key_head_that_is_broadcast(tiny):
         assert tiny.equal(tiny.step(model, tokens()), before)
         (site,) = inst.sites.values()
         assert site.unwatched is None
-        assert site.refusal.startswith("it broadcasts keys over heads, which PyTorch's math kernel")
+        assert site.refusal.startswith("it broadcasts keys over heads, so PyTorch's math kernel")
     finally:
         inst.remove()
     (call,) = calls

@@ -33,11 +33,11 @@ MASK = "masked"
 #: Where no kernel that PyTorch has on the CPU takes another delta, and why.
 NO_EXACT_DELTA = {"T5": "its backward takes delta from P itself"}
 WIDTHS = (
-    "its values have another head size than its keys, which PyTorch's math kernel serves, whose"
+    "its values have another head size than its keys, so PyTorch's math kernel runs it, whose"
     " backward takes delta from P itself"
 )
 BROADCASTS = (
-    "it broadcasts keys over heads, which PyTorch's math kernel serves, whose backward takes delta"
+    "it broadcasts keys over heads, so PyTorch's math kernel runs it, whose backward takes delta"
     " from P itself"
 )
 LATENT_KEYS = "the key depends on 'kv_a_proj_with_mqa.weight', 'kv_b_proj.weight' together"
@@ -373,8 +373,8 @@ T5_SITES = (
 # Between them are feed-forward layers.
 X_TRANSFORMERS_SITES = ("attn_layers.layers.0.1.attend", "attn_layers.layers.2.1.attend")
 UNSEEN = (
-    "computes attention by attn_implementation='eager', which GuardBit does not see: it is written"
-    " out in the model's own forward"
+    "computes attention with attn_implementation='eager', which GuardBit does not see: the model's"
+    " own forward writes it out"
 )
 
 ZOO: dict[str, Architecture] = {
@@ -734,8 +734,9 @@ def check_exact_delta(name, model, batch, inst, tiny, exact, rounded) -> str:
         assert all(NO_EXACT_DELTA[name] in site.substituted for site in left)
         assert torch.equal(switched["loss"], rounded["loss"]), "the forward is PyTorch's"
         return (
-            f"yes, by exact_delta, in {len(inst.sites) - len(left)} of {len(inst.sites)}; of"
-            f" PyTorch's kernel for the others on the CPU, {NO_EXACT_DELTA[name]}"
+            f"yes, by exact_delta, in {len(inst.sites) - len(left)} of {len(inst.sites)}; the"
+            " others run a kernel of PyTorch's on the CPU that does not allow it:"
+            f" {NO_EXACT_DELTA[name]}"
         )
     assert torch.equal(switched["loss"], rounded["loss"]), "the forward is PyTorch's"
     assert 0 < distance(switched, exact) <= 2 * distance(rounded, exact)

@@ -1,11 +1,11 @@
-"""What each function that people call for attention says of itself, and the road of its calls.
+"""The record that describes a function people call for attention, and the path of its calls.
 
 A call is bound: its arguments become q, k, v and an `AttentionSpec`, or a refusal. A bound call
-inside an instrumented module goes through GuardBit's op, when anybody watches it or a head is
-switched. Every other call goes to the original, with the arguments as they came.
+inside an instrumented module goes through GuardBit's op if it is observed or a head is switched.
+Every other call goes to the original, with the arguments as they came.
 
 All of it is ordinary traceable Python: a compiler inlines it and leaves only the op. So `bind` must
-not look at what tensors hold, and must not raise.
+not read the values of tensors, and must not raise.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from guardbit.monitor.interception.sharding import Share
 from guardbit.monitor.interception.tracing import drop_stale_traced, note_traced_call
 from guardbit.monitor.interception.watching import Watch
 
-#: How the caller's tensors lie: (batch, heads, tokens, head size), (batch, tokens, heads, head
-#: size), or (tokens, heads, head size) of packed sequences.
+#: The layout of the caller's tensors: (batch, heads, tokens, head size), (batch, tokens, heads,
+#: head size), or, for packed sequences, (tokens, heads, head size).
 Layout = Literal["BHND", "BNHD", "NHD"]
 
 
@@ -51,10 +51,10 @@ class Bound(NamedTuple):
         k: Keys `(B, H_kv, M, D)`, likewise.
         v: Values, likewise.
         spec: What the call asks for besides.
-        layout: How the caller's tensors lie; the output is to lie like them.
+        layout: Layout of the caller's tensors and of the output.
         library: The engine of the library that is called; None for PyTorch's own choice.
-        shared: Where the caller's tensors are DTensors, the queries, and which heads are here. q, k
-            and v are the local parts.
+        shared: If the caller's tensors are DTensors: the queries, and which heads are on this rank.
+            q, k and v are then the local parts.
     """
 
     q: Tensor
@@ -67,13 +67,13 @@ class Bound(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a call stays with the original, and what it shows nevertheless.
+    """Why a call stays with the original, and what is known of it nevertheless.
 
     Attributes:
         why: A clause whose subject is the site: "it computes in torch.float64".
         q: Queries `(B, H, N, D)`, where they are known.
         k: Keys `(B, H_kv, M, D)`, where they are known.
-        bound: The call, where it is watched all the same. Queries are then its first argument.
+        bound: The call, if it is watched all the same. The queries are then its first argument.
         is_fused: Whether one of PyTorch's fused kernels may run it.
     """
 
@@ -85,10 +85,10 @@ class Refusal(NamedTuple):
 
 
 class _Watched(NamedTuple):
-    """A call that the original runs, and somebody hears of.
+    """A call that the original runs and an observer hears of.
 
     Attributes:
-        watch: Hears of it.
+        watch: Reports the call to the observer.
         bound: The call.
         keeps_output: Whether the backward takes delta from the output.
     """
@@ -108,15 +108,15 @@ class EntryPoint:
 
     Attributes:
         name: What users call it.
-        home: Name of the module in which it lives. It is never imported for its own sake.
-        attribute: Its name there; with a dot, that of a class and its method.
-        stand_in: The function in its place, as a rule one that passes all on to `call`.
-        bind: Takes the arguments of a call, returns what they mean.
-        returns: Makes what the original returns, from out in the caller's layout, lse `(B, H, N)`
+        home: Name of the module that holds it. GuardBit never imports that module by itself.
+        attribute: Its name there; with a dot, the names of a class and its method.
+        stand_in: The function that replaces it; usually it passes everything on to `call`.
+        bind: Takes the arguments of a call and returns what they ask for.
+        returns: Makes the original's return value from out in the caller's layout, lse `(B, H, N)`
             and the arguments of the call.
-        put_in_place: Puts the stand-in in place and returns what undoes it; None for a function
-            that is replaced wherever it is held.
-        original: The function itself; None as long as its module is not imported.
+        put_in_place: Installs the stand-in and returns a function that undoes it; None for a
+            function that is replaced wherever there is a reference to it.
+        original: The function itself; None until its module is imported.
     """
 
     name: str
@@ -129,17 +129,17 @@ class EntryPoint:
     original: Callable[..., Any] | None = None
 
     def why_left_alone(self) -> str | None:
-        """Why its calls are not even looked at in this process, a clause, or None."""
+        """Why its calls are ignored in this process, as a clause, or None."""
         return None
 
     def why_other(
         self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str | None:
-        """Why the original does not do what the engine of an eager call does, a clause, or None."""
+        """Why an eager call's engine does not do what the original does, as a clause, or None."""
         return None
 
     def find(self) -> bool:
-        """Looks for the original, if it is not known yet; returns whether it is known now."""
+        """Looks for the original unless it is known; returns whether it is known now."""
         if self.original is None:
             found = getattr(self.owner, self.name_there, None)
             self.original = None if found is self.stand_in else found
@@ -147,7 +147,7 @@ class EntryPoint:
 
     @property
     def owner(self) -> Any:
-        """The module or class that has the function; None as long as it is not imported."""
+        """The module or class that holds the function; None until it is imported."""
         owner = sys.modules.get(self.home)
         for name in self.attribute.split(".")[:-1]:
             owner = getattr(owner, name, None)
@@ -174,7 +174,7 @@ def as_given(x: Tensor, layout: Layout) -> Tensor:
 
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
-    """Runs a call of an entry point: through the op where it is to be seen, else the original."""
+    """Runs a call of an entry point: through the op, or by the original."""
     found = heard(entry, args, kwargs)
     if isinstance(found, _Watched):
         return _watched(entry, found, args, kwargs)
@@ -191,7 +191,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
 
 
 def is_unread() -> bool:
-    """Whether of the eager call that is being bound only its heads and its refusal count."""
+    """Whether only the heads and the refusal of the eager call that is being bound matter."""
     return (
         not torch.compiler.is_compiling()
         and is_inside_site()
@@ -203,7 +203,7 @@ def is_unread() -> bool:
 def heard(
     entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Bound | _Watched | None:
-    """Notes a call; returns what it means if it is to be seen or heard of, else None."""
+    """Records a call; returns it if the op is to run it or an observer hears of it, else None."""
     if not torch.compiler.is_compiling():
         return _eager(entry, args, kwargs)
     drop_stale_traced()
@@ -222,7 +222,7 @@ def heard(
 def _eager(
     entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Bound | _Watched | None:
-    """Notes an eager call; returns it if the op is to run it, or it is to be heard of."""
+    """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not is_inside_site():
         return None
     number = int(site_stack[-1])
@@ -249,12 +249,12 @@ def _eager(
         if state.is_unheard or not torch.is_grad_enabled():
             return None
         return _Watched(Watch(number), found.bound, found.is_fused and _keeps_output(found.bound))
-    # Where nobody asks the op would cost the host 0.2 ms.
+    # The op costs the host 0.2 ms, so it runs only where it is needed.
     return None if isinstance(found, Refusal) or refusal or state.is_idle else found
 
 
 def _why_broken(bound: Bound) -> str | None:
-    """Why a library's kernel cannot be called by GuardBit, found out on small inputs, or None."""
+    """Why GuardBit cannot call a library's kernel, as tried with small inputs, or None."""
     if bound.library is None:
         return None
     proof = proof_of(bound.library, bound.q, bound.k, bound.v, bound.spec, False)
@@ -271,7 +271,7 @@ def _keeps_output(bound: Bound) -> bool:
 def _watched(
     entry: EntryPoint, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs the original, which the observer hears of."""
+    """Runs the original; the observer hears of it."""
     assert entry.original is not None
     watch, (q, k, v, spec, layout, *_), keeps_output = watched
     q = watch.query(q)
@@ -280,12 +280,12 @@ def _watched(
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
-    """Whether nothing is to be seen or switched; PyTorch serves that before it chooses a kernel."""
+    """Whether a call is empty; PyTorch serves such calls before it chooses a kernel."""
     return q.numel() == 0 or k.numel() == 0
 
 
 def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
-    """Query heads, key heads and head size; zeros where the tensors do not tell."""
+    """Query heads, key heads and head size; zeros where the tensors do not show them."""
     if q is None or k is None or q.is_nested or q.dim() != 4 or k.dim() != 4:
         return 0, 0, 0
     return q.size(1), k.size(1), q.size(3)

@@ -1,8 +1,9 @@
 """The functions of FlashAttention 2, 3 and 4: `flash_attn`, `flash_attn_interface`, `.cute`.
 
-Each also as kernels of Hugging Face's hub, see `guardbit.kernels.engines.hub`.
+The same functions of kernels from Hugging Face's hub are here too, see
+`guardbit.kernels.engines.hub`.
 
-Those that are for inference with a cache of keys are not watched, and say so.
+The functions for inference with a cache of keys are not watched, and their refusal says so.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _make_cached(package: str, home: str) -> EntryPoint:
     return entry
 
 
-#: Of FlashAttention 2. The later ones have fewer.
+#: The functions of FlashAttention 2; later versions have fewer.
 _KINDS = ("", "_qkvpacked", "_kvpacked", "_varlen", "_varlen_qkvpacked", "_varlen_kvpacked")
 
 FLASH_ATTN: tuple[EntryPoint, ...] = (

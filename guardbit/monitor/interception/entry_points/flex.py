@@ -1,9 +1,9 @@
 """`torch.nn.attention.flex_attention.flex_attention`.
 
-People compile it by itself and keep what they get anywhere, before or after a model is
-instrumented; and the compiler goes by a function's code. So the function gets other code for as
-long as models are instrumented: whoever holds it, compiled or not, calls ours. A call of a site
-tells PyTorch's function so among its kernel options, see `guardbit.kernels.flex`.
+People compile this function by itself and keep the result anywhere, before or after a model is
+instrumented, and the compiler looks at a function's code. So the function object gets other code
+while models are instrumented: whoever holds it, compiled or not, calls ours. A call at a site hands
+the site's number to PyTorch's function among the kernel options, see `guardbit.kernels.flex`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from guardbit.monitor.interception.entry_points.refusals import (
 
 _HOME, _ATTRIBUTE = "torch.nn.attention.flex_attention", "flex_attention"
 
-# The name under which PyTorch's module holds our function meanwhile.
+# The name of our function in PyTorch's module meanwhile.
 _OURS = "_guardbit_flex_attention"
 
 # Place of `kernel_options` among the arguments.
 _OPTIONS = 8
 
-# PyTorch's function under another name, once it is known, for calls of no site and of one. Called
-# eagerly it compiles a function inside it, by whose code compiled graphs are found again; as the
-# compiler does not ask whether an option was added, calls of a site need a code of their own.
+# PyTorch's function under other names, once it is known: one for calls outside sites, one for calls
+# at a site. Called eagerly, it compiles an inner function, and finds compiled graphs again by that
+# function's code. The compiler does not notice an added option, so calls at a site need other code.
 _plain: list[Callable[..., Any]] = []
 _of_site: list[Callable[..., Any]] = []
 
@@ -54,7 +54,7 @@ def bind(
     kernel_options: dict[str, Any] | None = None,
     **_: Any,
 ) -> Bound | Refusal:
-    """Binds a call, see `base.EntryPoint`. What its functions ask for is known when it runs."""
+    """Binds a call, see `base.EntryPoint`. What its functions ask for is known only at run time."""
     why = _why(query, key, value, enable_gqa, kernel_options)
     if why is not None:
         return Refusal(why, query, key)
@@ -78,7 +78,7 @@ def _why(
 
 def flex_attention(*args: Any, **kwargs: Any) -> Any:
     """Stands in for `flex_attention`; see there."""
-    # In inference mode nothing would reach autograd, where the calls of sites are taken.
+    # Calls at sites are intercepted in autograd, which inference mode skips.
     if heard(FLEX, args, kwargs) is not None and torch.is_grad_enabled():
         given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
         options = {} if given is None else dict(given)
@@ -92,7 +92,7 @@ def flex_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def _other_code(code: types.CodeType) -> types.CodeType:
-    """Code of the same parameters, which the compiler remembers of a function, that calls ours."""
+    """Makes code that calls our function and has the same parameters, which the compiler checks."""
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     positional, by_name = names[: code.co_argcount], names[code.co_argcount :]
     parameters = ", ".join([*positional, *(["*", *by_name] if by_name else [])])
@@ -104,13 +104,13 @@ def _other_code(code: types.CodeType) -> types.CodeType:
 
 
 def _anew(code: types.CodeType) -> types.CodeType:
-    """The same code, and that of the functions in it, as other objects."""
+    """Copies code, and the code of the functions in it, to new objects."""
     inside = tuple(_anew(x) if isinstance(x, types.CodeType) else x for x in code.co_consts)
     return code.replace(co_consts=inside)
 
 
 def _put_in_place() -> Callable[[], None]:
-    """Gives PyTorch's function other code; returns what undoes it."""
+    """Gives PyTorch's function other code; returns a function that undoes it."""
     function = FLEX.original
     assert isinstance(function, types.FunctionType)
     code, names = function.__code__, function.__globals__

@@ -1,7 +1,7 @@
-"""Functions of libraries: what their parameters mean, whatever a release has of them.
+"""Functions of libraries, whose parameters differ between releases.
 
-A call is bound by the names of the parameters that the function has as it is installed. What
-GuardBit does not know of them must be as it is by default, or the call stays with the library.
+A call is bound by the parameter names of the installed function. A parameter that GuardBit does not
+know must have its default value, or the call stays with the library.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from guardbit.monitor.interception.entry_points.refusals import (
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
-#: Other names of parameters, in `varlen_attn`.
+#: Parameter of `varlen_attn` -> the name that flash_attn has for it.
 _MEANS = {
     "query": "q", "key": "k", "value": "v", "cu_seq_q": "cu_seqlens_q", "cu_seq_k": "cu_seqlens_k",
     "max_q": "max_seqlen_q", "max_k": "max_seqlen_k", "scale": "softmax_scale",
     "is_causal": "causal",
 }  # fmt: skip
 
-#: What a call may ask for besides q, k and v, and GuardBit understands.
+#: The parameters that GuardBit understands.
 _KNOWN = frozenset({
     "q", "k", "v", "qkv", "kv", "num_heads_q", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k",
     "max_seqlen", "max_seqlen_q", "max_seqlen_k", "dropout_p", "softmax_scale", "causal",
@@ -51,7 +51,7 @@ _KNOWN = frozenset({
     "return_attn_probs",
 })  # fmt: skip
 
-#: Why a call that asks for something else stays with the library, where more can be said.
+#: Parameter -> why a call that sets it stays with the library; others get a general sentence.
 _WHY = {
     "alibi_slopes": (
         "it adds ALiBi slopes to its scores, which GuardBit does not compute: W_Q and W_K are all"
@@ -73,7 +73,9 @@ _ENGINES = {
 
 _UNREAD = AttentionSpec(1.0)
 
-_NOT_COMPILED = "it compiles a kernel of the hub, which GuardBit has to try in eager calls first"
+_NOT_COMPILED = (
+    "it calls a kernel of the hub in compiled code, which GuardBit can check in eager calls only"
+)
 
 
 class _Inputs(NamedTuple):
@@ -90,8 +92,8 @@ class LibraryEntryPoint(EntryPoint):
 
     Attributes:
         engine: Name of its engine.
-        is_packed: Whether it takes documents one after the other, `(T, H, D)`.
-        defaults: What it takes as it is installed, in order, with the defaults.
+        is_packed: Whether it takes packed sequences, `(T, H, D)`.
+        defaults: The parameters of the installed function, in order, with their defaults.
         missing: Why the kernels of this release cannot be called, or None.
     """
 
@@ -103,11 +105,11 @@ class LibraryEntryPoint(EntryPoint):
 
     @property
     def is_of_hub(self) -> bool:
-        """Whether it is found by its shape, so that what it does is to be looked at."""
+        """Whether it was found by its shape alone, so that its results have to be checked."""
         return self.engine.startswith("kernels/")
 
     def find(self) -> bool:
-        """See `EntryPoint.find`; learns what the function takes."""
+        """See `EntryPoint.find`; reads the function's parameters."""
         was_known = self.original is not None
         if self.is_of_hub and not was_known:
             self.home = home_of(self.engine)
@@ -118,18 +120,18 @@ class LibraryEntryPoint(EntryPoint):
             parameters = inspect.signature(self.original).parameters
             self.defaults = {name: x.default for name, x in parameters.items()}
             self.missing = _ENGINES[self.engine, False].why_missing(self.is_packed)
-            # Callers look at what a function takes.
+            # Callers inspect the signature.
             functools.update_wrapper(self.stand_in, self.original, updated=())
         return True
 
     def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a call was given, by name."""
+        """Returns a call's arguments by name."""
         return {**dict(zip(self.defaults, args, strict=False)), **kwargs}
 
     def why_other(
         self, bound: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> str | None:
-        """See `EntryPoint.why_other`; found out once a configuration."""
+        """See `EntryPoint.why_other`; compared once for each configuration."""
         if not self.is_of_hub:
             return None
         q, k, _, spec, *_ = bound
@@ -157,7 +159,7 @@ class LibraryEntryPoint(EntryPoint):
         assert lse is not None
         ours = self.returns(as_given(out, layout), lse, *args, **kwargs)
         theirs = self.original(*args, **kwargs)
-        # With P, if it is asked for, nobody computes gradients.
+        # P, which may be among the results, has no gradient and is not compared.
         each = [x[:2] if isinstance(x, tuple) else (x,) for x in (ours, theirs)]
         is_same = isinstance(ours, tuple) == isinstance(theirs, tuple)
         if is_same and all(torch.equal(x, y) for x, y in zip(*each, strict=True)):
@@ -168,7 +170,7 @@ class LibraryEntryPoint(EntryPoint):
         """Binds a call, see `EntryPoint`."""
         if not is_unread():
             return self._bound(args, kwargs, is_unread=False)
-        with torch._C._AutoDispatchBelowAutograd():  # views with a history cost more than the rest
+        with torch._C._AutoDispatchBelowAutograd():  # recording views costs more than all else here
             return self._bound(args, kwargs, is_unread=True)
 
     def _bound(
@@ -197,7 +199,7 @@ class LibraryEntryPoint(EntryPoint):
         if why is not None:
             return Refusal(why, q, k)
         engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
-        # A length on the device is waited for only where somebody asks.
+        # A length on the device makes the host wait, so it is read only if it is needed.
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
 
@@ -241,7 +243,7 @@ def _is_same(x: Any, default: Any) -> bool:
 
 
 def _inputs(asked: Mapping[str, Any], is_packed: bool) -> _Inputs | str:
-    """The tensors `(B, H, N, D)` of a call, or why they are not to be seen."""
+    """Returns the tensors of a call as `(B, H, N, D)`, or why they cannot be found."""
     if "qkv" in asked:
         together = [asked["qkv"]]
     elif "kv" in asked:
@@ -263,7 +265,7 @@ def _inputs(asked: Mapping[str, Any], is_packed: bool) -> _Inputs | str:
 
 
 def _apart(qkv: Tensor, num_heads: int | None) -> list[Tensor]:
-    """Q, k and v of a tensor that holds them, side by side or, grouped, one after the other."""
+    """Splits a packed tensor into q, k and v: stacked, or, with grouped keys, concatenated."""
     if num_heads is None or qkv.dim() == 5:
         return list(qkv.unbind(-3))
     shared = (qkv.size(-2) - num_heads) // 2
@@ -295,7 +297,7 @@ def _why_asked(asked: Mapping[str, Any]) -> str | None:
 def _why_window(asked: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
     default = defaults.get("window_size", (-1, -1))
     window = asked.get("window_size", default)
-    # To FlashAttention 4, which has None for all keys, a negative number is a number.
+    # FlashAttention 4 writes None for all keys, and takes negative numbers literally.
     least = 0 if None in default else -math.inf
     if len(window) == 2 and all(n is None or n >= least for n in window):
         return None
@@ -330,14 +332,14 @@ def _longest(asked: Mapping[str, Any]) -> tuple[Any, Any]:
 def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> AttentionSpec:
     scale, causal = asked.get("softmax_scale"), bool(asked.get("causal", False))
     left, right = (-1 if n is None or n < 0 else n for n in asked.get("window_size", (-1, -1)))
-    # Said so, `varlen_attn` has causal attention.
+    # This window is how `varlen_attn` is asked for causal attention.
     if "causal" not in asked and (left, right) == (-1, 0):
         causal, right = True, -1
     documents = None
     if is_packed:
         several = "max_seqlen" in asked
         longest = [asked["max_seqlen" if several else f"max_seqlen_{x}"] for x in "qk"]
-        # A library waits for a length on the device itself. Without one it takes all tokens.
+        # The library too waits for a length on the device; without one it takes all tokens.
         lengths = [x.size(2) if n is None else int(n) for n, x in zip(longest, (q, k), strict=True)]
         documents = Documents(*_starts(asked), *lengths)
     return AttentionSpec(
@@ -352,5 +354,5 @@ def _spec(asked: Mapping[str, Any], q: Tensor, k: Tensor, is_packed: bool) -> At
 
 
 def lse_of(lse: Tensor, entry: LibraryEntryPoint) -> Tensor:
-    """LSE as libraries return it: `(B, H, N)`, of packed sequences `(H, T)`."""
+    """Returns LSE as libraries do: `(B, H, N)`, or `(H, T)` for packed sequences."""
     return lse.squeeze(0) if entry.is_packed else lse

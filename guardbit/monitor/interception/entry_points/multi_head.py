@@ -1,7 +1,7 @@
 """`F.multi_head_attention_forward`, which `nn.MultiheadAttention` calls.
 
-Without weights to return it calls `F.scaled_dot_product_attention` in turn, which takes that call.
-With them PyTorch writes attention out, which is watched and not switched.
+With need_weights=False it calls `F.scaled_dot_product_attention`, whose entry point takes that
+call. With need_weights=True PyTorch writes attention out, which is watched but cannot be switched.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from guardbit.monitor.stages import log
 
 _NAME = "F.multi_head_attention_forward"
 
-# The compiler treats PyTorch's own function as one opaque call; a copy it looks into.
+# To the compiler PyTorch's own function is one opaque call; it looks into a copy.
 _original = F.multi_head_attention_forward
 
 
 def _copy(namespace: dict[str, Any]) -> types.FunctionType:
-    """PyTorch's function with other globals."""
+    """Returns PyTorch's function with other globals."""
     copied = types.FunctionType(
         _original.__code__, namespace, _original.__name__, _original.__defaults__
     )
@@ -48,7 +48,7 @@ _traceable = _copy(_original.__globals__)
 _positions = {name: i for i, name in enumerate(inspect.signature(_original).parameters)}
 
 _RETURNS_WEIGHTS = f"it returns attention weights (need_weights=True), so {WRITTEN_OUT}"
-# Why PyTorch's function is not understood any more, once that has shown.
+# Why this PyTorch's function is not understood, once that is known.
 _why_misread: str | None = None
 
 _COMPILED = f"{_RETURNS_WEIGHTS}; compiled it is not watched either"
@@ -85,12 +85,12 @@ def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
 
 @guarded
 def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
-    """Notes an eager call; returns what hears of it where somebody listens."""
+    """Records an eager call; returns what watches it if there is an observer."""
     if not is_inside_site():
         return None
     if probe.site is not None:
         if len(args) <= _positions["need_weights"]:
-            # With weights to return, attention is written out where no call shows its queries.
+            # Attention that returns weights is written out, so no other call shows its queries.
             kwargs["need_weights"] = False
         return None
     if not _given("need_weights", args, kwargs, True):
@@ -110,10 +110,10 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
 
 
 class _Products:
-    """`torch` as PyTorch's function gets it, whose two products are heard of.
+    """Stands in for `torch` in PyTorch's function, to watch its two matrix products.
 
-    The first is of the scaled queries and the keys, and adds the mask; the second is of P and the
-    values. All tensors are `(B * H, rows, columns)`.
+    The first multiplies the scaled queries and the keys, and adds the mask. The second multiplies P
+    and the values. All tensors are `(B * H, rows, columns)`.
     """
 
     def __init__(self, watch: Watch, num_heads: int, dropout_p: float) -> None:

@@ -1,4 +1,4 @@
-"""Why a call must stay with the original: the reasons that all entry points share."""
+"""Why a call must stay with the original: the reasons that the entry points share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from guardbit.monitor.interception.calls import CAPTURED
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-#: Why heads of a call cannot be switched that can be watched, as of latent attention.
+#: Why a call, of latent attention for example, can be watched but not switched.
 OTHER_WIDTH = "its values have another head size than its keys, and a switch needs one for both"
 
 _DTENSORS = (
-    "it is called with DTensors, into which GuardBit looks in eager calls of"
+    "it is called with DTensors, which GuardBit reads in eager calls of"
     " F.scaled_dot_product_attention only"
 )
 
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:
-    """Why a call with such tensors must stay with the original, or None.
+    """Returns why a call with these tensors must stay with the original, or None.
 
     Args:
         q: Queries, `(B, H, N, D)` if the call is an ordinary one.
@@ -49,7 +49,7 @@ def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str
 
 
 def why_head(q: Tensor, head_dim: int) -> str | None:
-    """Why a call whose queries, of any shape, have heads of a size stays with the original."""
+    """Returns why a call with queries of any shape and this head size stays, or None."""
     if isinstance(q, DTensor):
         return _DTENSORS
     if q.is_nested:
@@ -62,7 +62,7 @@ def why_head(q: Tensor, head_dim: int) -> str | None:
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
-    """Why the heads of a call must stay with the original, or None.
+    """Returns why a call with these heads must stay with the original, or None.
 
     Args:
         q: Queries `(B, H, N, D)`.
@@ -75,7 +75,7 @@ def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
 
 
 def why_mask(mask: Tensor | None) -> str | None:
-    """Why a call with such a mask must stay with the original, or None."""
+    """Returns why a call with this mask must stay with the original, or None."""
     if mask is None:
         return None
     if isinstance(mask, DTensor) or mask.is_nested or mask.layout is not torch.strided:
@@ -86,14 +86,14 @@ def why_mask(mask: Tensor | None) -> str | None:
 
 
 def why_dropout(dropout_p: float) -> str | None:
-    """Why a call with such a dropout must stay with the original, or None."""
+    """Returns why a call with this dropout must stay with the original, or None."""
     if dropout_p != 0.0 and not 0.0 < dropout_p < 1.0:
         return f"it is called with dropout {dropout_p}"
     return None
 
 
 def why_now(q: Tensor, *others: Tensor) -> str | None:
-    """Why eager calls must stay with the original for now, whatever they ask for, or None."""
+    """Returns why every eager call must stay with the original at this moment, or None."""
     if torch.compiler.is_compiling():
         return None
     if torch._C._are_functorch_transforms_active():

@@ -26,7 +26,7 @@ from guardbit.monitor.interception.entry_points.refusals import (
 from guardbit.monitor.interception.sharding import Share, share_of_tensors
 
 _OTHER_WIDTH = "its values have another head size than its keys"
-_BY_MATH = "which PyTorch's math kernel serves, whose backward takes delta from P itself"
+_BY_MATH = "so PyTorch's math kernel runs it, whose backward takes delta from P itself"
 
 
 def bind(
@@ -55,7 +55,7 @@ def bind(
         or why_tensors(query, key, value, any_width=True)
         or why_now(query, key, value)
     )
-    # One key head for all; PyTorch's math kernel serves such calls.
+    # PyTorch's math kernel serves calls with one key head for all query heads.
     broadcasts = None if why else why_groups(query, key, are_allowed=enable_gqa)
     if broadcasts is not None and key.size(1) != 1:
         why = broadcasts
@@ -82,7 +82,7 @@ def bind(
 
 
 def _why_width(bound: Bound) -> str | None:
-    """Why a call whose values have another head size than its keys is not switched, or None."""
+    """Returns why a call is not switched whose values are not as wide as its keys, or None."""
     if torch.compiler.is_compiling():
         return f"{_OTHER_WIDTH}, which is switched in eager runs only"
     q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
@@ -93,7 +93,7 @@ def _why_width(bound: Bound) -> str | None:
 
 @lru_cache
 def _without_mask(scale: float, causal: Causal, dropout_p: float) -> AttentionSpec:
-    """A record that is made once: making it takes as long as all else here."""
+    """Makes a spec once: that takes as long as everything else here."""
     return AttentionSpec(scale, causal, dropout_p=dropout_p)
 
 

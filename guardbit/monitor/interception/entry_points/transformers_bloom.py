@@ -1,7 +1,7 @@
 """BLOOM's attention in Hugging Face's library, written out in the model's own forward: watched.
 
-The forward splits q, k and v in one method and merges the heads of the output in another; these
-are stood in for. The mask and the ALiBi bias are arguments of the forward.
+The forward splits q, k and v in one method and merges the heads of the output in another. Both
+methods get stand-ins. The mask and the ALiBi bias are arguments of the forward.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _HOME = "transformers.models.bloom.modeling_bloom"
 _NAME = "transformers' BLOOM"
 _COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
 
-# What was split and is not merged yet.
+# Calls between their split and their merge.
 _running: WeakKeyDictionary[nn.Module, tuple[Watch, Bound]] = WeakKeyDictionary()
 
 
 class _Bloom(EntryPoint):
     def find(self) -> bool:
-        """See `EntryPoint.find`; another release may write its forward otherwise."""
+        """See `EntryPoint.find`; a release with a forward that differs is not found."""
         return is_bloom(type(None) if self.owner is None else self.owner) and super().find()
 
 
@@ -77,7 +77,7 @@ def split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @guarded
 def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None:
-    """Notes an eager call; returns what is to hear of it where somebody listens."""
+    """Records an eager call; returns what watches it if there is an observer."""
     _running.pop(module, None)
     if not is_inside_site() or is_empty(q, k):
         return None

@@ -1,9 +1,9 @@
 """Attention of Hugging Face's models with `attn_implementation="eager"`: watched, not switched.
 
-Each model has an `eager_attention_forward` of its own, and gets it from
-`AttentionInterface.get_interface`, which is what is stood in for. What such a function computes is
-not taken from its arguments on trust: once a module, it is run on its first sequence in FP32 and
-compared with what the arguments say.
+Each model has an `eager_attention_forward` of its own and gets it from
+`AttentionInterface.get_interface`, which has a stand-in here. GuardBit does not trust the
+arguments: once for each module, the function is run in FP32 on its first sequence and compared with
+the attention that the arguments describe.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
 _NAME = "transformers' eager attention"
 _COMPILED = f"{WRITTEN_OUT}; compiled it is not watched either"
 
-# Of what is compared in FP32, in units of the largest value: no rounding is as large, and another
-# formula is hardly ever as near.
+# Largest difference in that comparison, relative to the largest value: more than rounding can be,
+# less than any other formula is likely to differ.
 _TOLERANCE = 1e-3
 
-# Why what a module calls is not what its arguments say, or None.
+# Module -> why its function is not what the arguments describe, or None.
 _checked: WeakKeyDictionary[nn.Module, str | None] = WeakKeyDictionary()
 
 
@@ -66,7 +66,7 @@ def bind(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> Bound | Refusal:
-    """Binds a call, see `base.EntryPoint`; the output lies as (batch, tokens, heads, head size)."""
+    """Binds a call, see `base.EntryPoint`; the output is (batch, tokens, heads, head size)."""
     why = (
         why_mask(attention_mask)
         or why_mask(position_bias)
@@ -130,7 +130,7 @@ def _watched(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[Watch, Bound] | None:
-    """Notes an eager call; returns what is to hear of it where somebody listens."""
+    """Records an eager call; returns what watches it if there is an observer."""
     if not is_inside_site():
         return None
     number = int(site_stack[-1])
@@ -159,7 +159,7 @@ def _why_other(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> str | None:
-    """Why a module's function computes something else than its arguments say, or None."""
+    """Returns why a module's function is not what its arguments describe, or None."""
     if module not in _checked:
         try:
             is_same = _is_what_is_said(original, module, bound, args, kwargs)
@@ -184,7 +184,7 @@ def _is_what_is_said(
     def first(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        # Of one dimension are numbers a head, as sinks, of which there may be as many.
+        # A tensor of one dimension holds a number a head, such as sinks; it has no batch axis.
         x = x[:1] if x.dim() > 1 and x.size(0) == batch else x
         return x.detach().float() if x.is_floating_point() else x
 
@@ -197,14 +197,14 @@ def _is_what_is_said(
         theirs, _ = original(module, *args, **kwargs)
         if theirs.shape != ours.shape:
             return False
-        # Rows that see no key: each function has its own idea of them.
+        # Functions differ in rows that see no key.
         seen = ours.isfinite()
         difference = (theirs - ours).where(seen, 0.0).abs().max()
         return bool(difference <= _TOLERANCE * said.v.abs().max())
 
 
 def _plain(bound: Bound) -> Tensor:
-    """What the arguments say, `(B, H, N, D)`."""
+    """Computes what the arguments describe, `(B, H, N, D)`."""
     q, k, v, spec = bound[:4]
     group = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
