@@ -1,1 +1,1 @@
-"""monitor."""
+"""Watches attention while a model trains: sites, measuring, detectors, policy and the session."""

@@ -1,9 +1,8 @@
-"""Copies of whatever a module can reach, for running it without a trace.
+"""Copies everything that a module can reach, so that it can run without a trace.
 
-Parameters, code, classes and what belongs to the process (process groups, streams, loggers) are
-shared; all else is copied, closures too. Pickle knows how to take any object apart. Nothing is
-written out: what it would ask to be stored elsewhere, by `persistent_id`, is what is shared or is
-copied by PyTorch.
+The copy shares parameters, code, classes and objects of the process (process groups, streams,
+loggers). Everything else is copied, closures too. Pickle takes the objects apart, in memory only.
+Through `persistent_id` it leaves aside what is shared and what PyTorch copies.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: Bytes of tensors and arrays to copy at most: not a data set that a module reaches.
+#: Most bytes of tensors and arrays that are copied, so that no data set is.
 _MOST_BYTES = 2**30
 
-#: Packages whose functions keep no state in global variables that training depends on, but for the
+#: Packages whose functions keep no state in global variables that training depends on, apart from
 #: random generators.
 TRUSTED = frozenset({*sys.stdlib_module_names, "torch", "numpy", "guardbit"}) - {"__main__"}
 
@@ -51,26 +50,26 @@ _OF_THE_PROCESS = (
     "triton",
 )
 _LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threading.RLock}
-#: Drivers of a whole run, which a model may refer to. A rehearsal does without.
+#: Drivers of a whole run, which a model may refer to. A rehearsal needs none.
 _DRIVERS = {("lightning", "Trainer"), ("pytorch_lightning", "Trainer"), ("lightning", "Fabric")}
 
 
 class CannotCopyError(TypeError):
-    """Something that is referred to cannot be copied; says what."""
+    """An object that the module refers to cannot be copied; the message names it."""
 
 
 class Copier:
-    """Copies objects with all that they refer to.
+    """Copies objects with everything that they refer to.
 
     Args:
-        substitutes: What stands in for objects, by id.
-        dtype: Of the copies of real tensors.
+        substitutes: Id of an object -> the object that replaces it in the copy.
+        dtype: Dtype of the copies of real tensors.
     """
 
     def __init__(self, substitutes: Mapping[int, Any], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._bytes = 0
-        self._alive: list[Any] = []  # of which an id or a weak reference is kept
+        self._alive: list[Any] = []  # objects of which we keep an id or a weak reference
         self._substitutes: dict[int, Any] = dict(substitutes)
         shared = [random._inst, torch.default_generator, *torch.cuda.default_generators]  # pyright: ignore
         if "numpy" in sys.modules:
@@ -81,8 +80,8 @@ class Copier:
         """Returns the copy of an object.
 
         Raises:
-            CannotCopyError: If something that it refers to is of a kind that cannot be copied, or
-                all of it is too large.
+            CannotCopyError: If it refers to an object of a kind that cannot be copied, or if
+                everything together is too large.
         """
         file = io.BytesIO()
         try:
@@ -95,7 +94,7 @@ class Copier:
         return made
 
     def place_of(self, x: Any) -> int | None:
-        """Where `_substitutes` has what stands in for an object; None if pickle copies it."""
+        """Returns the index of an object's replacement in `_substitutes`; None if there is none."""
         if type(x) in _IMMUTABLE:
             return None
         if id(x) not in self._substitutes:
@@ -115,11 +114,11 @@ class Copier:
         return id(x)
 
     def parts_of(self, x: Any) -> Any:
-        """Takes apart what pickle would not, or by methods of the user's; see `copyreg`."""
+        """Takes apart what pickle cannot, or would by the user's own methods; see `copyreg`."""
         if isinstance(x, torch._dynamo.eval_frame.OptimizedModule):
             return _itself, (x._orig_mod,)
         if isinstance(x, torch.jit.ScriptFunction) and hasattr(x, "_torchdynamo_inline"):
-            # In Python: how often it has run decides which kernels TorchScript makes of it.
+            # Copied as Python code: TorchScript optimises a function by how often it has run.
             return _itself, (getattr(x, "_torchdynamo_inline"),)  # noqa: B009 (as in `doors`)
         if isinstance(x, nn.Module):
             return object.__new__, (type(x),), _state_of(x), None, None, _set_state
@@ -179,7 +178,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _state_of(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes, and those of its class that are state, which then are its own."""
+    """A module's attributes, and attributes of its class that are state; the copy owns both."""
     state = {}
     for cls in reversed(type(module).__mro__):
         if package_of(cls.__module__) not in TRUSTED:
@@ -193,7 +192,7 @@ def _state_of(module: nn.Module) -> dict[str, Any]:
         state[name] = type(state[name])(
             (key, hook)
             for key, hook in state[name].items()
-            # They gather shards, and belong to the process.
+            # These gather shards and belong to the process.
             if not type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed")
         )
     return state
@@ -225,7 +224,7 @@ def _itself(x: Any) -> Any:
 
 
 def package_of(name: object) -> str:
-    """The outermost package of a module's name."""
+    """Returns the outermost package of a module's name."""
     return name.partition(".")[0] if isinstance(name, str) else ""
 
 
@@ -237,7 +236,7 @@ def _is_driver(x: Any) -> bool:
 
 def _is_shared(x: Any, within: frozenset[int] = frozenset()) -> bool:
     if isinstance(x, types.FunctionType):
-        if id(x) in within:  # a wrapper that finds itself behind what it wraps
+        if id(x) in within:  # a wrapper that is reached again from what it wraps
             return True
         within |= {id(x)}
         found = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), *vars(x).values()]
@@ -251,11 +250,11 @@ def _is_shared(x: Any, within: frozenset[int] = frozenset()) -> bool:
 
 
 def is_state(x: Any, within: frozenset[int] = frozenset()) -> bool:
-    """Whether something that code finds may be changed by it, descriptors and code aside.
+    """Whether code may change an object that it can reach; descriptors and code do not count.
 
     Args:
-        x: What is found.
-        within: Ids of the functions in whose variables it is found.
+        x: The object.
+        within: Ids of the functions whose variables hold it.
     """
     if isinstance(x, types.FunctionType):
         return not _is_shared(x, within)

@@ -1,4 +1,4 @@
-"""Tells, after the first step that called attention, what GuardBit did not see of it."""
+"""Reports, after the first step that called attention, the attention that GuardBit did not see."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOW_TO_SHOW = (
     " it by guardbit.observe or guardbit.watch_attention"
 )
 
-#: So many modules are named, of each kind.
+#: How many modules of each kind are named.
 _NAMED = 3
 
 
@@ -27,8 +27,9 @@ class Coverage:
 
     Attributes:
         unseen: Names of the modules that look like attention and were not seen to call it.
-        table: What the run's metadata says: function that was called -> its modules, how many of
-            them are watched, and why others are not; "never seen" -> those that called none.
+        table: For the run's metadata: function that was called -> number of its modules, how many
+            of them are watched, and why the others are not; "never seen" -> modules that called
+            none.
     """
 
     def __init__(self, instrumentation: Instrumentation) -> None:
@@ -39,7 +40,7 @@ class Coverage:
         interception.entries.start()
 
     def check(self) -> Iterator[str]:
-        """Yields a sentence for each thing that is not watched, once: at the first attention."""
+        """Yields a sentence for each thing that is not watched; once, when attention was called."""
         called = self._instrumentation.sites if self._is_noting else {}
         if not called:
             return
@@ -62,22 +63,22 @@ class Coverage:
         sharded = [site for site in called.values() if site.sharded]
         if sharded:
             yield (
-                f"nothing is measured of the heads of {_counted(sharded, 'attention site')}, and"
+                f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
             )
 
     def why_nothing(self) -> str:
-        """Why no call of attention was seen so far: what is likely, the likeliest first."""
+        """Returns why no call of attention may have been seen so far, the likeliest reason first."""
         candidates = list(self._instrumentation.candidates.values())
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
-            f"its attention is written out, or a kernel of its own{named}: {_HOW_TO_SHOW}",
+            f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
             *interception.left_alone(),
-            "it is Hugging Face's, with another attn_implementation than 'sdpa', 'eager',"
-            " 'flex_attention' or one of the installed flash_attn's",
-            "another model trains than the one that is instrumented, as a copy of it does",
+            "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
+            " 'flex_attention' and the installed flash_attn's",
+            "the instrumented model is not the one that trains, which may be a copy of it",
         ]
         if not ran:
             reasons = [f"{reasons[-1]}: none of its modules ran", *reasons[:-1]]
@@ -88,7 +89,7 @@ class Coverage:
         )
 
     def close(self) -> None:
-        """Stops noting which modules run."""
+        """Stops recording which modules run."""
         if self._is_noting:
             self._is_noting = False
             interception.entries.stop()
@@ -96,7 +97,8 @@ class Coverage:
 
 def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[Site]:
     """The innermost modules that ran and look like attention, and called none."""
-    # What holds a module that called attention, or is a part of an attention module that did.
+    # A module counts as seen if it, a part of it, or an attention module around it called
+    # attention.
     seen = {part for s in called.values() if _is_attention(s) for part in s.module.modules()}
     callers = {site.module for site in called.values()}
     found = [
@@ -111,7 +113,7 @@ def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[
 
 
 def _innermost(sites: Sequence[Site]) -> list[Site]:
-    """Those that hold no other of them."""
+    """Returns the sites whose modules hold none of the others."""
     modules = {site.module for site in sites}
     return [site for site in sites if modules.isdisjoint(list(site.module.modules())[1:])]
 

@@ -1,4 +1,4 @@
-"""What ranks that have different parts of a model report to one another after a sampled step."""
+"""What ranks that hold different parts of a model report to each other after a sampled step."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PARTS = (
 )
 
 _OTHER_WEIGHTS = (
-    "ranks have other weights in modules of the same names, as stages of a pipeline that number"
-    " their layers from 0 each: their rows are added up as if of one module, and of the weights"
-    " rank 0's are recorded, so the heads of the other ranks are NOT guarded one by one; give the"
-    " modules of each stage names of their own"
+    "ranks hold modules of the same names with different weights, as pipeline stages do that each"
+    " number their layers from 0: their rows are added up as if they were one module, and only the"
+    " weights of rank 0 are recorded, so the heads of the other ranks are NOT guarded one by one;"
+    " give the modules of each stage names of their own"
 )
-# Largest relative distance of the sums of W_Q's norms of ranks with the same weights: replicas
-# differ by the rounding of FP32, stages by the draw of their weights, 1e-3 and more.
+# Largest relative difference of ranks with the same weights, in the sum of W_Q's norms. Replicas
+# differ by FP32's rounding, stages by their random weights, 1e-3 and more.
 _SAME_WEIGHTS = 1e-4
 
 
@@ -36,8 +36,8 @@ class Part(NamedTuple):
         refusals: Why no call so far could be switched, or None, by attention module.
         asked: The stabilizers asked for, by attention module.
         metadata: What the run's metadata says of its attention modules.
-        recorded: The events that it recorded by itself since the last sampled step: attention that
-            it did not see, and what its switched heads ran.
+        recorded: The events of this rank alone since the last sampled step: attention that it did
+            not see, and what its switched heads ran.
     """
 
     samples: list[Sample]
@@ -53,7 +53,7 @@ class Whole(NamedTuple):
     Attributes:
         samples: One list a part; rank 0's comes first.
         refusals: See `Part`.
-        asked_elsewhere: The stabilizers asked for in modules that this rank has not.
+        asked_elsewhere: The stabilizers asked for in modules that this rank does not hold.
         metadata: See `Part`.
     """
 
@@ -64,11 +64,11 @@ class Whole(NamedTuple):
 
 
 class Exchange:
-    """Puts together what the ranks know, each of its part of the model.
+    """Puts together what the ranks know of their parts of the model.
 
     Args:
-        instrumentation: Of this rank's model.
-        stages: What may fail without harm.
+        instrumentation: The instrumentation of this rank's model.
+        stages: Guards what may fail without harm.
         record: Takes the events.
 
     Attributes:
@@ -86,15 +86,15 @@ class Exchange:
         self._are_compared = self._are_other = False
 
     def record(self, event: Event) -> None:
-        """Records what this rank knows: on rank 0 at once, of others with the next exchange."""
+        """Records an event of this rank: on rank 0 at once, on others at the next exchange."""
         self._record(event)
         if ranks.world_size() > 1:
             self._recorded.append(event)
 
     def are_parts(self) -> bool:
-        """Whether ranks hold different parts of a model; asked for once, of all ranks.
+        """Whether ranks hold different parts of a model; found out once, by all ranks together.
 
-        Not where one only calls fewer of its modules than another, as with dropped layers.
+        Ranks that merely call fewer modules, as with dropped layers, hold the same part.
         """
         if self._are_compared:
             return False
@@ -110,7 +110,7 @@ class Exchange:
 
         Args:
             samples: What this rank measured.
-            step: Of events.
+            step: Step of the events.
         """
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         refusals = attempt("refusals", self._lasting_refusals) or {}
@@ -142,11 +142,11 @@ class Exchange:
         return [(name, site.own_heads) for name, site in self._instrumentation.sites.items()]
 
     def _compare_weights(self, samples: list[Sample], step: int) -> None:
-        """Records it where ranks whose modules have the same names have other weights in them."""
+        """Records an event if ranks hold different weights in modules of the same names."""
         values = (s.values for s in samples if s.indicator == "w_q_spectral_norm")
         norms = [norm for of_heads in values for norm in of_heads if math.isfinite(norm)]
         (smallest, largest), (fewest, most) = ranks.extremes(sum(norms), len(norms))
-        # Of a rank that could not take all of them the sum says nothing.
+        # The sum of a rank that could not take all norms says nothing.
         are_other = fewest == most and largest - smallest > _SAME_WEIGHTS * largest
         if are_other and not self._are_other:
             self._are_other = True

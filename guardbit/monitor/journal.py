@@ -17,7 +17,7 @@ from guardbit.store import RunWriter, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
-#: What the log says of a module's metadata that hold a reason.
+#: Field of a module's metadata that holds a reason -> what the log says of it.
 _CANNOT = {
     "not_switchable": "no head can be switched",
     "unwatched": "nothing of the calls is watched",
@@ -45,12 +45,12 @@ class _Start(NamedTuple):
 
 
 class Journal:
-    """Logs a run's events and, where it has a folder, writes that; the stage "store".
+    """Logs a run's events and writes its folder, if it has one; the stage "store".
 
     Args:
         dirpath: Folder of the telemetry; None for none (on other ranks than 0).
         settings: The monitor's settings, for the run's metadata.
-        stages: They take the errors of writing.
+        stages: Take the errors of writing.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Journal:
         self._warned: set[tuple[str, str, str]] = set()
         self._start: _Start | None = None
         self._is_closed = False
-        # Pending: to be written as soon as there is a folder that takes them.
+        # Pending: written as soon as the folder can be.
         self._samples: list[Sample] = []
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
@@ -160,7 +160,7 @@ class Journal:
             log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
 
     def add(self, samples: list[Sample]) -> None:
-        """Writes samples, so that they can be read at once; after a failure with the next ones."""
+        """Writes samples, to be read at once; samples of a failed try are written with the next."""
         if self._is_kept():
             self._failures += 1  # unless it succeeds
             self._try_to_write(samples)
@@ -194,7 +194,7 @@ class Journal:
             self._failures, self._is_failing = 0, False
 
     def _bear(self, error: OSError) -> None:
-        """Leaves pending what could not be written, unless that has happened too often."""
+        """Keeps pending what could not be written, unless that has happened too often."""
         if self._stages.strict or self._failures >= _PATIENCE:
             self._is_closed, self._writer = True, None
             self._events.clear()
@@ -255,7 +255,7 @@ class Journal:
 
 
 def metadata_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
-    """The metadata of attention modules: kernels, what is unavailable, and why."""
+    """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
     return {
         name: {
             "heads": site.num_heads,
@@ -279,7 +279,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
-    """The events before a step that a folder holds; a warning is logged for what is unreadable."""
+    """Reads the events before a step from a folder; logs a warning for what is unreadable."""
     try:
         with warnings.catch_warnings(record=True) as left_out:
             warnings.simplefilter("always")
@@ -293,7 +293,7 @@ def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
 
 
 def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:
-    """The events that a folder lacks: alarms, switches, and undoings of switches that no more hold.
+    """Returns the events that a folder lacks: alarms, switches, undoings of switches of old.
 
     Args:
         remembered: The alarms so far, and the switches that hold now.

@@ -1,12 +1,12 @@
-"""Where each attention head's rows of W_Q and W_K lie, settled by function and never by name.
+"""Finds each attention head's rows of W_Q and W_K, by function and never by name.
 
-Attention reaches us as q `(B, H, N, D)` and k `(B, H_kv, M, D)`; which weights made them is known
-to the module alone, and with fused or interleaved projections the wrong rows give a plausible
-number. So the module is run again, and what it does decides:
+An attention call shows q `(B, H, N, D)` and k `(B, H_kv, M, D)`. Only the module knows which
+weights made them, and with fused or interleaved projections the wrong rows give plausible numbers.
+So the module is run again, and its behaviour decides:
 
 1. *Which parameter.* Autograd names the parameters q depends on. Exactly one of them may be a
-   matrix; a latent or low-rank factor in front of it or beside it (multi-head latent attention,
-   LoRA) means that no single matrix is W_Q.
+   matrix. With a latent or low-rank factor before or beside it (multi-head latent attention, LoRA)
+   no single matrix is W_Q.
 2. *Which axis takes the input.* If q at one position is f(W x), the gradient of anything computed
    from it is g x^T with the same x: only along the input axis do all gradients share a direction.
    This settles `nn.Linear` against `Conv1D`, einsum projections in any order of axes and sizes
@@ -16,10 +16,10 @@ number. So the module is run again, and what it does decides:
    over the full width couples the heads; then head h's rows are those that stand out clearly.
 4. *By value.* Negating the rows of some heads has to change these heads and no others.
 
-Whatever fails one of these is reported as `LayoutUnavailable`, with the reason. `NotOneMatrix`
-names the parameters that make q together: where they are one projection, as under LoRA, the caller
-may ask again with the product in their place (`guardbit.monitor.projections`). Where one of them is
-applied to what a norm makes of the others (latent attention), it is W_Q: `find_latent_layout`.
+If one of these fails, `LayoutUnavailable` says which and why. `NotOneMatrix` names the parameters
+that make q together. If they are one projection, as under LoRA, the caller may ask again with their
+product (`guardbit.monitor.projections`). If one of them is applied to the normalised result of the
+others (latent attention), it is W_Q: `find_latent_layout`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ Project = Callable[[dict[str, Tensor]], tuple[Tensor, Tensor]]
 #: BF16; under a layer norm, which also couples by the mean, by 7 with 12 heads of 64.
 CLEAR_GAP = 4.0
 
-#: The same by value where nothing couples the heads: the others then do not change at all, and
-#: what is left is the noise of kernels that do not repeat to the bit.
+#: The same, by value, where nothing couples the heads. The others then do not change at all, except
+#: for the noise of kernels that do not repeat to the bit.
 UNCOUPLED_GAP = 1000.0
 
 #: Largest share of the squared gradient off the common input direction. Rounding each entry to
@@ -93,21 +93,21 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
 def find_latent_layout(
     project: Project, parameters: Mapping[str, Tensor], unavailable: NotOneMatrix
 ) -> Layout:
-    """Finds W_Q where one of several matrices is applied to what a norm makes of the others.
+    """Finds W_Q where one of several matrices is applied to the normalised result of the others.
 
-    That one is what a head's scores grow with: the size of the others does not get through the
-    norm. All that the others do has to go through it, as it does not where two are added.
+    A head's scores grow with that matrix alone, because the norm removes the size of the others.
+    All effect of the others has to pass through it; where two projections are added, it does not.
 
     Args:
         project: See `find_layout`.
         parameters: See `find_layout`.
-        unavailable: What `find_layout` has raised.
+        unavailable: The error that `find_layout` raised.
 
     Returns:
         The layout, whose queries are latent.
 
     Raises:
-        NotOneMatrix: `unavailable`, if none of the matrices is such, or more than one, or the
+        NotOneMatrix: `unavailable`, if none or several of the matrices are applied so, or if the
             queries are normalised once more.
     """
     generator = torch.Generator().manual_seed(0)
@@ -125,7 +125,7 @@ def find_latent_layout(
             except LayoutUnavailable:
                 continue
             if _is_normalised(query.detach(), rows, leaves, project):
-                continue  # by a norm behind the matrix, and perhaps by none before it
+                continue  # a norm after the matrix removes the size; there may be none before it
             key_rows = _find_keys(key, leaves, project, generator)
             found.append(Layout(rows, key_rows, is_latent=True))
     if len(found) != 1:
@@ -140,7 +140,7 @@ def _is_behind_norm(
     project: Project,
     generator: torch.Generator,
 ) -> bool:
-    """Whether other matrices reach the queries through one alone, and their size does not."""
+    """Whether the other matrices reach the queries through one alone, without their size."""
     query, _ = project({**leaves, name: torch.zeros_like(leaves[name])})
     if query.requires_grad:
         gradients = torch.autograd.grad(
@@ -178,10 +178,10 @@ def _find_keys(
 def _is_normalised(
     states: Tensor, found: HeadRows, leaves: dict[str, Tensor], project: Project
 ) -> bool:
-    """Whether the first head's queries stay as they are when its rows of W_Q double.
+    """Whether the first head's queries stay the same when its rows of W_Q double.
 
-    From far above their size on, where neither a bias nor the norm's epsilon counts. A norm over
-    the full width lets one head grow against the others, which then shrink: that is none.
+    The rows are made very large first, so that neither a bias nor the norm's epsilon counts. A norm
+    over the full width does not count: under it one head grows while the others shrink.
     """
     weight = leaves[found.parameter].detach()
     features = [size for axis, size in enumerate(weight.shape) if axis != found.input_axis]
@@ -205,7 +205,7 @@ def _find_rows(
     project: Project,
     generator: torch.Generator,
 ) -> HeadRows:
-    """The rows of each head of `states`, which is q or k as attention received it."""
+    """Finds the rows of each head of `states`, which is q or k as attention received it."""
     if states.ndim != 4:
         raise LayoutUnavailable(
             f"the {side} must have shape (batch, heads, tokens, features), "
@@ -240,7 +240,7 @@ class _Reach:
 def _head_gradients(
     side: Side, states: Tensor, leaves: dict[str, Tensor], generator: torch.Generator
 ) -> dict[str, _Reach]:
-    """Head by head, the gradient of a random projection with respect to what it depends on."""
+    """Reduces each head's gradient of a random projection, for each parameter it depends on."""
     candidates = {
         name: leaf for name, leaf in leaves.items() if leaf.requires_grad and leaf.ndim > 1
     }
@@ -290,10 +290,10 @@ def _head_gradients(
 
 
 def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
-    """The one parameter that is a matrix; scales and biases, of any shape, are not.
+    """Returns the one parameter that is a matrix; scales and biases, of any shape, are none.
 
-    A head of D features touches at most D entries of a scale or bias. What is connected without
-    any gradient counts as a matrix: a factor of LoRA is such at its start, beside one of zeros.
+    A head of D features reaches at most D entries of a scale or bias. A parameter that is connected
+    but has no gradient counts as a matrix: so is a LoRA factor at its start, beside one of zeros.
     """
     if all(reach.entries.max() == 0 for reach in reaches.values()):
         raise LayoutUnavailable(
@@ -315,9 +315,9 @@ def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
 
 
 def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str, _Reach]) -> None:
-    """Refuses what is small enough for a bias and large enough to multiply the input.
+    """Refuses parameters that may be a bias, and may also multiply the input.
 
-    A rank-one factor next to the only head of a module is the example.
+    An example is a rank-one factor in a module with a single head.
     """
     factors = [
         other
@@ -340,14 +340,14 @@ def _not_one_matrix(side: Side, names: list[str]) -> NotOneMatrix:
 def _input_axis(
     side: Side, name: str, states: Tensor, weight: Tensor, generator: torch.Generator
 ) -> int:
-    """The axis along which the gradients of one position all have one direction, the input's."""
+    """Returns the axis along which all gradients of one position have the input's direction."""
     tokens = states.shape[2]
-    # The largest position: padding may have left others without any input.
+    # The position with the largest gradient: others may be padding without any input.
     largest = int(states.detach().float().square().sum(dim=(1, 3)).argmax())
     position = states[largest // tokens, :, largest % tokens]
     gradients = []
     for _ in range(4):
-        # Along the states themselves a parameter's own normalisation shows most.
+        # The normalisation of a parameter itself shows most along the states.
         cotangent = torch.copysign(_noise_like(position, generator), position.detach())
         (gradient,) = torch.autograd.grad(position, weight, cotangent, retain_graph=True)
         gradients.append(gradient.float())
@@ -375,7 +375,7 @@ def _input_axis(
 
 
 def _rows_of_heads(side: Side, name: str, norms: Tensor, d_head: int) -> tuple[Tensor, bool]:
-    """The rows that stand out in each head's gradient, and whether the others have any of it."""
+    """Returns the rows that stand out in each head's gradient, and whether other rows have any."""
     heads, features = norms.shape
     reached = (norms > 0).sum(dim=1)
     if reached.min() < d_head:
@@ -413,7 +413,7 @@ def _confirm_by_value(
     project: Project,
     generator: torch.Generator,
 ) -> None:
-    """Negates the rows of some heads and sees that these heads change, and no others.
+    """Negates the rows of some heads and checks that these heads change, and no others.
 
     The heads are numbered in binary, and each run negates those with a 0, or a 1, in one digit:
     any two heads are then told apart in some run, in `2 log2(H)` runs instead of H. Negation

@@ -13,14 +13,14 @@ Side = Literal["query", "key"]
 
 
 class LayoutUnavailable(LookupError):
-    """Which weights make a head's queries or keys could not be settled; says why."""
+    """It is unknown which weights make a head's queries or keys; the message says why."""
 
 
 class NotOneMatrix(LayoutUnavailable):
-    """What multiplies the input is not a parameter as it stands.
+    """The matrix that multiplies the input is not one parameter.
 
     Attributes:
-        parameters: Names of the parameters it is made of.
+        parameters: Names of the parameters that the matrix is made of.
     """
 
     def __init__(self, why: str, parameters: Iterable[str]) -> None:
@@ -157,5 +157,5 @@ class Layout:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names for a sentence."""
+    """Returns names, quoted, for a sentence."""
     return ", ".join(f"'{name}'" for name in names) or "none"

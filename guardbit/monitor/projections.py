@@ -1,10 +1,9 @@
-"""Projections made of several parameters, as the one matrix that they are.
+"""Projections made of several parameters, measured as the one matrix that they are.
 
 Under LoRA (arXiv 2106.09685) queries are W x + scale B A x; with weight norm (arXiv 1602.07868) W
-is a gain times a direction. What multiplies the input is then no parameter, but the submodule that
-holds these parameters is affine in its input all the same, and its outputs on the unit vectors are
-its matrix. So it is measured and not put together by rules, of which every kind of adapter would
-need its own.
+is a gain times a direction. No single parameter then multiplies the input, but the submodule that
+holds these parameters is affine, and its outputs on the unit vectors are its matrix. So the matrix
+is measured. To compute it from the parameters would take a rule for every kind of adapter.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, NotOne
 from guardbit.monitor.rehearsal import rehearsal
 from guardbit.monitor.shards import HeadShards, shards_of
 
-#: Largest relative distance of an affine submodule from its matrix and bias. It is run in FP64, but
-#: may cast to FP32 inside.
+#: Largest relative difference between an affine submodule and its matrix and bias. The submodule
+#: runs in FP64, but may cast to FP32 inside.
 _AFFINE_TOLERANCE = 1e-4
 
 #: Runs a copy of the module with the given parameters; the second argument may change the copy.
@@ -39,14 +38,14 @@ class _Affine(NamedTuple):
 
 
 class Weights:
-    """The matrices that a module multiplies with: its parameters, or what its submodules make.
+    """The matrices that a module multiplies by: its parameters, or its submodules' matrices.
 
     Args:
         module: The module.
-        widths: Names of the submodules that count as one matrix each, and how many features each
-            takes. Such a matrix goes by the submodule's name.
-        is_shared: Whether ranks share the heads, so that of each parameter the part counts that is
-            on this rank. Else it is whole.
+        widths: Submodule that counts as one matrix -> the number of features it takes. The matrix
+            has the submodule's name.
+        is_shared: Whether ranks share the heads. Then only the part of each parameter on this rank
+            counts, otherwise the whole.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class Weights:
         self._biases = {name: self._measured(name).bias for name in widths}
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """Returns one current matrix by its name, detached; empty if the module has none such.
+        """Returns one current matrix by name, detached; empty if the module has none of that name.
 
         Raises:
-            LayoutUnavailable: If the submodule of that name is not affine, or not any more.
+            LayoutUnavailable: If the submodule of that name is not affine (any more).
         """
         if name in self._widths:
             return {name: self._measured(name).weight}
@@ -70,14 +69,14 @@ class Weights:
         return {} if found is None else {name: self._here(found)}
 
     def grams_of_shards(self, rows: HeadRows, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Gram matrices of the heads of a current matrix, from the shards that ranks have of it.
+        """Returns the heads' Gram matrices of a current matrix, from the ranks' shards of it.
 
         Args:
             rows: The heads' rows.
             of: See `HeadShards.gram_matrices`.
 
         Returns:
-            See there; None of a matrix that is to be read as a whole, see `of`.
+            See `HeadShards.gram_matrices`; None for a matrix that is read as a whole, see `of`.
         """
         found = dict(self._module.named_parameters()).get(rows.parameter)
         if rows.parameter in self._widths or not isinstance(found, DTensor):
@@ -98,15 +97,15 @@ class Weights:
         return parameters | {name: self._measured(name).weight for name in self._widths}
 
     def put_into(self, module: nn.Module, matrices: Mapping[str, Tensor]) -> None:
-        """Lets a copy's submodules multiply with the given matrices instead of their own."""
+        """Makes a copy's submodules multiply by the given matrices instead of their own."""
         for name, bias in self._biases.items():
             forward = _multiply_by(matrices[name], bias)
             vars(module.get_submodule(name))["forward"] = forward
 
     def as_used(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Makes of what stands for parameters what the module multiplies with.
+        """Turns replacements of parameters into what the module multiplies by.
 
-        Where ranks share the heads that is a DTensor of which only the part here is ever looked at.
+        Where ranks share the heads, that is a DTensor of which only the local part is ever read.
         """
         if not self._is_shared:
             return dict(parameters)
@@ -117,7 +116,7 @@ class Weights:
         return _part(parameter) if self._is_shared else _whole(parameter)
 
     def _measured(self, name: str) -> _Affine:
-        """Runs a submodule on zero, the unit vectors and, to see whether it is affine, noise."""
+        """Runs a submodule on zero, the unit vectors and, to check that it is affine, noise."""
         width = self._widths[name]
         submodule = self._module.get_submodule(name)
         tensors = {
@@ -136,27 +135,28 @@ class Weights:
         with alone, rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
             for part in stand_in.modules():
                 part.training = False  # without dropout
-            # As tokens of one sequence: what mixes them shows, too.
+            # All as tokens of one sequence, so that a submodule that mixes tokens is found out.
             out = stand_in(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
         bias, columns, answers = out.split((1, width, len(noise)))
         columns = columns - bias
         distance = (answers - (noise @ columns + bias)).norm() / answers.norm()
         if not distance <= _AFFINE_TOLERANCE:
             raise LayoutUnavailable(
-                f"'{name}' is no matrix: on noise it differs from what it does to unit vectors by"
+                f"'{name}' is not affine: on noise it differs from what it does to unit vectors by"
                 f" {distance:.1e} (relative), at most {_AFFINE_TOLERANCE:.0e} is allowed"
             )
         return _Affine(columns.T.float(), bias[0].float())
 
 
 def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[Layout, Weights]:
-    """Finds the rows of W_Q and W_K in a module's parameters, or in what its submodules make.
+    """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices.
 
     Args:
         module: The attention module.
-        rerun: Runs a copy of it eagerly with the given parameters, once the copy was given to the
-            second argument; returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their history.
-        is_shared: Whether ranks share the heads; then the rows are those of the heads here.
+        rerun: Passes a copy of the module to its second argument, runs the copy eagerly with the
+            given parameters, and returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their
+            history.
+        is_shared: Whether ranks share the heads; the rows are then those of the heads here.
 
     Raises:
         LayoutUnavailable: If the rows of W_Q could not be settled.
@@ -191,7 +191,7 @@ def _settle(
                 width = _width(Weights(module, {}, is_shared), name, rerun)
                 return _settle(module, rerun, widths | {name: width}, is_shared)
             except Exception:
-                continue  # not a matrix, or not to be run like one: the first reason stands
+                continue  # not affine, or not to be run by itself: the first reason stands
         return None
 
     try:
@@ -207,7 +207,7 @@ def _settle(
 
 
 def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
-    """Names of the submodules that hold all these parameters, innermost first."""
+    """Yields the names of the submodules that hold all these parameters, innermost first."""
     paths = [name.split(".")[:-1] for name in parameters]
     shared = [parts[0] for parts in zip(*paths, strict=False) if len(set(parts)) == 1]
     for depth in range(len(shared), 0, -1):
@@ -215,7 +215,7 @@ def _owners(parameters: tuple[str, ...]) -> Iterator[str]:
 
 
 def _width(plain: Weights, name: str, rerun: Rerun) -> int:
-    """How many features the submodule takes when the module runs."""
+    """Returns how many features the submodule takes when the module runs."""
     widths = []
 
     def listen(copy: nn.Module) -> None:
@@ -228,7 +228,7 @@ def _width(plain: Weights, name: str, rerun: Rerun) -> int:
 
 
 def why_sharded(modules: Sequence[nn.Module]) -> str | None:
-    """Why a module's weights are not there between forwards, or None.
+    """Returns why a module's weights are absent between forwards, or None.
 
     Args:
         modules: The module and those around it, innermost first.
@@ -251,7 +251,7 @@ def why_sharded(modules: Sequence[nn.Module]) -> str | None:
 
 
 def why_quantised(module: nn.Module) -> str | None:
-    """Why a module's weights cannot be multiplied with as they stand, or None."""
+    """Returns why a module's weights are no plain numbers, or None."""
     for name, p in module.named_parameters():
         if hasattr(p, "quant_state") or not (p.is_floating_point() or p.is_complex()):
             kind = str(p.dtype).removeprefix("torch.")
@@ -267,15 +267,15 @@ def _is_matrix(parameter: Tensor) -> bool:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """The parameter, detached; of one that is sharded all shards, for which all ranks must ask."""
+    """Returns a parameter, detached; all ranks must ask for one that is sharded."""
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _part(parameter: Tensor) -> Tensor:
-    """The part of a parameter that is on this rank, detached, as tensor parallelism shares it out.
+    """Returns this rank's part of a parameter under tensor parallelism, detached.
 
-    Without asking other ranks, unless FSDP has sharded the part once more.
+    Other ranks are asked only if FSDP has sharded the part once more.
     """
     parameter = parameter.detach()
     if not isinstance(parameter, DTensor):
@@ -290,7 +290,7 @@ def _part(parameter: Tensor) -> Tensor:
 
 
 def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """The DTensor of which a rank has the part that `_part` returns of a parameter."""
+    """Returns the DTensor whose local part is what `_part` returns of a parameter."""
     if not isinstance(parameter, DTensor):
         return part
     mesh = parameter.device_mesh
@@ -302,16 +302,16 @@ def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 class _WithoutExchange(TorchDispatchMode):
-    """Refuses what ranks would have to do together.
+    """Refuses operations that ranks must do together.
 
-    A module that is run aside is run by each rank for itself: one might wait for another for ever.
+    In a rehearsal each rank runs the module by itself, so one might wait for another for ever.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its own parts come here in turn
+            return NotImplemented  # the operations on its local parts come here in turn
         if "c10d" in func.namespace:
             raise LayoutUnavailable("its queries or keys are exchanged between ranks")
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""What the ranks of a distributed run tell each other; a single process talks to nobody."""
+"""What the ranks of a distributed run exchange; a single process exchanges nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def all_agree(holds: bool, about: object) -> bool:
 
 
 def extremes(*values: float) -> list[tuple[float, float]]:
-    """The smallest and the largest of any rank, of each of some values."""
+    """Returns the smallest and the largest of each value over all ranks."""
     if world_size() == 1:
         return [(value, value) for value in values]
     both = torch.tensor(
@@ -50,13 +50,13 @@ def extremes(*values: float) -> list[tuple[float, float]]:
 
 
 def of_each_part(value: T, part: object) -> list[T]:
-    """The values of ranks that have different parts of a model, on all ranks.
+    """Returns one value for each part of a model, on all ranks.
 
-    Of ranks with the same part it is that of the lowest; rank 0's comes first.
+    Of the ranks with the same part the lowest one's counts; rank 0's value comes first.
 
     Args:
         value: This rank's value.
-        part: What this rank has; compared by its `repr`.
+        part: This rank's part; compared by its `repr`.
     """
     if world_size() == 1:
         return [value]
@@ -73,7 +73,7 @@ def of_each_part(value: T, part: object) -> list[T]:
 
 
 def device() -> torch.device:
-    """Where tensors lie that ranks exchange."""
+    """Returns the device of tensors that ranks exchange."""
     if torch.distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

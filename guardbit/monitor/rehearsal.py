@@ -1,16 +1,14 @@
-"""Running a module without a trace: on a copy of whatever it can reach.
+"""Runs a module without a trace, on a copy of everything that it can reach.
 
-An attention module may draw from a generator of its own, count its calls, keep a memory, or do so
-in an object that it shares with others. A run more than training asked for would change all that.
-So the module is copied with everything that hangs on it, as far as Python objects go: attributes,
-hooks, closures, objects outside that it refers to, and the global variables that its code reads.
-Code, classes and what belongs to the process (process groups, streams, loggers) are shared.
+An attention module may draw from a generator of its own, count its calls or keep a memory, perhaps
+in an object that it shares with others. A run that training did not ask for would change all that.
+So the module is copied with all Python objects that it reaches: attributes, hooks, closures,
+objects outside that it refers to, and the global variables that its code reads. Code, classes and
+objects of the process (process groups, streams, loggers) are shared.
 
-Where something cannot be copied, the rehearsal ends with the reason. Where the code has set a
-global variable, or an attribute of a class or an imported module, that is put back, and is a reason
-as well.
-What no copy can hold is what a module does outside of Python: files, the network, the state of an
-extension.
+If something cannot be copied, the rehearsal fails with the reason. It also fails if the code sets a
+global variable, or an attribute of a class or an imported module; that is put back. Effects outside
+Python cannot be held apart: files, the network, the state of an extension.
 """
 
 from __future__ import annotations
@@ -43,18 +41,18 @@ class _Ended(BaseException):
 def rehearsal(
     module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[nn.Module]:
-    """Gives a copy of a module that may be run, eagerly and without autocast.
+    """Yields a copy of a module that may be run, eagerly and without autocast.
 
-    The random states of Python, NumPy and PyTorch are set back in the end.
+    The random states of Python, NumPy and PyTorch are restored at the end.
 
     Args:
-        module: The module; it is only looked at.
-        tensors: What the copy has in place of parameters, by name. They are not copied.
-        dtype: Of all other real tensors in the copy.
+        module: The module; it is only read.
+        tensors: The copy's tensors in place of parameters, by name. They are not copied.
+        dtype: Dtype of all other real tensors in the copy.
 
     Raises:
-        LayoutUnavailable: If the module reaches what cannot be copied, or changes what cannot be
-            held apart.
+        LayoutUnavailable: If the module reaches something that cannot be copied, or changes
+            something that cannot be held apart.
     """
     substitutes = {id(p): tensors[name] for name, p in module.named_parameters() if name in tensors}
     try:
@@ -99,7 +97,7 @@ def _random_states_kept() -> Iterator[None]:
 
 @contextmanager
 def _without_global_hooks() -> Iterator[None]:
-    """Keeps hooks on all modules, profilers' say, from seeing the rehearsal."""
+    """Keeps global module hooks, such as those of profilers, from seeing the rehearsal."""
     everywhere = [
         nn.modules.module._global_forward_pre_hooks,
         nn.modules.module._global_forward_hooks,
@@ -116,7 +114,7 @@ def _without_global_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Keeps the collector's callbacks, which have nothing to do with the module, from running."""
+    """Keeps the callbacks of the garbage collector from running during the rehearsal."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -128,10 +126,10 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
-    """Lets code find copies in the global variables that it reads; puts back those that it sets.
+    """Puts copies into the global variables that code reads, and puts back those that it sets.
 
-    Each function's variables are looked at just before it is run for the first time. A variable
-    that was set, or an attribute of a class or an imported module, fails the rehearsal.
+    A function's variables are replaced just before its first run. The rehearsal fails if code sets
+    a variable, or an attribute of a class or an imported module.
     """
     if sys.getprofile() is not None:
         raise _Ended("a profiler is running, which would see the run")
@@ -140,7 +138,7 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
     seen: set[tuple[types.CodeType, int]] = set()
     looked: set[tuple[int, tuple[str, ...]]] = set()
     held: set[tuple[int, str]] = set()
-    # Variables that the code may set: where, and what they were.
+    # Variables that the code may set: their owner and their old values.
     settable: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
 
     def find_in(owner: _Owner, names: tuple[str, ...]) -> None:
@@ -209,7 +207,7 @@ def _is_users(owner: _Owner) -> bool:
 
 
 def _put_back(owner: _Owner, before: dict[str, Any]) -> list[str]:
-    """Sets the attributes of a class or module as they were; returns those that changed."""
+    """Restores the attributes of a class or module; returns those that had changed."""
     now = dict(vars(owner))
     changed = [name for name, value in before.items() if name not in now or now[name] is not value]
     for name in changed:
@@ -221,7 +219,7 @@ def _put_back(owner: _Owner, before: dict[str, Any]) -> list[str]:
 
 
 def _put_back_global(variables: dict[str, Any], name: str, before: Any) -> bool:
-    """Sets a global variable as it was; returns whether it had changed."""
+    """Restores a global variable; returns whether it had changed."""
     if variables.get(name, _MISSING) is before:
         return False
     if before is _MISSING:
@@ -241,7 +239,7 @@ def _globals_set(code: types.CodeType) -> list[str]:
 
 
 def _imported(code: types.CodeType, package: object) -> Iterator[types.ModuleType]:
-    """The user's modules that code imports when it runs, be it relative to its package."""
+    """Yields the user's modules that code imports when it runs, also relative imports."""
     parts = package.split(".") if isinstance(package, str) and package else []
     around = ["", *(".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))]
     names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}

@@ -1,4 +1,4 @@
-"""Reports what switched heads really run, where their calls cannot run what is asked for."""
+"""Reports what switched heads really run if that is not what was asked for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.sites import Instrumentation, Site
 from guardbit.records import Event
 
-#: Steps that a change must last before it is reported, from a module's third change on: calls that
-#: alternate would fill the journal.
+#: Steps that a change must last before it is reported, from a module's third change on. Otherwise
+#: alternating calls would fill the journal.
 LASTING = 100
 
 
@@ -19,8 +19,8 @@ class _Reported:
     """What was reported of an attention module.
 
     Attributes:
-        asked: What was asked for its heads at the last look.
-        names: What its heads run, according to the reports.
+        asked: What its heads were asked to run at the last check.
+        names: What its heads run according to the reports.
         turns: How often a change was reported.
         lasting: Number of steps for which the module has differed from the reports.
         some: Whether it was reported that only some of the calls can be switched.
@@ -33,9 +33,9 @@ class _Reported:
     some: bool = False
 
     def ask(self, asked: tuple[str, ...]) -> set[int]:
-        """Takes what is asked for the heads; returns the heads that were switched meanwhile.
+        """Takes what the heads are asked to run; returns the heads that were switched meanwhile.
 
-        Each switch was reported, and with it that the heads run the new stabilizer.
+        Each switch is an event, which reports that the heads run the new stabilizer.
         """
         known = len(self.asked) == len(asked)
         new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
@@ -58,7 +58,7 @@ class Running:
         self._reported: dict[str, _Reported] = {}
 
     def check(self, step: int, is_last: bool = False) -> Iterator[Event]:
-        """Yields the reports of a step that has ended; costs nothing while nothing is switched.
+        """Yields the reports of a step that has ended. It costs nothing while nothing is switched.
 
         Args:
             step: The optimizer step.
@@ -82,7 +82,7 @@ class Running:
                 yield from self._compare(site, calls, step, is_last)
 
     def _gone(self, site: Site, step: int, why: str) -> Iterator[Event]:
-        """Takes back a switch that can never be in force again."""
+        """Undoes a switch that can never take effect again."""
         heads = _switched_heads(site)
         self._instrumentation.give_back(site)
         self._reported.pop(site.name, None)
@@ -92,7 +92,7 @@ class Running:
         asked = tuple(site.outgrown or site.asked)
         refusal = calls.refusal
         if refusal is None and site.outgrown is not None:
-            refusal = f"it has {site.num_heads} heads now, and the switch is of {len(asked)}"
+            refusal = f"it has {site.num_heads} heads now, and the switch was made for {len(asked)}"
         runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
         reported = self._reported.setdefault(site.name, _Reported())
         new = reported.ask(asked)
@@ -126,7 +126,7 @@ class Running:
             elif refusal is not None:
                 why = (
                     f"PyTorch's kernel runs instead of {instead}: {refusal}; the heads are not"
-                    " stabilized until calls come again that can be switched"
+                    " stabilized until its calls can be switched again"
                 )
             elif name == "none":
                 why = (

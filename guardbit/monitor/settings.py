@@ -1,4 +1,4 @@
-"""What may be asked of a monitor, checked before a run begins."""
+"""Checks the settings of a monitor before a run begins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Heads' rows of a weight of which each rank has a shard, as FSDP2 shares it out.
+"""Heads' rows of a weight that FSDP2 shards over ranks.
 
-What is exchanged are Gram matrices, which are far smaller than the weight: each head's is computed
-by one rank. A head whose rows lie on several ranks is put together first, and it alone.
+Ranks exchange Gram matrices, which are far smaller than the weight; each head's is computed by one
+rank. Only the heads whose rows lie on several ranks are gathered first.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from guardbit.monitor.layouts import HeadRows, LayoutUnavailable
 
 
 class HeadShards:
-    """What a rank has of each head's rows, FP32.
+    """A rank's part of each head's rows, FP32.
 
-    Where the input axis is sharded it has some columns of all heads; their Gram matrices add up to
-    those of the whole rows. Else it has some rows, and counts the heads whose first row is here.
+    If the input axis is sharded, a rank has some columns of all heads, and the ranks' Gram matrices
+    add up to those of the whole rows. Otherwise it has some rows, and computes the heads whose
+    first row is here.
 
     Args:
         rows: The heads' rows in the whole parameter.
-        axis: The axis of the parameter that is sharded: its input axis, or the first of the others.
-            Ranks have chunks of it, as `torch.chunk` makes them.
-        group: The ranks that have the shards, in their order.
+        axis: The sharded axis of the parameter: its input axis, or the first of the others. The
+            shards are those of `torch.chunk`.
+        group: The ranks with the shards, in their order.
     """
 
     def __init__(self, rows: HeadRows, axis: int, group: ProcessGroup) -> None:
@@ -54,11 +55,11 @@ class HeadShards:
         self._counted = torch.cat([self._whole, self._split[self._own_split]])
 
     def gram_matrices(self, shard: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Gram matrices of all heads; all ranks of the group call it together.
+        """Returns the Gram matrices of all heads; all ranks of the group call it together.
 
         Args:
-            shard: What this rank has of the current parameter.
-            of: Gram matrices `(H, d_head, d_head)` of heads' rows `(H, d_head, d_model)`, FP32.
+            shard: This rank's shard of the current parameter.
+            of: Makes Gram matrices `(H, d_head, d_head)` of rows `(H, d_head, d_model)`, FP32.
         """
         own = of(self._counted_rows(shard.movedim(self._rows.input_axis, -1).flatten(0, -2)))
         grams = own.new_zeros(len(self._rows.rows), *own.shape[1:])
@@ -80,12 +81,12 @@ class HeadShards:
 
 
 def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards | None:
-    """How the ranks share out heads' rows, or None where the weight is to be read as a whole.
+    """Returns how the ranks share heads' rows, or None if the weight is read as a whole.
 
     Args:
-        rows: The rows, of the heads of this rank where ranks share the heads.
-        parameter: The parameter they are in.
-        is_shared: Whether tensor parallelism shares the heads out over the mesh's last dimension.
+        rows: The rows; if ranks share the heads, those of this rank's heads.
+        parameter: The parameter that holds them.
+        is_shared: Whether tensor parallelism shares the heads over the mesh's last dimension.
 
     Raises:
         LayoutUnavailable: The parameter has another shape than when its rows were found.
@@ -110,8 +111,7 @@ def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards 
     first = min(i for i in range(len(rows.shape)) if i != rows.input_axis)
     if axis not in (first, rows.input_axis):
         return None
-    # FSDP takes the part that tensor parallelism has left on this rank into shards; other orders
-    # are not known.
+    # FSDP shards the part that tensor parallelism has left on this rank; other orders are unknown.
     if is_shared and (axis == _axis(placements[-1])) != isinstance(at, _StridedShard):
         return None
     return HeadShards(rows, axis, mesh.get_group(dim))

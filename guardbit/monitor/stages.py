@@ -1,9 +1,9 @@
-"""The guard between training and the monitor: an error stays inside, and is reported once.
+"""The guard between training and the monitor: an error stays inside and is reported once.
 
-All that training calls passes a guard: the session's methods and the frameworks' callbacks pass
-`Stages`, hooks and replaced functions `guardbit.monitor.interception.doors`, and log lines `log`.
-An error is any `Exception`, `MemoryError` included; `KeyboardInterrupt` and `SystemExit` are
-the user's and are not caught.
+Whatever training calls is guarded: the session's methods and the frameworks' callbacks by `Stages`,
+hooks and stand-ins by `guardbit.monitor.interception.doors`, and log lines by `log`. An error is
+any `Exception`, `MemoryError` included. `KeyboardInterrupt` and `SystemExit` belong to the user and
+are not caught.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ T = TypeVar("T")
 
 
 class _Log(logging.LoggerAdapter[logging.Logger]):
-    """GuardBit's logger; what a handler of the user's raises does not reach training."""
+    """GuardBit's logger; errors of the user's log handlers do not reach training."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         with suppress(Exception):
             super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 
     def tell(self, message: str) -> None:
-        """Says at INFO what nobody should have to ask for.
+        """Logs at INFO what every user should see.
 
-        Where logging is not set up, Python shows warnings alone; this is then shown like one.
+        Where logging is not set up, Python shows warnings only; the message is then shown as one.
         """
         with suppress(Exception):
             if self.logger.hasHandlers() or self.logger.level or logging.lastResort is None:
@@ -40,7 +40,7 @@ log = _Log(logging.getLogger("guardbit"))
 
 
 class FailedElsewhereError(RuntimeError):
-    """Raised where a stage has failed on another rank."""
+    """Raised when a stage has failed on another rank."""
 
 
 class Stages:
@@ -73,7 +73,7 @@ class Stages:
             return None
 
     def fail(self, stage: str, error: Exception) -> None:
-        """Turns a stage off for the rest of the run; says so once, or raises if `strict`."""
+        """Turns a stage off until the run ends; reports it once, or raises if `strict`."""
         if self.strict:
             raise error
         if stage in self.off:
@@ -82,9 +82,9 @@ class Stages:
         log.warning(
             "the stage '%s' failed and is off for the rest of the run, which goes on: %s",
             stage,
-            # Some errors, as that of no memory, have no text.
+            # Some errors, such as MemoryError, have no text.
             str(error) or type(error).__name__,
-            # The system's errors say themselves where they come from.
+            # Errors of the system name their file or address themselves.
             exc_info=not isinstance(error, FailedElsewhereError | OSError),
         )
         with suppress(Exception):

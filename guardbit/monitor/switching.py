@@ -1,4 +1,4 @@
-"""What the heads are asked to run and what they run, and the decisions that change it."""
+"""Knows what heads are asked to run and what they run, and carries out decisions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ class Switching:
     """Switches heads by hand or as a policy decides, and records it.
 
     Args:
-        instrumentation: Of the model.
+        instrumentation: The instrumented model.
         policy: Decides what alarms lead to, or None.
         dry_run: Whether decisions are recorded and not carried out.
         record: Takes the events.
 
     Attributes:
-        refusals: Why no call of a module could be switched so far, or None, by module; those of all
-            ranks.
-        asked_elsewhere: What the heads are asked to run in modules that only other ranks have.
+        refusals: Module, of any rank -> why none of its calls could be switched so far, or None.
+        asked_elsewhere: What heads are asked to run in modules that only other ranks hold.
     """
 
     def __init__(
@@ -40,13 +39,13 @@ class Switching:
         self._record = record
         self.refusals: dict[str, str | None] = {}
         self.asked_elsewhere: Stabilizers = {}
-        # Of modules that are not there: not yet, or not any more.
+        # Modules that are absent: not called yet, or no longer instrumented.
         self._loaded: Stabilizers = {}
         self._left_running: Stabilizers = {}
 
     def asked(self) -> Stabilizers:
         """Returns what the heads are asked to run."""
-        # A module shows its stabilizers only once it has been called.
+        # A module's heads are known only once it has been called.
         own = self._instrumentation.asked()
         return {**self._loaded, **self.asked_elsewhere, **own}
 
@@ -59,14 +58,14 @@ class Switching:
         return {name: list(names) for name, names in self.asked().items() if set(names) != {"none"}}
 
     def remember(self) -> None:
-        """Keeps all this, as the instrumentation is about to leave the model."""
+        """Keeps both, because the instrumentation is about to leave the model."""
         self._loaded, self._left_running = self.asked(), self.running()
 
     def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
-        """Asks for what a checkpoint says.
+        """Asks for the stabilizers of a checkpoint.
 
         Args:
-            stabilizers: Those of all modules.
+            stabilizers: The stabilizers of all modules.
             is_of_parts: Whether some of the modules may be on other ranks.
 
         Raises:
@@ -85,7 +84,7 @@ class Switching:
         before = self._instrumentation.asked()
         self._instrumentation.switch(site, stabilizer, heads)
         for name, now in self._instrumentation.asked().items():
-            # A switch that did not fit the heads is dropped by a new one.
+            # A new switch replaces one that does not fit the heads.
             known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
             switched = tuple(
                 h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
@@ -94,7 +93,7 @@ class Switching:
                 self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
 
     def decide(self, alarms: list[Alarm], step: int, last_ended: int) -> None:
-        """Lets the policy decide, and does what it decides.
+        """Lets the policy decide, and carries out its decisions.
 
         Args:
             alarms: Those of the sampled step.
@@ -113,7 +112,7 @@ class Switching:
         asked = self.asked_elsewhere[decision.site] if site is None else site.asked
         refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self._dry_run:
-            # Not what was refused when it was to be switched, or what somebody switched since.
+            # Leave heads alone whose switch was refused, or that somebody has switched since.
             ours = {head for head, name in enumerate(asked) if name == stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
@@ -130,7 +129,7 @@ class Switching:
         self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 
     def already(self, alarm: Alarm) -> str:
-        """Returns what an alarm's heads run, where a switch has not kept them quiet, or ""."""
+        """Returns a clause on the alarmed heads that are switched already, or ""."""
         names = self.running().get(alarm.site, [])
         switched = [
             f"head {head} runs {names[head]} already"
@@ -140,7 +139,7 @@ class Switching:
         return "".join(f"; {text}" for text in switched)
 
     def events(self, step: int, is_resumed: bool) -> Iterator[Event]:
-        """Yields a switch for all that is switched, for a run that goes on in a new folder."""
+        """Yields switches that say what is switched, for a run that continues in a new folder."""
         why = "as before the run was resumed" if is_resumed else "before the first step"
         for site, names in self.asked().items():
             for stabilizer in dict.fromkeys(name for name in names if name != "none"):

@@ -1,4 +1,4 @@
-"""Numbers on their way from the device to the host."""
+"""Moves numbers from the device to the host."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ class Transfer:
     """Moves numbers to the host in one copy; on a GPU the host does not wait before it reads.
 
     Args:
-        values: Tensors of one dimension or none, of whatever dtypes, and numbers.
+        values: Numbers, and tensors of at most one dimension and any dtype.
     """
 
     def __init__(self, values: Iterable[Tensor | float]) -> None:
         values = list(values)
-        # None in the places of tensors.
+        # None stands at the places of tensors.
         self._numbers = [None if isinstance(v, Tensor) else float(v) for v in values]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
-        # On a GPU tensors of one dtype are joined by a few kernels, mixed ones by one for each.
+        # A GPU joins tensors of one dtype with a few kernels, but mixed dtypes with one kernel
+        # each.
         alike: dict[torch.dtype, list[int]] = {}
         for place, tensor in enumerate(tensors):
             alike.setdefault(tensor.dtype, []).append(place)
@@ -48,7 +49,7 @@ class Transfer:
 
 
 def _send(joined: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Begins the copy; returns what it fills, and what says when that is done, None for done."""
+    """Begins the copy; returns its target, and the event of its end, or None if it has ended."""
     if not joined.is_cuda:
         return joined.cpu(), None
     # To pageable memory the copy would be synchronous.

@@ -154,7 +154,7 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
     assert "attn_implementation" in why and "guardbit.watch_attention" in why
     with pytest.raises(NoAttentionSeenError) as error:
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)
-    assert "(1) another model trains" in str(error.value)
+    assert "(1) the instrumented model is not the one that trains" in str(error.value)
     assert "none of its modules ran" in str(error.value)
 
 

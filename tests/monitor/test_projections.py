@@ -123,7 +123,7 @@ def test_adapters_that_cease_to_be_a_matrix_are_refused_from_then_on(site_of):
     assert torch.equal(site.query_weights(), query.weight.view(4, 16, 64))
     with torch.no_grad():
         query.up.weight.normal_()
-    with pytest.raises(guardbit.LayoutUnavailable, match="'q_proj' is no matrix: on noise"):
+    with pytest.raises(guardbit.LayoutUnavailable, match="'q_proj' is not affine: on noise"):
         site.query_weights()
 
 

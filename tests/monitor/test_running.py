@@ -231,7 +231,7 @@ def test_a_switch_that_does_not_fit_the_heads_is_told_of_and_kept(run):
     assert run.switched_launches() == 0
     assert run.stabilizers() == ["none"]
     assert run.events("switch")[-1] == (1, SITE, (0, 1), "none")
-    assert "it has 1 heads now, and the switch is of 2" in run.reasons("switch")[-1]
+    assert "it has 1 heads now, and the switch was made for 2" in run.reasons("switch")[-1]
     assert run.session.state_dict()["stabilizers"] == {SITE: ["compensated"] * 2}
     run.model.layers[1].heads = 2
     run.steps(None)

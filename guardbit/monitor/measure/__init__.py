@@ -1,9 +1,9 @@
 """What is measured at a sampled step: probes, a plan of them, and what they have in common.
 
-A probe is one file for what is measured together: `weights`, `rows`, `delta`, `gradient_audit` and
-`run`. `probes` says what those of attention calls are, `plan` which ones the wanted indicators
-need, `metric` batches what they find over calls and ranks, and `measurement` leads all of them
-through a sampled step.
+A probe is one file for what is measured together: `weights`, `rows`, `delta`, `gradient_audit`,
+`keys` and `run`. `probes` defines the probes of attention calls. `plan` knows which probes the
+wanted indicators need. `metric` batches their results over calls and ranks. `measurement` leads all
+of them through a sampled step.
 """
 
 from guardbit.monitor.measure.capture import Capture

@@ -1,7 +1,7 @@
-"""Hands the attention calls of sampled steps on; no maths, no synchronisation.
+"""Hands on the attention calls of sampled steps, without maths or synchronisation.
 
-Calls arrive from inside the op's backward, where q, k, v, the output and all gradients are at hand:
-once a call, also under activation checkpointing and `torch.compile`. They are passed on at once
+Calls arrive from inside the op's backward, which has q, k, v, the output and all gradients. Each
+call arrives once, also under activation checkpointing and `torch.compile`. It is passed on at once
 and not kept.
 """
 

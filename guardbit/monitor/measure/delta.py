@@ -19,8 +19,8 @@ from guardbit.monitor.measure.running_sums import measured
 class DeltaProbe:
     """Delta of the kernel in use less that of an FP32 recomputation, summed with and without sign.
 
-    Where PyTorch's kernel drops entries of P, nobody else knows which: there the bias is NaN. So it
-    is where the backward takes delta from P itself, and not from a rounded O.
+    The bias is NaN where PyTorch's kernel drops entries of P, because nobody else knows which. It
+    is also NaN where the backward takes delta from P itself, and not from a rounded O.
 
     Args:
         wanted: Names of the indicators to measure.
@@ -54,7 +54,7 @@ class DeltaProbe:
 
 
 def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sums of `dispatch.delta_bias`, NaN in heads of which they cannot be known."""
+    """Returns the sums of `dispatch.delta_bias`; NaN in heads for which they are unknown."""
     heads = call.q.size(1)
     if call.d_out is None or call.out is None:
         nothing = torch.full((heads,), torch.nan, dtype=torch.float64, device=call.q.device)

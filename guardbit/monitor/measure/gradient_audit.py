@@ -1,4 +1,4 @@
-"""A kernel's dQ against an FP32-accurate one, on a few heads: any defect, whatever its cause."""
+"""Compares a kernel's dQ with an FP32-accurate one in a few heads, and so finds any defect."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GradientAudit:
         """See `CallProbe.compute`; NaN where dQ is zero."""
         squares, along = state["dq_squares"], state["dq_along"]
         relative = (state["dq_error_squares"] / squares).sqrt().where(squares > 0, torch.nan)
-        # Squares of what is below 1e-23 are lost: of so small a dQ neither error says anything.
+        # Squares below 1e-46 vanish in FP32, so the errors of a dQ below 1e-23 mean nothing.
         is_known = (squares > 0) & (along > 0)
         coherent = (state["dq_error_along"] / along).where(is_known, torch.nan)
         of_rows = state["push_of_rows"]
@@ -111,8 +111,8 @@ def heads_in_turn(first: int, count: int, num_heads: int, suspects: Iterable[int
     Args:
         first: Number of heads that have had their turn.
         count: Heads whose turn it is.
-        num_heads: Of the site.
-        suspects: Heads that are audited besides.
+        num_heads: Number of heads of the site.
+        suspects: Heads that are audited in addition.
     """
     in_turn = {(first + i) % num_heads for i in range(min(count, num_heads))}
     return sorted(in_turn | {head for head in suspects if head < num_heads})

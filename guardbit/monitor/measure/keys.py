@@ -1,8 +1,8 @@
 """What the keys of a head have in common.
 
-A wrong delta gives a row of dQ the error -(delta_lp - delta_hp) sum_j P_ij k_j. What is the same in
-all keys is the same in all rows, and adds up over these; of an exact delta it cancels, since
-sum_j dS_ij is 0.
+A wrong delta gives row i of dQ the error -(delta_lp - delta_hp) sum_j P_ij k_j. A vector that all
+keys share is the same in all these rows, so its part of the error adds up. With an exact delta it
+cancels, since sum_j dS_ij is 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from guardbit.monitor.measure.probes import CallView, Found
 
 
 class KeyProbe:
-    """The mean of the keys of a sequence, in size; a head has the keys of its group.
+    """The size of a sequence's mean key, relative to the keys; a head has its group's keys.
 
     Args:
         wanted: Names of the indicators to measure.
@@ -32,7 +32,7 @@ class KeyProbe:
         self.indicators = tuple(name for name in of_probe("keys") if name in wanted)
 
     def update(self, view: CallView) -> Found:
-        """Takes what a call's keys have in common; of packed documents all together."""
+        """Takes the mean of a call's keys; packed documents count as one sequence."""
         heads = view.call.q.size(1)
         k = view.call.k.float()
         # Mean squares, which FP32 holds whatever the number of keys.

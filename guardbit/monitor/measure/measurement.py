@@ -1,4 +1,4 @@
-"""A sampled step, from the attention calls to samples on the host: what all probes share."""
+"""A sampled step, from the attention calls to samples on the host, for all probes."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from guardbit.records import Sample
 
 
 class NoAttentionSeenError(RuntimeError):
-    """No step so far has called attention where GuardBit sees it."""
+    """No step so far has called attention that GuardBit sees."""
 
 
 class Sent(NamedTuple):
-    """What was measured until a sampled step, maybe still on its way to the host.
+    """What was measured up to a sampled step; the numbers may still be on their way to the host.
 
     Attributes:
         step: The optimizer step.
-        columns: Site, its layer, and the indicator, of all that was measured of heads.
-        scalars: Of the whole run.
+        columns: Site, its layer and the indicator of each column of heads.
+        scalars: The scalars of the whole run.
         numbers: The values of all these.
     """
 
@@ -52,10 +52,10 @@ class Measurement:
         instrumentation: The instrumented model.
         wanted: Names of the indicators to measure.
         num_rows: Query rows of each call to recompute in FP32; None for all.
-        num_audited_heads: Heads of each site whose dQ is audited, in turn.
+        num_audited_heads: Number of heads of each site whose dQ is audited, in turn.
 
     Attributes:
-        suspects: Site -> heads that are audited at every sampled step besides.
+        suspects: Site -> heads that are also audited, at every sampled step.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Measurement:
         self.suspects: dict[str, set[int]] = {}
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
-        # By number of the site: those that are on this rank.
+        # The sites on this rank, by number.
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
         self._directions: dict[str, Tensor] = {}
         self._next_audited = 0
-        self._num_joined = 0  # sites of all ranks, where these have other ones each
+        self._num_joined = 0  # sites of all ranks, if each has sites of its own
         self._running_sums = RunningSums()
 
     @property
@@ -106,13 +106,13 @@ class Measurement:
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
         if site is None or len(own) != call.q.size(1):
-            return  # called otherwise than when the sites were counted; counted anew after the step
+            return  # its heads have changed since the sites were counted; counted after the step
         if site.is_sharded:
-            return  # nobody knows which heads these are
+            return  # it is unknown which heads these are
         self._metric.update(site.place, self._view(call, site, own), own.start)
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
-        """The call as probes look at it, with the heads whose turn it is to be audited."""
+        """Returns the call as probes see it, with the heads to audit."""
         view = CallView(call, self._num_rows, needs_shadow=self._plan.needs_shadow)
         directions = self._directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
@@ -131,7 +131,7 @@ class Measurement:
         return replace(view, audited=audited, directions=directions.to(call.q.device))
 
     def discard(self) -> None:
-        """Drops what the attention calls gave, because it is incomplete."""
+        """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
 
     def loss(self, step: int, value: Tensor | float, factor: float) -> None:
@@ -143,11 +143,11 @@ class Measurement:
         self._run.grad_norm(step, value)
 
     def forget_step(self, step: int | None) -> None:
-        """Drops what an abandoned step left."""
+        """Drops the scalars of an abandoned step."""
         self._run.forget_step(step)
 
     def finish(self) -> None:
-        """Adds up what the attention calls of a sampled step gave, before ranks exchange it."""
+        """Adds up the results of a sampled step's attention calls, before ranks exchange them."""
         if self._metric is not None:
             self._metric.finish()
 
@@ -155,8 +155,8 @@ class Measurement:
         """Ends a sampled step at the heads; all ranks call it.
 
         Args:
-            loss_scale: What the loss was multiplied with before its backward.
-            usable: Whether the calls of this step were taken without an error here.
+            loss_scale: Factor of the loss before its backward.
+            usable: Whether the calls of this step were taken without an error on this rank.
 
         Returns:
             (site, indicator) -> `(H,)`, on the device.
@@ -168,8 +168,8 @@ class Measurement:
         sites = self._instrumentation.sites
         metric, table = self._on_one_table(usable)
         if metric is not None:
-            # Not of modules that were replaced or removed since the sites were counted, and not
-            # under numbers of heads that are none.
+            # Leave out modules that were replaced or removed since the sites were counted, and
+            # modules whose heads are unknown.
             own = {known.name for known in self._known.values()}
             told = {name for name, site in sites.items() if site.sharded is None}
             measured = metric.measured(loss_scale)
@@ -197,9 +197,9 @@ class Measurement:
         return columns
 
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """The metric of a step that all ranks have measured, and the sites in their places.
+        """Returns the metric of a step that all ranks have measured, and the sites by place.
 
-        Ranks that have other sites each, as those of a pipeline, measure into one table of all.
+        Ranks with different sites, such as pipeline stages, measure into one table of all sites.
         """
         metric, own = self._metric, list(self._known.values())
         measured_here = usable and metric is not None and metric.update_called
@@ -225,7 +225,7 @@ class Measurement:
         return metric, table
 
     def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
-        """Begins to move what was measured until optimizer step `step` to the host, in one copy."""
+        """Begins to move what was measured up to optimizer step `step` to the host, in one copy."""
         scalars, values = self._run.take()
         return Sent(
             step,
@@ -235,7 +235,7 @@ class Measurement:
         )
 
     def receive(self, sent: Sent) -> list[Sample]:
-        """Turns what was sent into samples, each once and in the order of the steps."""
+        """Turns what was sent into samples, in the order of the steps."""
         numbers = iter(sent.numbers.read())
         samples = []
         for site, layer, indicator in sent.columns:
@@ -246,7 +246,7 @@ class Measurement:
         return [sample for sample in samples if sample.indicator in self._plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what the next samples depend on; plain Python only."""
+        """Returns everything that the next samples depend on; plain Python only."""
         shared = {
             known.name
             for number, known in self._known.items()
@@ -260,13 +260,13 @@ class Measurement:
             "directions": {
                 name: vectors.tolist()
                 for name, vectors in self._directions.items()
-                if name not in shared  # each rank has others, and reads what rank 0 has written
+                if name not in shared  # each rank has its own, and reads the state of rank 0
             },
             **self._run.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the measurement stood whose `state_dict` this is."""
+        """Continues from the `state_dict` of a measurement."""
         self._layers = dict(state.get("layers", {}))  # earlier versions kept none
         # Earlier versions kept a single sum, under another name.
         earlier = {"delta_bias_cumulative": state.get("cumulative", {})}
@@ -277,18 +277,18 @@ class Measurement:
         self._run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:
-        """Gives the sites their places in the metric, and numbers as layers those without one.
+        """Gives the sites their places in the metric, and layer numbers to those without one.
 
-        A layer keeps its number over the whole run. Modules that are called later, as with
-        LayerDrop, are known by their type from the first sample on: all of the types of the sites
-        are counted at once, in the order of the model. Only types that were not called before are
-        counted after these.
+        A layer keeps its number over the whole run. All modules of the types that have called
+        attention are numbered at once, in the order of the model. So modules that are called later,
+        as with LayerDrop, have their numbers from the first sample on. Modules of types that call
+        attention later are numbered after these.
         """
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         self._own_heads = {site.number: site.own_heads for site in sites.values()}
-        # Ranks that share a layer's heads are given the same batch: in layers of which each of them
-        # has all heads they make the same calls.
+        # Ranks that share heads get the same batch. In layers where each rank has all heads, they
+        # make the same calls.
         most = max((site.parts for site in sites.values()), default=1)
         return {
             site.number: KnownSite(
@@ -300,9 +300,9 @@ class Measurement:
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """The samples of ranks that have different parts of a model: of each head what one has.
+    """Joins the samples of ranks with different parts of a model.
 
-    Where several have it the first counts.
+    If several ranks have a value of one head, the first counts.
     """
     samples: dict[tuple[int, str, str], Sample] = {}
     for sample in (sample for part in parts for sample in part):

@@ -1,4 +1,4 @@
-"""What the probes of attention calls find, over the micro-batches and ranks of one sampled step."""
+"""Adds up the probes' results over the calls, micro-batches and ranks of a sampled step."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torchmetrics import Metric
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor.measure.probes import CallProbe, CallView
 
-#: Bytes to hold back before they are added up.
+#: Bytes of results that are held back before they are added up.
 _MOST_HELD = 2**25
 
 
 class _Held(NamedTuple):
-    """What a probe has found in one call, to be added up with others.
+    """A probe's result for one call, to be added up with others.
 
     Attributes:
-        probe: The probe's place.
+        probe: Index of the probe.
         site: Index of the site.
-        heads: Numbers of the heads that are meant, C of them.
+        heads: Numbers of the measured heads, C of them.
         values: See `probes.Found`.
     """
 
@@ -36,12 +36,12 @@ class AttentionMetric(Metric):
     """Indicators of every head of every site, from the attention calls of a sampled step.
 
     All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
-    Calls are held back and added up many at a time: single small kernels would keep the host busier
-    than the device. So there are three ways in and out, `update`, `finish` and `measured`; most
-    else that torchmetrics offers does not know what is held back.
+    Results are held back and added up many at a time, because many small kernels would keep the
+    host busier than the device. Use `update`, `finish` and `measured` only: most other methods of
+    torchmetrics do not see what is held back.
 
     Args:
-        probes: What looks at the calls.
+        probes: The probes that look at the calls.
         num_sites: Number of sites S.
         num_heads: Largest number of heads H of a site; smaller sites are padded.
     """
@@ -71,7 +71,7 @@ class AttentionMetric(Metric):
         Args:
             site: Index of the site, from 0.
             view: The call.
-            first: Number of its first head, where other ranks have those before.
+            first: Number of its first head; above 0 where other ranks have the heads before it.
         """
         for place, probe in enumerate(self.probes):
             found = probe.update(view)
@@ -80,9 +80,9 @@ class AttentionMetric(Metric):
                 self._hold_back(_Held(place, site, numbers, found.values))
 
     def finish(self) -> None:
-        """Adds up what is held back, which `measured` needs done.
+        """Adds up what is held back; call it before `measured`.
 
-        By itself, because an error is to be met before ranks begin to exchange their states.
+        It is a separate step, so that an error shows before ranks begin to exchange their states.
         """
         held, self._held, self._held_bytes = self._held, [], 0
         alike: dict[Any, list[_Held]] = {}
@@ -114,22 +114,22 @@ class AttentionMetric(Metric):
         """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data.
 
         Args:
-            loss_scale: What the loss was multiplied with before its backward.
+            loss_scale: Factor of the loss before its backward.
         """
         names = [name for probe in self.probes for name in probe.indicators]
-        # torchmetrics takes the dimensions from what is a single number.
+        # torchmetrics squeezes tensors of one element.
         values = self.compute(loss_scale=loss_scale).view(len(names), *self.shape)
         return dict(zip(names, values, strict=True))
 
     def on_table(
         self, places: Sequence[int | None], num_sites: int, num_heads: int
     ) -> AttentionMetric:
-        """What was measured so far, with the sites in other places, as ranks have agreed on them.
+        """Returns a metric with this one's results, with sites at the places ranks agreed on.
 
         Args:
-            places: The new place of each site; None: nowhere.
+            places: The new place of each site; None to drop it.
             num_sites: Number of sites of the new table.
-            num_heads: Largest number of heads of a site of it.
+            num_heads: Largest number of heads of a site in it.
         """
         self.finish()
         table = AttentionMetric(self.probes, num_sites, num_heads).to(self.sums.device)
@@ -143,17 +143,17 @@ class AttentionMetric(Metric):
         return table
 
     def sync(self, *args: Any, **kwargs: Any) -> None:
-        """As torchmetrics has it, of all that was given."""
+        """Adds up what is held back, then does what torchmetrics does."""
         self.finish()
         super().sync(*args, **kwargs)
 
     def reset(self) -> None:
-        """Forgets everything, what is held back too."""
+        """Forgets everything, including what is held back."""
         self._held, self._held_bytes = [], 0
         super().reset()
 
     def _hold_back(self, new: _Held) -> None:
-        # A site's second call may not join its first: their sums go to one place.
+        # Two calls of one site are not added up together, because they go to the same place.
         again = any(x.site == new.site and x.probe == new.probe for x in self._held)
         size = sum(tensor.nbytes for tensor in new.values)
         if again or (self._held and self._held_bytes + size > _MOST_HELD):
@@ -164,21 +164,21 @@ class AttentionMetric(Metric):
             self.finish()
 
     def _places(self, entries: list[_Held]) -> Tensor:
-        """Where the heads of some sites lie in the state, sites and heads in one dimension."""
+        """Returns the places of the heads in the state, sites and heads in one dimension."""
         num_heads = self.shape[1]
         places = tuple(e.site * num_heads + head for e in entries for head in e.heads)
         return device_constant(places, torch.int64, self.sums.device)
 
 
 def _stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The n-th tensors of all parts in one, `(S, ...)`; of a single part without a copy."""
+    """Stacks the n-th tensors of all parts, `(S, ...)`; a single part is not copied."""
     if len(parts) == 1:
         return [tensor[None] for tensor in parts[0]]
     return [torch.stack(tensors) for tensors in zip(*parts, strict=True)]
 
 
 def _rows(state: Tensor, start: int, values: Sequence[Tensor]) -> Tensor:
-    """The part of a state that some values belong to, sites and heads in one dimension."""
+    """Returns the part of a state for some values, sites and heads in one dimension."""
     return state[start : start + len(values)].view(len(values), -1)
 
 

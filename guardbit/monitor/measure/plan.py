@@ -1,4 +1,4 @@
-"""Which probes the wanted indicators need, and what each of them has to measure."""
+"""Decides which probes the wanted indicators need, and what each probe measures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
 
 
 class Plan(NamedTuple):
-    """What is done at a sampled step; what is not wanted costs nothing.
+    """What is measured at a sampled step; what is not wanted costs nothing.
 
     Attributes:
         wanted: The indicators to record.

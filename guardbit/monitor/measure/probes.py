@@ -1,4 +1,4 @@
-"""What a probe of attention calls is, and what it looks at."""
+"""The interface of a probe of attention calls, and the view of a call that probes get."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ EPS = 1e-3
 
 @dataclass
 class CallView:
-    """One attention call of a sampled step, as probes look at it.
+    """One attention call of a sampled step, as probes see it.
 
-    What several probes read is computed once, and only if one reads it.
+    What several probes read is computed once, and only if a probe reads it.
 
     Attributes:
         call: The call.
         num_rows: Query rows to recompute, evenly spread; None for all.
-        audited: Heads whose gradients are audited, of the call's known ones; with any, the call
-            has `d_out` and `dq`.
-        directions: FP32 `(H, D)`, along which their coherent errors are taken.
-        needs_shadow: Whether any probe reads the shadow, so that no less is recomputed.
+        audited: Heads whose gradients are audited, among the call's known heads; if there are any,
+            the call has `d_out` and `dq`.
+        directions: FP32 `(H, D)`, the directions of their coherent errors.
+        needs_shadow: Whether any probe reads the shadow; the maxima are then taken from it.
     """
 
     call: AttentionCall
@@ -63,7 +63,7 @@ class CallView:
 
     @cached_property
     def maxima(self) -> Shadow | RowMaxima:
-        """The maxima of these rows; without the rest of the shadow if no probe reads that."""
+        """The maxima of these rows, without a full shadow if no probe reads one."""
         if self.needs_shadow:
             return self.shadow
         call = self.call
@@ -78,10 +78,10 @@ class CallView:
 
 
 class Found(NamedTuple):
-    """What a probe has found in one call, to be stacked with what it finds in others.
+    """A probe's result for one call, to be stacked with its results for others.
 
     Attributes:
-        heads: The heads that are meant, C of them.
+        heads: The measured heads, C of them.
         values: Tensors of C heads each: `(B, C, R)`, or already added up to `(C,)`.
     """
 
@@ -90,17 +90,17 @@ class Found(NamedTuple):
 
 
 class CallProbe(Protocol):
-    """Measures some indicators in attention calls; keeps no state, so that one serves all sites.
+    """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
 
     S is the number of sites, H the largest number of heads of one.
 
     Attributes:
-        indicators: Those that are wanted of its own, in the catalogue's order.
-        sums: Names of what is added up over rows, micro-batches and ranks.
-        maxima: Names of what the largest is taken of.
+        indicators: Those of its indicators that are wanted, in the catalogue's order.
+        sums: Names of the values that are added up over rows, micro-batches and ranks.
+        maxima: Names of the values whose largest is taken.
         needs_shadow: Whether it reads `CallView.shadow`.
-        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios: of ranks
-            that make the very same calls each adds its own.
+        totals: Those of `indicators` that are sums over rows, not means, maxima or ratios. Ranks
+            that make the very same calls would count them several times.
     """
 
     indicators: tuple[str, ...]
@@ -114,7 +114,7 @@ class CallProbe(Protocol):
         ...
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Reduces what was found in S calls, `(S, B, C, R)` or `(S, C)`, to one value a head.
+        """Reduces the results of S calls, `(S, B, C, R)` or `(S, C)`, to one value a head.
 
         Returns:
             `(S, C)` each of `sums`, FP64, and of `maxima`, in this order.
@@ -126,7 +126,7 @@ class CallProbe(Protocol):
 
         Args:
             state: `(S, H)` each of `sums` and `maxima`, of all micro-batches and ranks.
-            loss_scale: What the loss was multiplied with before its backward.
+            loss_scale: Factor of the loss before its backward.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What the scores of a head's rows look like, from a recomputation in FP32.
+"""Statistics of the scores in a head's rows, from a recomputation in FP32.
 
 "Paper" is arXiv 2510.04212.
 """
@@ -20,11 +20,11 @@ class _Statistic(NamedTuple):
     """How an indicator comes from rows.
 
     Attributes:
-        read: What it takes of a recomputation, `(B, H, R)`.
-        reduce: Makes `(S, H)` of that and of the rows' maxima, `(S, B, H, R)` both.
-        is_mean: Whether that is a sum and the indicator its mean over the rows; else the indicator
-            is the largest.
-        needs_shadow: Whether `read` takes a `Shadow`; else a `RowMaxima` will do.
+        read: Takes `(B, H, R)` from a recomputation.
+        reduce: Makes `(S, H)` of that and of the rows' maxima, both `(S, B, H, R)`.
+        is_mean: Whether `reduce` returns a sum, of which the indicator is the mean over the rows;
+            otherwise it returns a maximum.
+        needs_shadow: Whether `read` takes a `Shadow`; otherwise a `RowMaxima` will do.
     """
 
     read: Callable[[Any], Tensor]
@@ -54,7 +54,7 @@ def _sum(values: Tensor, _: Tensor) -> Tensor:
     return per_head(values)
 
 
-#: Of rows without an allowed key the entropy is 0, and the largest score -inf.
+#: Rows without an allowed key have entropy 0 and largest score -inf.
 STATISTICS: dict[str, _Statistic] = {
     "multiple_maxima": _Statistic(attrgetter("maxima"), shared_maxima),
     "multiple_maxima_bf16": _Statistic(attrgetter("maxima_bf16"), shared_maxima),
@@ -67,7 +67,7 @@ STATISTICS: dict[str, _Statistic] = {
 
 
 class RowProbe:
-    """The statistics of rows; with dropout of P before anything is dropped.
+    """Measures the statistics of rows; with dropout, those of P before anything is dropped.
 
     Args:
         wanted: Names of the indicators to measure.
@@ -83,7 +83,7 @@ class RowProbe:
         self.needs_shadow = any(STATISTICS[name].needs_shadow for name in self.indicators)
 
     def update(self, view: CallView) -> Found:
-        """Takes of a call's recomputed rows what the indicators need."""
+        """Takes what the indicators need from a call's recomputed rows."""
         recomputed = view.shadow if self.needs_shadow else view.maxima
         read = (STATISTICS[name].read(recomputed) for name in (*self._means, *self.maxima))
         return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))

@@ -1,4 +1,4 @@
-"""What the training loop says of the whole run: loss and gradient norm of every step."""
+"""Loss and gradient norm of every step, as the training loop reports them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Scalars(NamedTuple):
     grad_norms: list[int]
 
     def samples(self, numbers: Iterator[float]) -> Iterator[Sample]:
-        """Yields the samples of each step, of its loss the mean over micro-batches."""
+        """Yields the samples of each step; the loss is the mean over its micro-batches."""
         by_step: dict[int, list[float]] = {}
         for step, factor in self.losses:
             by_step.setdefault(step, []).append(next(numbers) * factor)
@@ -43,7 +43,7 @@ class RunProbe:
 
     def __init__(self, wanted: Collection[str]) -> None:
         self._wanted = wanted
-        # Of every micro-batch: step, loss, factor.
+        # Step, loss and factor of every micro-batch.
         self._losses: list[tuple[int, Tensor | float, float]] = []
         self._grad_norms: list[tuple[int, Tensor | float]] = []
 
@@ -59,12 +59,12 @@ class RunProbe:
             self._grad_norms.append((step, _number(value)))
 
     def forget_step(self, step: int | None) -> None:
-        """Drops what an abandoned step left."""
+        """Drops the scalars of an abandoned step."""
         self._losses = [entry for entry in self._losses if entry[0] != step]
         self._grad_norms = [entry for entry in self._grad_norms if entry[0] != step]
 
     def take(self) -> tuple[Scalars, list[Tensor | float]]:
-        """Returns what was kept, and its numbers, which may lie on a device; keeps it no more."""
+        """Hands over what was kept, and its numbers, which may be on a device."""
         losses, self._losses = self._losses, []
         grad_norms, self._grad_norms = self._grad_norms, []
         scalars = Scalars(
@@ -73,7 +73,7 @@ class RunProbe:
         return scalars, [*(loss for _, loss, _ in losses), *(norm for _, norm in grad_norms)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what is kept; plain Python only."""
+        """Returns what is kept, as plain Python."""
         losses = Transfer(loss for _, loss, _ in self._losses).read()
         norms = Transfer(norm for _, norm in self._grad_norms).read()
         return {
@@ -87,13 +87,13 @@ class RunProbe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keeps what was kept where the `state_dict` was taken."""
+        """Continues from a `state_dict`."""
         self._losses = [(step, value, factor) for step, value, factor in state["losses"]]
         self._grad_norms = [(step, value) for step, value in state["grad_norms"]]
 
 
 def _number(value: Tensor | float) -> Tensor | float:
-    """One number without its history; a view, so no kernel runs, unless ranks hold shares of it."""
+    """Returns one number without its history: a view, so no kernel runs, unless it is a DTensor."""
     if isinstance(value, Tensor) and (value.numel() != 1 or value.is_complex()):
         raise ValueError(
             f"expected one real number, got {value.dtype} of shape {tuple(value.shape)}"

@@ -37,9 +37,9 @@ class RunningSums:
         self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
 
     def follow(self, sample: Sample) -> Iterator[Sample]:
-        """Yields the sums after a sample of what is summed up, and nothing after any other.
+        """Yields the sums after a sample of an indicator that is summed, and nothing after others.
 
-        What is not finite would stay in them for ever, and is left out.
+        Values that are not finite are left out, because they would stay in the sums for ever.
         """
         name = _SUM_OF.get(sample.indicator)
         if name is None:
@@ -58,7 +58,7 @@ class RunningSums:
         }
 
     def load_state_dict(self, state: dict[str, dict[str, list[float]]]) -> None:
-        """Goes on from the sums whose `state_dict` this is."""
+        """Continues from the sums of a `state_dict`."""
         for name in self.sums:
             found = state.get(name, {})
             self.sums[name] = {site: list(values) for site, values in found.items()}

@@ -1,4 +1,4 @@
-"""Where each site stands in the state that ranks exchange, and what they call its layer."""
+"""The place of each site in the state that ranks exchange, and its layer number."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 
 class KnownSite(NamedTuple):
-    """A site as the metric counts it, by `place`; `layer` is for readers.
+    """A site of the metric, at `place`; `layer` is its number for readers.
 
-    `copies` is how many ranks make the very same calls of each head.
+    `copies` is the number of ranks that make the very same calls of each head.
     """
 
     place: int
@@ -21,9 +21,9 @@ class KnownSite(NamedTuple):
 
 
 def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
-    """One table of all sites, those of the first rank first.
+    """Joins tables into one of all sites, with those of the first rank first.
 
-    Ranks of a pipeline number their layers from 0 each: those of a later one are counted on.
+    Pipeline stages each number their layers from 0; the layers of later stages are counted on.
     """
     sites: dict[str, KnownSite] = {}
     for table in tables:

@@ -1,4 +1,4 @@
-"""The spectral norms of the projections' rows of each head, read from the weights themselves.
+"""Spectral norms of each head's rows of the projections, read from the weights.
 
 Shapes: W_Q `(H, d_head, d_model)`, W_K `(H_kv, d_head, d_model)`. "Paper" is arXiv 2510.04212.
 """
@@ -20,7 +20,7 @@ from guardbit.monitor.sites import Site
 #: size and any distance of the second largest.
 _SQUARINGS = 24
 
-#: Bytes of Gram matrices to treat at once, if it can be helped.
+#: Bytes of Gram matrices that are treated at once, unless one site alone has more.
 _LARGEST_BATCH = 2**25
 
 
@@ -30,8 +30,8 @@ class SiteNorms(NamedTuple):
     Attributes:
         site: Its name.
         indicator: The indicator.
-        values: FP32 `(H,)`, of all ranks' heads; NaN of those that are not here.
-        directions: FP32 `(H, D)`, of the heads here, see `spectral_norms`.
+        values: FP32 `(H,)`, for the heads of all ranks; NaN for heads that are not here.
+        directions: FP32 `(H, D)`, for the heads here, see `spectral_norms`.
     """
 
     site: str
@@ -53,7 +53,7 @@ def norms_of_sites(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Itera
         for entry, of_heads, directions in zip(
             batch, norms.split(sizes), vectors.split(sizes), strict=True
         ):
-            # Of the key head that each query head uses.
+            # The key head that each query head uses.
             of_heads = of_heads.repeat_interleave(entry.num_heads // len(of_heads))
             values = _placed(of_heads, sites[entry.site])
             yield SiteNorms(entry.site, entry.indicator, values, directions)
@@ -73,10 +73,10 @@ def gram_matrices(weights: Tensor) -> Tensor:
 
 
 def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Largest singular values, of W or of W'^T W, from Gram matrices alone.
+    """Returns the largest singular values of W, or of W'^T W, from Gram matrices alone.
 
-    Of W_Q it is a head's spectral norm (paper, figures 3 and 11); W_Q^T W_K is the form that makes
-    its logits. The square is the largest eigenvalue of G, or of G' G.
+    That of W_Q is a head's spectral norm (paper, figures 3 and 11); W_Q^T W_K is the form that
+    makes its logits. The square is the largest eigenvalue of G, or of G' G.
 
     By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
     it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
@@ -100,8 +100,8 @@ def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor,
     for number in range(1 + _SQUARINGS):
         if number > 0:
             powers = powers @ powers if others is None else powers @ others @ powers
-        # Not each time, to save launches: three squarings do not leave FP64's range, even where W
-        # and W' all but miss each other.
+        # Normalise every third time only, to save launches: three squarings stay within FP64's
+        # range even where W and W' are nearly orthogonal.
         if number % 3 == 0:
             powers, size = _normalized(powers)
             logs = logs + size.log() * 0.5**number
@@ -114,13 +114,13 @@ def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor,
 
 
 def _normalized(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Matrices over their Frobenius norms, and these; zero stays zero, not finite becomes NaN."""
+    """Divides matrices by their Frobenius norms; zero stays zero, and not finite becomes NaN."""
     size = torch.linalg.matrix_norm(matrices)
     return matrices / size.clamp_min(torch.finfo(torch.float64).tiny)[:, None, None], size
 
 
 class _Grams(NamedTuple):
-    """What an indicator of a site is to be taken from, see `spectral_norms`."""
+    """The Gram matrices for an indicator of a site, see `spectral_norms`."""
 
     site: str
     indicator: str
@@ -130,7 +130,7 @@ class _Grams(NamedTuple):
 
 
 def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_Grams]:
-    """What the wanted norms of all sites are to be taken from, where the weights are whole."""
+    """Yields the Gram matrices for the wanted norms of all sites."""
     needs_keys = not wanted <= {"w_q_spectral_norm"}
     for name, site in sites.items():
         with suppress(LayoutUnavailable):
@@ -149,7 +149,7 @@ def _grams_of(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Iterator[_
 
 
 def _grams(site: Site, side: Side) -> Tensor:
-    """The Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
+    """Returns the Gram matrices of a site's heads on this rank, FP64 `(H, d_head, d_head)`."""
     grams = site.grams_of_shards(side, gram_matrices)
     if grams is not None:
         return grams
@@ -158,7 +158,7 @@ def _grams(site: Site, side: Side) -> Tensor:
 
 
 def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:
-    """What can be treated at once, so much that it is not above 32 MiB if it can be helped."""
+    """Yields batches to be treated at once, of 32 MiB at most unless one item alone is larger."""
     alike: dict[tuple[bool, int, torch.device], list[_Grams]] = {}
     for entry in grams:
         kind = (entry.others is None, entry.grams.size(1), entry.grams.device)
@@ -171,7 +171,7 @@ def _batches(grams: Iterable[_Grams]) -> Iterator[list[_Grams]]:
 
 
 def _placed(values: Tensor, site: Site) -> Tensor:
-    """Values `(H,)` of the heads on this rank among those of all ranks; NaN: not here."""
+    """Puts values `(H,)` of the heads on this rank among those of all ranks; NaN: not here."""
     own = site.own_heads
     if len(own) == site.num_heads:
         return values
