@@ -68,7 +68,7 @@ class Coverage:
             )
 
     def why_nothing(self) -> str:
-        """Returns why no call of attention may have been seen so far, the likeliest reason first."""
+        """Returns reasons why no call of attention may have been seen, the likeliest first."""
         candidates = list(self._instrumentation.candidates.values())
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
