@@ -1,4 +1,4 @@
-"""Rounding to BF16 and FP16, sums of low-precision parts, and the error that adds up.
+"""Rounding to BF16 and FP16, sums of low-precision parts, and coherent error.
 
 Rounding is to nearest even or stochastic. The stochastic kind takes its bits from Philox 4x32-10
 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), the generator of Triton's
@@ -30,9 +30,9 @@ def round_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     A cast from FP64 to BF16 or FP16 goes by way of FP32 and so rounds twice: 1 + 2^-8 + 2^-40
     becomes the tie 1 + 2^-8 in FP32 and then 1, though 1 + 2^-7 is nearer. Here the FP32 step
-    rounds to odd (towards zero, and the last bit set when anything was lost), which keeps the
-    knowledge that the value was no tie (Boldo and Melquiond, "Emulation of FMA and correctly
-    rounded sums", IEEE Trans. Computers 57(4), 2008).
+    rounds to odd (towards zero, and the last bit set when anything was lost), so the second
+    rounding can tell that the value was no tie (Boldo and Melquiond, "Emulation of FMA and
+    correctly rounded sums", IEEE Trans. Computers 57(4), 2008).
 
     Args:
         x: FP32 or FP64 tensor of any shape.
@@ -164,14 +164,14 @@ def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:
 
 
 def encode_residual(exact: Tensor, rounded: Tensor) -> Tensor:
-    """What rounding to nearest took, in one byte: so many 240ths of the last place of `rounded`.
+    """Encodes in a byte what rounding to nearest took: 240ths of the last place of `rounded`.
 
-    240 because rounding takes half a place at most, so that 120 is enough, and because halves,
-    thirds, quarters, fifths, sixths, eighths and so on of a place are whole counts: means of two to
-    six equal weights leave just these, in every row alike, and an error in them would add up.
+    Rounding takes at most half a place, 120 counts, which fit a byte. And halves, thirds, quarters,
+    fifths, sixths and eighths of a place are whole counts of 240ths: means of two to six equal
+    weights leave just these, alike in every row, and an error in them would add up.
 
-    The place is counted in FP32's own bits, so that below a power of two it is that of the numbers
-    there, and away from 0: a positive count says that |exact| is the larger.
+    The place is counted in FP32's bits, so below a power of two it is that of the numbers there. It
+    is counted away from 0: a positive count means that |exact| is the larger.
 
     Args:
         exact: FP32 tensor of any shape.
@@ -208,7 +208,7 @@ def decode_residual(rounded: Tensor, counts: Tensor) -> Tensor:
 
 
 def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
-    """The part of an error that adds up: the signed sum of actual - exact over one dimension.
+    """Returns the part of an error that adds up: the signed sum of actual - exact over a dimension.
 
     Independent errors of n rows sum to about sqrt(n) times one of them, rows that round the same
     way to n times. Weight gradients are sums over rows, so this is what they see.

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 #: The ways to compute a head's attention. "none" leaves it as it is.
 STABILIZERS: tuple[str, ...] = (
     "none",
-    "exact_delta",  # the kernel as it is, its backward with an exact delta
-    "centered_keys",  # the kernel as it is, of keys without what they have in common
+    "exact_delta",  # the same kernel; its backward gets an exact delta
+    "centered_keys",  # the same kernel; its keys are given without their mean
     "compensated",  # our forward keeps what rounding takes from O, for the backward's delta
     "stochastic",  # our forward rounds O stochastically
     "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
@@ -34,9 +34,9 @@ Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
 
 def printable(text: str) -> str:
-    r"""Text for a terminal, in one line: what would steer it (escape codes, say) stands as `\x1b`.
+    r"""Returns a text as one line for a terminal, with control characters escaped, as in `\x1b`.
 
-    The names of a run's modules are whatever the run's folder says.
+    The names in a run's folder may hold anything.
     """
     return "".join(
         letter.encode("unicode_escape").decode()
@@ -140,9 +140,9 @@ class Event:
         site: Name of the attention module; "" where the event concerns the whole run.
         heads: The heads concerned, ascending; empty where it concerns all or none.
         why: One sentence a person understands.
-        rule: Of an alarm: the rule that fired; else "".
-        stabilizer: Of a switch: what runs from now on. Of a refusal: what was to run. Else "".
-        verdict: Of a verdict: one of `Verdict`; else "".
+        rule: For an alarm, the rule that fired; else "".
+        stabilizer: For a switch, what runs from now on; for a refusal, what was to run; else "".
+        verdict: For a verdict, one of `Verdict`; else "".
     """
 
     step: int

@@ -1,1 +1,1 @@
-"""A framework's events in, calls of the monitoring session out; one file a callback."""
+"""Callbacks that turn a framework's events into calls of the monitoring session, one a file."""

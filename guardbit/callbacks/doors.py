@@ -1,4 +1,4 @@
-"""The guard of the frameworks' events: an error stays in its session, and is reported once."""
+"""The guard around the frameworks' events: an error stays in its session and is reported once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _HasSession(Protocol):
 
 
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
-    """Makes a method one that a framework may call: without a session, or an error, nothing."""
+    """Wraps a method so that a framework may call it: without a session it does nothing."""
 
     @functools.wraps(event)
     def door(self: _HasSession, *args: Any, **kwargs: Any) -> None:
@@ -28,13 +28,13 @@ def guarded(event: Callable[..., None]) -> Callable[..., None]:
 
 
 def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession | None:
-    """Makes a session; returns None, and says so, where the run has to go on without one.
+    """Makes a session; returns None, with a warning, if the run has to go on without one.
 
-    That is where none of the model's attention would be seen, and after a fault of GuardBit's own.
+    That happens if GuardBit would see none of the model's attention, or after an error of its own.
 
     Raises:
         ValueError: If a setting is wrong.
-        TypeError: The same.
+        TypeError: If a setting has the wrong type.
     """
     try:
         return make()

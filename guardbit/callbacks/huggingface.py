@@ -1,4 +1,4 @@
-"""`HuggingFaceMonitor`: watches and switches the heads of a model in Hugging Face's Trainer."""
+"""`HuggingFaceMonitor`: watches and switches a model's heads in Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STATE_FILE = "guardbit.json"
 
 
 class HuggingFaceMonitor(TrainerCallback):
-    """Watches every attention head of the model a `transformers.Trainer` trains.
+    """Watches every attention head of the model that a `transformers.Trainer` trains.
 
         Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
 
     Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The state goes
-    into each checkpoint's folder and is found there when the run is resumed.
+    into each checkpoint's folder and is loaded from there when the run is resumed.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -38,10 +38,10 @@ class HuggingFaceMonitor(TrainerCallback):
         dry_run: Decide and record, but switch nothing.
         sites: Names or patterns (``"*.attn"``) of the attention modules; None for all.
         indicators: What to measure, of `guardbit.INDICATORS`; None for all.
-        num_rows: Query rows of each call that are recomputed in FP32, evenly spread; None for
-            all. Sums over rows are then over these.
-        num_audited_heads: Heads of each attention module whose dQ is audited at a sampled step, in
-            turn.
+        num_rows: Number of query rows of each call that are recomputed in FP32, evenly spread;
+            None for all. Sums over rows are sums over these.
+        num_audited_heads: Number of heads of each attention module whose dQ is audited at a
+            sampled step; the heads take turns.
         rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
         strict: Raise the monitor's own errors instead of going on without it.
@@ -110,7 +110,7 @@ class HuggingFaceMonitor(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Tells the session which optimizer step begins."""
+        """Begins the session's step."""
         if self.session is not None:
             self.session.begin_batch(state.global_step)
 
@@ -118,7 +118,7 @@ class HuggingFaceMonitor(TrainerCallback):
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Tells the session that a further micro-batch of the step begins."""
+        """Begins a further micro-batch of the session's step."""
         if self.session is not None:
             self.session.begin_batch(state.global_step)
 
@@ -132,7 +132,7 @@ class HuggingFaceMonitor(TrainerCallback):
         optimizer: Optimizer,
         **_: Any,
     ) -> None:
-        """Takes the factor by which the loss was scaled, in FP16."""
+        """Takes the scale of the loss in FP16 training."""
         if self.session is not None and self.session.is_sampled:
             scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
             self.session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
@@ -184,7 +184,7 @@ class HuggingFaceMonitor(TrainerCallback):
     def _close(self) -> None:
         if self.session is not None:
             session, self.session = self.session, None
-            session.abandon_step()  # which will not end any more
+            session.abandon_step()  # it never ends
             session.close()
 
 
@@ -196,11 +196,11 @@ def _save(path: Path, state: dict[str, Any], strict: bool) -> None:
     def write(file: BinaryIO) -> None:
         file.write(json.dumps(state).encode())
 
-    # Complete or not at all: from what a kill has cut short nothing can go on.
+    # Write it completely or not at all: no run can continue from half a state.
     try:
         publish(path, write)
     except OSError as error:
-        # The next checkpoint may have room.
+        # There may be room for the next checkpoint.
         if strict:
             raise
         log.warning("a run that goes on from this checkpoint begins anew: %s: %s", path, error)

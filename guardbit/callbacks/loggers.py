@@ -1,4 +1,4 @@
-"""What Lightning's loggers and its progress bar get, beside the scalars of a step."""
+"""What Lightning's loggers and progress bar get in addition to the scalars of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from guardbit.catalog import RUN_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.records import Alarm, Sample
 
-#: Enough for a head's baseline, and few enough to cost no time.
+#: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
 
 
@@ -25,7 +25,7 @@ class WorstHead(NamedTuple):
 
 
 class LoggedRun:
-    """The past of a run, as far as loggers need it; it begins anew when a run is resumed."""
+    """The past of a run, as far as loggers need it; it starts afresh when a run is resumed."""
 
     def __init__(self) -> None:
         self._history = History(_BUCKETS)
@@ -33,7 +33,7 @@ class LoggedRun:
         self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
-        """Takes in a sampled step; returns the latest values of the whole run's indicators."""
+        """Takes a sampled step; returns the latest values of the indicators of the whole run."""
         latest: dict[str, float] = {}
         for sample in samples:
             if sample.indicator in RUN_INDICATORS:
@@ -48,7 +48,7 @@ class LoggedRun:
         return latest
 
     def worst(self) -> WorstHead | None:
-        """The worst head; None before anything was measured."""
+        """Returns the worst head; None before anything was measured."""
         excess, _, _ = self._history.excess()
         if np.isnan(excess).all():
             return None
@@ -58,8 +58,8 @@ class LoggedRun:
     def picture(
         self, alarmed: Mapping[str, Collection[int]], stabilizers: Mapping[str, Sequence[str]]
     ) -> np.ndarray | None:
-        """The model map, uint8 (height, width, 3); None before anything was measured."""
-        # Not before it is asked for: most runs log no pictures and need no matplotlib.
+        """Draws the model map, uint8 (height, width, 3); None before anything was measured."""
+        # Imported here: most runs log no pictures and need no matplotlib.
         from guardbit.dashboards.figures.maps import draw_model_map
         from guardbit.dashboards.figures.style import pixels
 
@@ -83,7 +83,7 @@ class LoggedRun:
         return pixels(draw_model_map(excess, self._history.last_step, framed, dotted))
 
     def news(self, alarms: Sequence[Alarm]) -> list[Alarm]:
-        """The alarms that name a rule, a site and heads for the first time."""
+        """Returns the alarms whose rule, site and heads were not named before."""
         new: list[Alarm] = []
         for alarm in alarms:
             key = (alarm.rule, alarm.site, alarm.heads)
@@ -94,7 +94,7 @@ class LoggedRun:
 
 
 def send_text(logger: Logger, key: str, text: str, step: int) -> None:
-    """Hands a text to a logger that takes texts (W&B, TensorBoard); other loggers get nothing."""
+    """Logs a text, if the logger takes texts (W&B, TensorBoard)."""
     experiment = getattr(logger, "experiment", None)
     if hasattr(logger, "log_text"):
         to: Any = logger
@@ -104,11 +104,11 @@ def send_text(logger: Logger, key: str, text: str, step: int) -> None:
 
 
 def send_picture(logger: Logger, key: str, picture: np.ndarray, step: int) -> None:
-    """Hands a picture to a logger that takes pictures; other loggers get nothing.
+    """Logs a picture, if the logger takes pictures.
 
     Args:
         logger: Any logger of Lightning's.
-        key: What it is called.
+        key: Key of the picture.
         picture: uint8, (height, width, 3).
         step: Optimizer step.
     """

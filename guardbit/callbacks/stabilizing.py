@@ -1,4 +1,4 @@
-"""`AutoStabilizer`: acts on what `AttentionMonitor` sees."""
+"""`AutoStabilizer`: acts on the alarms of `AttentionMonitor`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from guardbit.monitor.policy import Policy, quiet_period
 class AutoStabilizer(pl.Callback):
     """Stabilizes attention after an alarm, in the middle of a run.
 
-    It needs an `AttentionMonitor` among the callbacks of the same Trainer; that one keeps its state
-    in the checkpoint. A switch takes effect at the next step and recompiles nothing.
+    It needs an `AttentionMonitor` among the callbacks of the same Trainer, which keeps its state in
+    the checkpoint. A switch takes effect at the next step and recompiles nothing.
+
+    >>> from guardbit import AttentionMonitor, AutoStabilizer
+    >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
         stabilizer: What heads are switched to: "exact_delta", "centered_keys", "compensated",
             "stochastic" or "row_max". In the rescue study (docs/evidence.md) no run that was
             switched to "exact_delta" or "compensated" failed; of four with "row_max" two did.
-        scope: Which heads: "head" for those that alarms name, "layer" for all heads of their
-            attention modules, "model" for all heads of the model. In that study all three kept the
-            loss; with "head" other heads of the layer went on to grow in four of five runs.
+        scope: Which heads are switched: "head" for those that alarms name, "layer" for all heads of
+            their attention modules, "model" for all heads of the model. In that study all three
+            kept the loss; with "head" other heads of the layer grew later in four of five runs.
         always: Whether to switch all heads at the end of the first step, so that nothing depends on
             an alarm. Heads of modules that are called later follow at the first sampled step after
             that. Scope and agreement do not matter then, and nothing is undone.

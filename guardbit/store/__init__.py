@@ -1,6 +1,6 @@
 """Append-only telemetry of one run: a folder of small files that a kill cannot break.
 
-What lies in the folder of a run:
+The folder of a run holds:
 
 ```
 session-0001-5e0c9a41.json                         one writer: its start step and its metadata
@@ -9,16 +9,16 @@ samples-0001-5e0c9a41-00000008-00000008.parquet    what its flush 8 wrote
 events-0001-5e0c9a41-00000000-00000000.jsonl       the same for events, one JSON object a line
 ```
 
-Every file is written under a temporary name, synced and renamed, so a name that exists holds all
-it should, on network file systems too; nothing is appended to and nothing is locked. Every writer
-is a session of its own with names nobody else uses, so a second writer on the folder can hide but
-never harm what the first one wrote. Small segments are merged into larger ones; the merged segment
-exists before those it covers are removed, and the reader passes over segments that another covers.
+Every file is written under a temporary name, synced and renamed. So a file that exists is complete,
+on network file systems too; nothing is appended to and nothing is locked. Every writer is a session
+of its own with names nobody else uses, so a second writer can hide but never harm what the first
+one wrote. Small segments are merged into larger ones. The merged segment exists before the segments
+it covers are removed, and the reader skips segments that another one covers.
 
-A session that goes on from step s hides what earlier sessions recorded after step s, for the run
-does those steps again; one that goes on from none hides all. It does so from its first sample or
-event on: a run that is started and dies before it has recorded anything hides nothing. The files of
-hidden steps stay on disk.
+A session that continues from step s hides what earlier sessions recorded after step s, because the
+run repeats those steps. A session that continues from no step hides everything. Hiding begins with
+its first sample or event: a run that dies before it has recorded anything hides nothing. The files
+of hidden steps stay on disk.
 """
 
 from guardbit.store.files import RUN_FOLDER

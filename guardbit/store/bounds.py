@@ -1,7 +1,7 @@
-"""What a run's files may hold at most: a reader leaves out what is beyond, and says so.
+"""Bounds on what a run's files may hold: a reader leaves out what exceeds them, and says so.
 
-The files of a run may be broken, or be somebody else's. Without bounds one flipped bit in a head's
-number asks for gigabytes, and a pipe in place of a file is waited for without end.
+The files of a run may be broken, or somebody else's. Without bounds, one flipped bit in the number
+of a head would ask for gigabytes, and a reader would wait for ever for a pipe in place of a file.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ OUT_OF_BOUNDS = (
 
 
 def check_file(path: Path, most: int | None = None) -> None:
-    """Raises if a file is none that can be read to its end.
+    """Raises if a file cannot be read to its end.
 
     Args:
-        path: A pipe or a device would be waited for, or never end.
+        path: The file. Reading a pipe or a device may never end.
         most: Bytes it may have; None for any number.
 
     Raises:
@@ -54,7 +54,7 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 
 def good_rows(rows: pa.Table | pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Which rows of samples are within the bounds.
+    """Marks the rows of samples that are within the bounds.
 
     Args:
         rows: Columns as in the store; names may be dictionaries.
@@ -77,7 +77,7 @@ def within_bounds(
     layer: npt.NDArray[np.integer],
     head: npt.NDArray[np.integer],
 ) -> npt.NDArray[np.bool_]:
-    """Which rows can be; those of the whole run have no layer and no head to look at."""
+    """Marks the rows within the bounds; layer and head of rows of the whole run do not count."""
     known = (layer >= 0) & (layer < MAX_LAYERS) & (head >= 0) & (head < MAX_HEADS)
     return (step >= 0) & (step <= MAX_STEP) & (known | ~has_site)
 
@@ -98,10 +98,10 @@ def checked_event(event: Any) -> dict[str, Any]:
     """Returns one event with its step as an int and its heads as a tuple of ints.
 
     An event of an earlier version is turned into one of this version. A kind that this version does
-    not know is kept: a newer one may have written it.
+    not know is kept, because a newer version may have written it.
 
     Raises:
-        ValueError: It is no event, or beyond the bounds.
+        ValueError: It is no event, or it exceeds the bounds.
     """
     if not isinstance(event, dict):
         raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
@@ -120,13 +120,13 @@ def checked_event(event: Any) -> dict[str, Any]:
     for name, text in texts.items():
         if not isinstance(text, str):
             raise ValueError(f"an event's {name} must be text, got {str(text)[:40]!r}")
-    # Half a surrogate pair is no text: no file takes it.
+    # A lone surrogate cannot be written to any file.
     texts = {name: text.encode(errors="replace").decode() for name, text in texts.items()}
     return {**texts, "step": step, "heads": heads}
 
 
 def checked_session(session: Any) -> dict[str, Any]:
-    """Returns what a session's file says.
+    """Returns the content of a session's file, checked.
 
     Raises:
         ValueError: Its start step or its metadata are not what a session has.

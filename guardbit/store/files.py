@@ -1,4 +1,4 @@
-"""The files of a run's folder: their names, their columns, and how one comes to exist."""
+"""The files of a run's folder: their names, their columns, and how they are written."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ EVENT_COLUMNS = [field.name for field in dataclasses.fields(Event)]
 
 #: Name of a run's folder in the log directory of the run.
 RUN_FOLDER = "guardbit"
-#: The start step of a session that goes on from none: no step of an earlier one counts.
+#: The start step of a session that continues no earlier one, so that none of their steps count.
 NO_PAST = -1
 
-#: What reading a broken file raises.
+#: Errors that reading a broken file raises.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -44,7 +44,7 @@ UNREADABLE = (
     pa.ArrowException,
 )
 
-#: Seconds without a write after which a half-written file has no writer any more.
+#: Seconds without a write after which a half-written file counts as abandoned.
 _ABANDONED = 600.0
 
 _SEGMENT_NAME = re.compile(
@@ -86,7 +86,7 @@ class Listing:
 
 
 def list_folder(folder: Path) -> Listing:
-    """Looks at what a folder holds, files of other kinds passed over."""
+    """Lists what a folder holds of a run; other files are passed over."""
     listing = Listing({}, {"samples": {}, "events": {}})
     for name in sorted(os.listdir(folder)):
         if match := _SEGMENT_NAME.fullmatch(name):
@@ -99,9 +99,9 @@ def list_folder(folder: Path) -> Listing:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what writers that were killed have left half-written.
+    """Removes half-written files of writers that were killed.
 
-    A file that was written to lately may still be in the making, by another writer.
+    A file that was written to lately is left, because another writer may be at work on it.
     """
     for path in folder.glob(".*.partial"):
         name = path.name.removeprefix(".").removesuffix(".partial")

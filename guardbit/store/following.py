@@ -1,4 +1,4 @@
-"""Follows a run while it is being written: each look reads only what is new."""
+"""Follows a run while it is written; each look reads only what is new."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from guardbit.store.reading import folder_of_run, last_steps, warn_of_rows
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16
-#: Names are dictionaries: each stands once in a batch.
+#: Names are dictionary-encoded, so that a batch holds each of them once.
 _BATCHES = pa.schema(
     (
         field.name,
@@ -37,8 +37,8 @@ _BATCHES = pa.schema(
 class RunFollower:
     """Reads the samples of a run's folder as they come, in bounded memory.
 
-    A segment that a merge has made of segments already read is passed over, as far as its row
-    groups allow; rows at the seam may be handed over twice.
+    A segment that was merged from segments already read is skipped, as far as its row groups allow;
+    rows at the seam may be handed over twice.
 
     Args:
         folder: Folder of the run, which need not exist yet.
@@ -48,7 +48,7 @@ class RunFollower:
         self.folder = Path(folder)
         #: Time of the newest file of the run, in seconds since 1970; None while there is none.
         self.last_written: float | None = None
-        #: Bytes of segments found by the last look, and how many of them are read.
+        #: Bytes of the segments that the last look found, and how many of these bytes are read.
         self.bytes_found, self.bytes_read = 0, 0
         self._listing = Listing({}, {"samples": {}, "events": {}})
         self._last_steps: list[tuple[SessionKey, float]] = []
@@ -61,8 +61,8 @@ class RunFollower:
         """Looks at what the folder holds now.
 
         Returns:
-            Whether what was read before no longer counts, because the run was resumed or begun
-            anew: `batches` then starts over.
+            Whether what was read before no longer counts, because the run was resumed or restarted.
+            `batches` then starts over.
         """
         self.folder = folder_of_run(self.folder)
         self._listing = self._list()
@@ -72,7 +72,7 @@ class RunFollower:
         self.last_written = max(times, default=None)
         counted = list(last_steps(self._listing))
         before, self._last_steps = self._last_steps, counted
-        # A session that only joins hides nothing as long as the others count as far as before.
+        # A new session hides nothing if the earlier ones still count up to the same steps.
         starts_over = bool(before) and counted[: len(before)] != before
         if starts_over:
             self._next_flush.clear()
@@ -101,7 +101,7 @@ class RunFollower:
             try:
                 yield from self._read(key, segment, last_step)
             except FileNotFoundError:
-                return  # a live writer has merged it meanwhile: the next look finds the merged one
+                return  # a live writer has merged it meanwhile; the next look finds the merged one
             except UNREADABLE as error:
                 self._broken.add(segment.path)
                 warnings.warn(
@@ -120,7 +120,7 @@ class RunFollower:
         return [segment for found in self._listing.segments[kind].values() for segment in found]
 
     def _unread(self, key: SessionKey) -> Iterator[Segment]:
-        """The segments that bring the next flushes of a session, the widest first."""
+        """Yields the segments with the next flushes of a session, the widest first."""
         segments = self._listing.segments["samples"].get(key, [])
         segments = [segment for segment in segments if segment.path not in self._broken]
         flush = self._next_flush.get(key, 0)

@@ -1,4 +1,4 @@
-"""The reader of a run's telemetry."""
+"""Reads a run's telemetry."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from guardbit.store.tensorboard import is_tensorboard_log, read_tensorboard
 
 Part = TypeVar("Part")
 
-#: How often a reader looks again when a live writer's merge took a file from under it.
+#: How often a reader tries again when the merge of a live writer has removed a file.
 _READ_ATTEMPTS = 10
 
 
@@ -51,10 +51,10 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the samples of a run, also while it is being written.
 
     Args:
-        path: Folder of a run, or the log directory that it is in as `guardbit`; a CSV file (`.csv`,
-            `.csv.gz`) with the columns below, whose other columns are passed over; or a TensorBoard
-            log, file or folder, with the scalars that `AttentionMonitor` logs, which are the
-            largest over all heads.
+        path: Folder of a run, or the log directory that holds it as `guardbit`; a CSV file (`.csv`,
+            `.csv.gz`) with the columns below, other columns are ignored; or a TensorBoard log, file
+            or folder, with the scalars that `AttentionMonitor` logs, which are the largest over all
+            heads.
 
     Returns:
         One row a measured value, with the columns step (int64), site (str; "" for the whole run),
@@ -140,7 +140,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether this is the folder of a run, and not somebody else's file."""
+    """Whether a path is the folder of a run."""
     path = Path(path)
     if not path.is_dir():
         return False
@@ -149,12 +149,12 @@ def is_run(path: str | os.PathLike[str]) -> bool:
 
 
 def folder_of_run(path: str | os.PathLike[str]) -> Path:
-    """The folder of the run that is meant: `path`, or the one in a run's log directory."""
+    """Returns the folder of the run: `path`, or the one in this log directory."""
     path = Path(path)
     inner = path / RUN_FOLDER
     if is_run(path) or not is_run(inner):
         return path
-    # A log with some samples is better than a run with none.
+    # A TensorBoard log with some samples is better than a run with none.
     is_empty = not any(list_folder(inner).segments.values())
     return path if is_empty and is_tensorboard_log(path) else inner
 
@@ -176,7 +176,7 @@ def _list_run(folder: Path) -> Listing:
 
 
 def _load_session(path: Path) -> dict[str, Any]:
-    """Reads a session's file; one that is broken hides nothing and says nothing."""
+    """Reads a session's file; a broken one hides no steps and has no metadata."""
     try:
         check_file(path, MAX_JSON)
         return checked_session(json.loads(path.read_bytes()))
@@ -188,9 +188,9 @@ def _load_session(path: Path) -> dict[str, Any]:
 
 
 def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
-    """Yields the sessions that recorded something, oldest first, and the last step each counts for.
+    """Yields the sessions that recorded something, oldest first, each with its last valid step.
 
-    A session counts up to the smallest step that a later one started from.
+    A session is valid up to the smallest step that a later one started from.
     """
     recorded = sorted({key for sessions in listing.segments.values() for key in sessions})
     last_steps: list[tuple[SessionKey, float]] = []
@@ -207,7 +207,7 @@ def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
 def _read_segments(
     folder: Path, kind: str, load: Callable[[Path], Part]
 ) -> list[tuple[Part, float]]:
-    """Reads all segments of a kind in the order they were written, each with its last step."""
+    """Reads all segments of a kind in the order of writing, each with its last valid step."""
     for attempt in range(_READ_ATTEMPTS):
         listing = _list_run(folder)
         parts: list[tuple[Part, float]] = []
@@ -227,10 +227,10 @@ def _read_segments(
 
 
 def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -> Iterator[Part]:
-    """Loads the segments of one session in order, those that another one covers left out.
+    """Loads the segments of one session in order, without those that another one covers.
 
-    The widest come first, so that where a merged segment is broken and those it covers still
-    exist, they stand in for it.
+    The widest are tried first. If a merged segment is broken and the ones it covers still exist,
+    these are loaded instead.
     """
     loaded: list[tuple[Segment, Part]] = []
     for segment in sorted(segments, key=lambda segment: segment.width, reverse=True):
@@ -261,14 +261,14 @@ def _load_samples(path: Path) -> pd.DataFrame:
 
 
 def warn_of_rows(left_out: int, rows: int, path: Path) -> None:
-    """Says that rows are left out."""
+    """Warns that rows are left out."""
     warnings.warn(
         f"left out {left_out:,} of {rows:,} rows of {path}: {OUT_OF_BOUNDS}", stacklevel=2
     )
 
 
 def _bounded(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """The samples of a file that are within the bounds."""
+    """Returns the samples of a file that are within the bounds."""
     step, layer, head = (frame[name].to_numpy() for name in ("step", "layer", "head"))
     good = within_bounds(step, np.asarray(frame["site"] != "", dtype=bool), layer, head)
     if good.all():
@@ -279,8 +279,8 @@ def _bounded(frame: pd.DataFrame, path: Path) -> pd.DataFrame:
 
 def _load_events(path: Path) -> list[dict[str, Any]]:
     check_file(path, MAX_JSON)
-    # A binary file ends its lines at "\n" only; a text's lines also end at characters that JSON
-    # leaves as they are inside a string, such as U+0085.
+    # Lines of a binary file end at "\n" only. Lines of a text file also end at characters that JSON
+    # does not escape in a string, such as U+0085.
     with open(path, "rb") as file:
         lines = file.readlines()
     events: list[dict[str, Any]] = []
@@ -316,7 +316,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
         raise ValueError(f"cannot read a run from {path}: {error}") from error
     whole, newline, last = text.rpartition(b"\n")
     if newline and last:
-        # No end of line: its writer may have been killed in the middle of it, or is at it.
+        # The last line has no end: its writer was killed, or is still writing it.
         try:
             if last.count(b",") >= text.partition(b"\n")[0].count(b","):
                 return _parse_csv(text, path)
@@ -332,7 +332,7 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
     try:
-        # A site may be called "NA" or "null": only a value can be missing.
+        # A site may be called "NA" or "null", so only values can be missing.
         table = pd.read_csv(
             io.BytesIO(text),
             keep_default_na=False,

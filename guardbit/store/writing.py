@@ -1,4 +1,4 @@
-"""The writer of a run's telemetry."""
+"""Writes a run's telemetry."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
 #: This many neighbouring segments of one width become one segment, so n flushes leave at most
 #: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
 _FAN_OUT = 8
-#: Rows a merge holds in memory at a time.
+#: Rows that a merge holds in memory at once.
 _ROW_GROUP = 1 << 16
 
 
@@ -60,7 +60,7 @@ def _merge_events(sources: Sequence[Path], stream: BinaryIO) -> None:
 
 
 class _SegmentSeries:
-    """The segments that one session writes of one kind, oldest first."""
+    """The segments of one kind that one session writes, oldest first."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _SegmentSeries:
         try:
             publish(merged.path, lambda stream: self._merge(sources, stream))
         except UNREADABLE as error:
-            # Merging is housekeeping: what the segments hold is safe as it is.
+            # Merging is housekeeping: the segments are safe without it.
             warnings.warn(
                 f"telemetry segments stay unmerged in {merged.path}: {error}", stacklevel=2
             )
@@ -129,9 +129,9 @@ class RunWriter:
             (see `start_step`) and other files beside it.
         metadata: What describes the run as a whole (settings, versions, sites), JSON-able. Keys
             given by an earlier session stay unless they are given again.
-        start_step: Optimizer step the run continues from, as its checkpoint says. What earlier
+        start_step: Optimizer step of the checkpoint that the run continues from. What earlier
             sessions recorded after it is hidden from readers once this one has recorded something.
-            None is a run from the beginning and hides all they recorded.
+            None for a run from the beginning, which hides all that earlier sessions recorded.
         flush_every: Samples (indicators of one site at one step, with all their heads) held in
             memory at most, as long as they can be written.
 
@@ -179,13 +179,13 @@ class RunWriter:
         self.close()
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
-        """Adds to the run's metadata, or replaces what stands there under the same keys.
+        """Adds to the run's metadata, or replaces values under the same keys.
 
         Args:
             metadata: JSON-able; on disk when this returns.
 
         Raises:
-            TypeError: It cannot be written as JSON; what stood there stays.
+            TypeError: It cannot be written as JSON; the old metadata stays.
             ValueError: The writer is closed.
         """
         self._check_open()
@@ -198,7 +198,7 @@ class RunWriter:
         self._metadata = updated
 
     def add(self, samples: Iterable[Sample]) -> None:
-        """Takes samples in, and writes a segment whenever `flush_every` of them are held.
+        """Takes samples, and writes a segment whenever it holds `flush_every` of them.
 
         Args:
             samples: In any order. Of two samples of the same step, site, head and indicator the
@@ -218,7 +218,7 @@ class RunWriter:
                 try:
                     self.flush()
                 except OSError as error:
-                    failed = error  # raised once the rest has been taken in, too
+                    failed = error  # raised after all samples were taken
         if failed is not None:
             raise failed
 
@@ -272,9 +272,9 @@ class RunWriter:
 
 
 def _sound(value: Any) -> Any:
-    """Returns texts, and what is made of texts, in UTF-8 without lone surrogates.
+    """Returns a value with all its texts free of lone surrogates.
 
-    Neither Parquet nor a terminal takes such; the name of a module may hold one.
+    A module's name may hold one, but neither Parquet nor a terminal takes it.
     """
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
