@@ -34,6 +34,10 @@ def round_nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
     rounding can tell that the value was no tie (Boldo and Melquiond, "Emulation of FMA and
     correctly rounded sums", IEEE Trans. Computers 57(4), 2008).
 
+    >>> x = torch.tensor(1 + 2**-8 + 2**-40, dtype=torch.float64)
+    >>> x.to(torch.bfloat16).item(), round_nearest(x, torch.bfloat16).item()
+    (1.0, 1.0078125)
+
     Args:
         x: FP32 or FP64 tensor of any shape.
         dtype: Target format: BF16, FP16 or FP32.
@@ -212,6 +216,9 @@ def coherent_error(actual: Tensor, exact: Tensor, dim: int) -> Tensor:
 
     Independent errors of n rows sum to about sqrt(n) times one of them, rows that round the same
     way to n times. Weight gradients are sums over rows, so this is what they see.
+
+    >>> coherent_error(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.75, 2.25, 2.75]), dim=0)
+    tensor(0.2500, dtype=torch.float64)
 
     Args:
         actual: What was computed, any floating dtype.

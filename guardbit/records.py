@@ -66,7 +66,11 @@ class Sample:
     values: tuple[float, ...]
 
     def rows(self) -> Iterator[tuple[int, str, int, int, str, float]]:
-        """Yields (step, site, layer, head, indicator, value) for every measured head."""
+        """Yields (step, site, layer, head, indicator, value) for every measured head.
+
+        >>> list(Sample(10, "h.0.attn", 0, "max_logit", (3.5, math.nan)).rows())
+        [(10, 'h.0.attn', 0, 0, 'max_logit', 3.5)]
+        """
         for index, value in enumerate(self.values):
             if math.isnan(value) and self.site:
                 continue

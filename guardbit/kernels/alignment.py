@@ -1,7 +1,7 @@
 """Tells PyTorch's compiler that the outputs of our ops are aligned to 16 bytes.
 
-Inductor takes an op's outputs for unaligned as soon as one of its inputs may be unaligned, and
-takes every graph input on the CPU for unaligned (`FallbackKernel.create`). Our ops have one: the
+Inductor assumes that an op's outputs are unaligned if one of its inputs may be, and that every
+graph input on the CPU is unaligned (`FallbackKernel.create`). Our ops have such an input: the
 number of the attention module. Without this promise, whatever reads dq, dk and dv loads them one
 number at a time: 0.06 ms a layer of GPT-2 small more (torch.profiler, H200, PyTorch 2.11, 32 x 1024
 tokens), 1.1 % of a training step.
@@ -23,7 +23,7 @@ _log = logging.getLogger("guardbit")
 
 _BYTES = 16
 _LOWERINGS = "torch._inductor.lowering"
-_told: set[OpOverload] = set()
+_promised: set[OpOverload] = set()
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -37,14 +37,14 @@ def promise_aligned_outputs(*ops: OpOverload) -> None:
     Call it whenever the ops are traced: only then is it known that Inductor is in use. The ops must
     return tensors that went through `aligned`.
     """
-    if _LOWERINGS not in sys.modules or _told.issuperset(ops):
+    if _LOWERINGS not in sys.modules or _promised.issuperset(ops):
         return
-    _told.update(ops)
+    _promised.update(ops)
     try:
         for op in ops:
             _wrap(op)
     except Exception as error:  # Inductor's internals changed: graphs stay right, and are slower
-        _log.debug("Inductor cannot be told of aligned outputs: %r", error)
+        _log.debug("Inductor does not take the promise of aligned outputs: %r", error)
 
 
 def _wrap(op: OpOverload) -> None:

@@ -134,7 +134,13 @@ def flash_attention(
     return_lse: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention with a choice of how its roundings are kept from adding up.
+    """Computes exact attention, with a choice of how its roundings are kept from adding up.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 8, 16)
+    >>> out, lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([1, 4, 8, 16]), torch.Size([1, 4, 8]))
+    >>> out = flash_attention(q, k, v, stabilizer=["none", "compensated", "none", "none"])
 
     With ``causal=True`` the mask is aligned to the bottom right, as in FlashAttention; with
     ``causal="top-left"`` as in ``F.scaled_dot_product_attention(is_causal=True)``. For N = 2 and

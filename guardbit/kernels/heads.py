@@ -244,8 +244,8 @@ def backward(
         return own, carried, plan.names
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
-    rest = d_out.index_fill(1, device_constant(plan.own, torch.int64, d_out.device), 0)
-    others = _by_engine(call, engine, rest, carried, ran.lse, drawn)
+    index = device_constant(plan.own, torch.int64, d_out.device)
+    others = _by_engine(call, engine, d_out.index_fill(1, index, 0), carried, ran.lse, drawn)
     return _merge(others, own, plan.own), carried, plan.names
 
 
@@ -322,9 +322,9 @@ def _chosen(
     return d_out, q, k, v, out, lse, None if residual is None else residual.index_select(1, index)
 
 
-def _merge(rest: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
+def _merge(others: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradients:
     """Writes the chosen heads' gradients among the others', in place."""
-    dq, dk, dv = rest[:3]
+    dq, dk, dv = others[:3]
     dq.index_copy_(1, device_constant(head_ids, torch.int64, dq.device), own.dq)
     group = dq.size(1) // dk.size(1)
     for member in range(group):
@@ -337,4 +337,4 @@ def _merge(rest: Gradients, own: Gradients, head_ids: tuple[int, ...]) -> Gradie
         index = device_constant(key_heads, torch.int64, dk.device)
         for whole, part in ((dk, own.dk), (dv, own.dv)):
             whole.index_add_(1, index, part.index_select(1, chosen))
-    return rest
+    return others

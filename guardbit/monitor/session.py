@@ -69,6 +69,17 @@ class MonitorSession:
     alike. Where ranks share the heads of a site, or have other sites each, each measures its own,
     and all judge them together; heads are numbered over all ranks.
 
+    >>> import torch
+    >>> model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    >>> session = MonitorSession(model, every_n_train_steps=1)
+    >>> with session.step(0) as record:
+    ...     loss = model(torch.ones(2, 4, 16)).square().mean()
+    ...     loss.backward()
+    ...     record.loss(loss)
+    >>> session.sampled_step, session.alarms
+    (0, [])
+    >>> session.close()
+
     Args:
         model: The model; it is instrumented here, before its first forward.
         every_n_train_steps: Cadence in optimizer steps: steps 0, n, 2n, ... are sampled, and where

@@ -50,6 +50,18 @@ _READ_ATTEMPTS = 10
 def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the samples of a run, also while it is being written.
 
+    >>> import tempfile
+    >>> from guardbit.records import Sample
+    >>> from guardbit.store import RunWriter
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> with RunWriter(folder.name) as writer:
+    ...     writer.add([Sample(10, "h.0.attn", 0, "max_logit", (3.5, 4.0))])
+    >>> read_run(folder.name)[["step", "site", "head", "value"]]
+       step      site  head  value
+    0    10  h.0.attn     0    3.5
+    1    10  h.0.attn     1    4.0
+    >>> folder.cleanup()
+
     Args:
         path: Folder of a run, or the log directory that holds it as `guardbit`; a CSV file (`.csv`,
             `.csv.gz`) with the columns below, other columns are ignored; or a TensorBoard log, file

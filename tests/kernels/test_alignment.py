@@ -50,7 +50,7 @@ def fresh(monkeypatch):
     from torch._inductor import lowering
 
     ops = (op._without_dropout, op._backward)
-    monkeypatch.setattr(alignment, "_told", set())
+    monkeypatch.setattr(alignment, "_promised", set())
     for each in ops:
         monkeypatch.delitem(lowering.lowerings, each, raising=False)
     with (

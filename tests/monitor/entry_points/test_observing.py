@@ -220,7 +220,7 @@ def test_indicators_of_a_run(x, tmp_path):
         session.close()
         run = read_run(tmp_path / name)
         last = set(run[(run.step == 2) & run.value.notna()].indicator)
-        gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_"))}
+        gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_", "w_q_push"))}
         expected = set(guardbit.INDICATORS) - {"loss", "grad_norm"}
         assert last == (expected - gradients if name == "observed" else expected)
         (facts,) = read_metadata(tmp_path / name)["sites"].values()
