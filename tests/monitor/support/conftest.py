@@ -17,17 +17,17 @@ HEADERS = {
 }  # fmt: skip
 
 #: What these tests cannot see, as they run on CPUs.
-ON_GPUS = """The tests run on CPUs, where modules with the signatures of FlashAttention 2, 3 and 4
-stand in for them. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention, `varlen_attn` and,
-where it is installed, FlashAttention: with documents, windows, soft caps and sinks. It passed on an
-H200 with PyTorch 2.11 and FlashAttention 4 (4.0.0b36). FlashAttention 2 and 3 were never run
+ON_GPUS = """These tests run on CPUs, where modules with the signatures of FlashAttention 2, 3 and 4
+stand in for them. On a GPU, `pytest -m gpu` tests SDPA's kernels, FlexAttention, `varlen_attn` and,
+if it is installed, FlashAttention, with documents, windows, soft caps and sinks. These tests passed
+on an H200 with PyTorch 2.11 and FlashAttention 4 (4.0.0b36). FlashAttention 2 and 3 were never run
 themselves."""
 
 ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs
-(`tests/callbacks`). Under PyTorch's `context_parallel` the norms of the weights are watched,
-and nothing of the calls: no rank has whole rows of scores. There its ring ran around the CPU's
-kernel. Never run: that ring with the kernels of GPUs, FlexAttention under context parallelism,
-and, with NCCL, tensor parallelism, pipeline parallelism and norms from shards."""
+(`tests/callbacks`). Under PyTorch's `context_parallel` only the norms of the weights are watched,
+because no rank has whole rows of scores; its ring was tested with the CPU's kernel. These were
+never run: that ring with GPU kernels, FlexAttention under context parallelism, and, with NCCL,
+tensor parallelism, pipeline parallelism and norms from shards."""
 
 _observed = {}
 
@@ -47,8 +47,8 @@ def line(cells):
 
 
 def document(tables):
-    """The whole file: title -> rows in the order of the tests."""
-    written = f"Written by `{COMMAND}`;\nthe tests compare it."
+    """Makes the whole file from title -> rows, in the order of the tests."""
+    written = f"`{COMMAND}`\nwrites this page; the tests compare it with what they observe."
     parts = [f"# What is supported\n\n{written}\n\n{ON_GPUS}\n\n{ON_SEVERAL_RANKS}\n"]
     for title, header in HEADERS.items():
         rule = line("---" for _ in header)
