@@ -65,9 +65,9 @@ def centered(case: Case, taken: Tensor) -> Case:
     return case._replace(k=(case.k.float() - taken).to(case.k.dtype))
 
 
-def errors(dq: Tensor, exact: Tensor, stock: Tensor) -> tuple[float, float]:
-    """Relative L2 of dQ's error, and the sum of errors over rows, of stock's sum."""
-    summed = (dq.double() - exact).sum(2).norm() / (stock.double() - exact).sum(2).norm()
+def errors(dq: Tensor, exact: Tensor, native: Tensor) -> tuple[float, float]:
+    """Relative L2 of dQ's error, and the sum of errors over rows, over native SDPA's sum."""
+    summed = (dq.double() - exact).sum(2).norm() / (native.double() - exact).sum(2).norm()
     return relative(dq, exact), summed.item()
 
 
@@ -102,20 +102,20 @@ def seen_by_earlier_rows(case: Case, seed: int) -> dict[str, tuple[float, float]
 
 
 def main() -> None:
-    """Prints Markdown tables: dQ's error in per cent / its sum over rows of stock's; causality."""
+    """Prints Markdown tables: dQ's error in %, its sum over rows against native SDPA's; causality."""
     print("| inputs | " + " | ".join([*ways(INPUTS["sink"](0), 0), "exact_delta"]) + " |")
     print("|---" * (len(ways(INPUTS["sink"](0), 0)) + 2) + "|")
     for name, inputs in INPUTS.items():
         found: dict[str, list[tuple[float, float]]] = {}
         for seed in SEEDS:
             case = inputs(seed)
-            exact, stock = case.exact[0], case.native()[1]
+            exact, native = case.exact[0], case.native()[1]
             dqs = {
                 way: centered(case, taken).native()[1] for way, taken in ways(case, seed).items()
             }
             dqs["exact_delta"] = case.switched(("exact_delta",) * SHAPE[1])[0][1]
             for way, dq in dqs.items():
-                found.setdefault(way, []).append(errors(dq, exact, stock))
+                found.setdefault(way, []).append(errors(dq, exact, native))
         means = (torch.tensor(pairs).mean(0).tolist() for pairs in found.values())
         print(f"| {name} | " + " | ".join(f"{100 * a:.3g} / {b:.2g}" for a, b in means) + " |")
     print("\nOutputs of the first half that change with the tokens of the second, and how much")

@@ -28,7 +28,7 @@ is that of the head whose delta biases sum up to the largest part of their absol
 samples kept. The rule is that of the first alarm, the verdict the last one; a switch is one of a
 site. Speeds are in steps a second, before and after the first switch.
 
-Runs that begin as copies of one stock run, at its last checkpoint before its first alarm, are a
+Runs that begin as copies of one untouched run, at its last checkpoint before its first alarm, are a
 family, that one included. They differ by what was switched, and by chance. The third table tells
 how often chance alone would part them as they did, if the switch made no difference; the fourth the
 same of the copies alone, as the first run of a family is the one that was alarmed.

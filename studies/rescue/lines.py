@@ -74,7 +74,8 @@ def _what_it_was(run: Run) -> dict:
     origin = run.facts["branched_from"]
     return {
         "run": run.name,
-        # A stock run gone through again shares what came before with the first one.
+        # An untouched run that is repeated from a checkpoint shares the steps before with the
+        # first.
         "arm": "again" if run.facts["arm"] == "stock" and origin else run.facts["arm"],
         "backend": run.facts["backend"],
         "stabilizer": run.facts["stabilizer"] or "",

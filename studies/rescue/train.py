@@ -8,11 +8,11 @@ alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" an
 `from_start` switches all heads after the first step. Within a seed all arms see the same batches
 and start from the same weights.
 
-Until its first alarm a guarded run computes what the stock run computes. So `--branch` begins it as
-a copy of the stock run at the last checkpoint before that run's first alarm, and the two differ by
-the switch alone. How far they differ without one, as sums of PyTorch's kernels do not repeat, is
-told by `--arm stock --branch --again 1`, and what GuardBit's kernel does without a stabilizer by
-`--arm stock --backend guardbit --branch cudnn`.
+Until its first alarm a guarded run computes what the untouched run (`stock`) computes. So
+`--branch` begins it as a copy of that run at the last checkpoint before its first alarm, and the
+two differ by the switch alone. How far they differ without one, as sums of PyTorch's kernels do not
+repeat, is told by `--arm stock --branch --again 1`, and what GuardBit's kernel does without a
+stabilizer by `--arm stock --backend guardbit --branch cudnn`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, help="steps between those to branch from")
     parser.add_argument(
         "--branch", nargs="?", const="same", choices=["same", *BACKENDS], metavar="BACKEND",
-        help="begin as the stock run of this seed (of that backend)",
+        help="begin as the untouched run of this seed (of that backend)",
     )  # fmt: skip
     parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
@@ -129,21 +129,21 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
-def branch(stock: Path, folder: Path) -> Path:
+def branch(origin: Path, folder: Path) -> Path:
     """Copies a run's telemetry; returns its last checkpoint before its first alarm."""
     if folder.exists():
         raise SystemExit(f"{folder} exists; a branch begins in a new folder (--again N names one)")
-    alarms = read_events(stock).query("kind == 'alarm'")["step"]
+    alarms = read_events(origin).query("kind == 'alarm'")["step"]
     if alarms.empty:
-        raise SystemExit(f"{stock} raised no alarm: guarded, it is the same run")
-    kept = {step_of(path): path for path in stock.glob("step=*.ckpt")}
+        raise SystemExit(f"{origin} raised no alarm: guarded, it is the same run")
+    kept = {step_of(path): path for path in origin.glob("step=*.ckpt")}
     before = [step for step in kept if step < alarms.min()]
     if not before:
         raise SystemExit(
-            f"{stock} was alarmed at step {alarms.min()} and has no earlier checkpoint; run it"
+            f"{origin} was alarmed at step {alarms.min()} and has no earlier checkpoint; run it"
             " with --checkpoint-every"
         )
-    shutil.copytree(stock, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
+    shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
     return kept[max(before)]
 
 

@@ -176,7 +176,7 @@ def test_of_many_a_few_are_named(tmp_path):
     assert read_metadata(tmp_path)["unseen"] == list("1234567")
 
 
-def test_seen_attention_is_not_told_of(tmp_path):
+def test_seen_attention_is_not_reported(tmp_path):
     class MyAttentionBlock(nn.Sequential):
         """Holds attention that is seen."""
 

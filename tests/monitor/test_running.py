@@ -119,7 +119,7 @@ def test_a_refused_batch_after_the_switch_is_told_at_once_and_so_is_the_next_wit
     assert run.events("monitor_error") == []
 
 
-def test_a_head_that_is_switched_while_calls_are_refused_is_told_of_too(run):
+def test_a_head_that_is_switched_while_calls_are_refused_is_reported_too(run):
     run.steps(None)
     run.session.switch(SITE, "compensated", heads=[1])
     run.steps(WIDE)
@@ -223,7 +223,7 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
     assert run.stabilizers() == ["none"] * 2
 
 
-def test_a_switch_that_does_not_fit_the_heads_is_told_of_and_kept(run):
+def test_a_switch_that_does_not_fit_the_heads_is_reported_and_kept(run):
     run.steps(None)
     run.session.switch(SITE, "compensated")
     run.model.layers[1].heads = 1

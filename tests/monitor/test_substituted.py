@@ -233,7 +233,7 @@ def test_an_earlier_micro_batch_that_ran_otherwise_is_told(run):
     "name, direction",
     [("compensated", "forward"), ("compensated", "backward"), ("exact_delta", "backward")],
 )
-def test_kernels_that_fail_are_told_of(run, monkeypatch, name, direction):
+def test_kernels_that_fail_are_reported(run, monkeypatch, name, direction):
     def fail(*_, **__):
         raise RuntimeError("no such instruction")
 

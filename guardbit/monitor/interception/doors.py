@@ -39,7 +39,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
         except Exception as error:
             frame_stack.clear()
             site_stack.clear()
-            _tell(error)
+            _report(error)
             return None
 
     for python in (function, door):
@@ -47,7 +47,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
     return door
 
 
-def _tell(error: Exception) -> None:
+def _report(error: Exception) -> None:
     if listeners:
         for listener in list(listeners):
             listener(error)

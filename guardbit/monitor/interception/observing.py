@@ -123,7 +123,7 @@ def observe(
     if heard is None:
         return q, k, v
     if heard.listens:
-        _tell(heard, q, k, v)
+        _report(heard, q, k, v)
     return q, heard.k, v
 
 
@@ -332,7 +332,7 @@ class _Shifted(torch.autograd.Function):
 
 
 @guarded
-def _tell(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _report(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Reports a call to the observer in its forward: once, also under activation checkpointing."""
     if is_recomputing() and heard.number not in _to_be_heard:
         return

@@ -111,7 +111,7 @@ class Watch:
         """Takes the gradient of the output, in the backward."""
         self._d_out, self._saved = d_out, saved
         if not self._waits_for_dq:
-            self._tell(None)
+            self._report(None)
 
     @guarded
     def _take_dp(self, dp: Tensor) -> None:
@@ -124,9 +124,9 @@ class Watch:
 
     @guarded
     def _take_dq(self, dq: Tensor) -> None:
-        self._tell(dq if self._is_dq_of_attention else None)
+        self._report(dq if self._is_dq_of_attention else None)
 
-    def _tell(self, dq: Tensor | None) -> None:
+    def _report(self, dq: Tensor | None) -> None:
         saved, d_out, delta = self._saved, self._d_out, self._delta
         self._saved, self._d_out, self._delta = (), None, None
         observer = site_state(self._number).observer

@@ -171,10 +171,10 @@ class Measurement:
             # Leave out modules that were replaced or removed since the sites were counted, and
             # modules whose heads are unknown.
             own = {known.name for known in self._known.values()}
-            told = {name for name, site in sites.items() if site.sharded is None}
+            with_heads = {name for name, site in sites.items() if site.sharded is None}
             measured = metric.measured(loss_scale)
             for site in table:
-                if site.is_sharded or site.name in own - told:
+                if site.is_sharded or site.name in own - with_heads:
                     continue
                 for name, of_sites in measured.items():
                     values = of_sites[site.place, : site.num_heads]

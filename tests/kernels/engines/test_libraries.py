@@ -201,8 +201,8 @@ def test_dropout_drops_the_same_again_and_is_not_switched(site):
     torch.manual_seed(3)
     out = sys.modules["flash_attn"].flash_attn_func(*leaves, 0.25, 0.2, True)
     out.backward(inputs[0].transpose(1, 2))
-    stock = [out, *(x.grad for x in leaves)]
-    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, stock, strict=True))
+    theirs = [out, *(x.grad for x in leaves)]
+    assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, theirs, strict=True))
     state = site_state(site)
     state.switch(("exact_delta",) * 4)
     run("flash_attn", spec, inputs, site)

@@ -8,7 +8,7 @@ import torch
 COMMITTED = Path(__file__).parents[3] / "docs" / "support.md"
 COMMAND = "python -m pytest tests/monitor/support --support-table docs/support.md"
 HEADERS = {
-    "Architectures": ("architecture", "sites", "W_Q", "W_K", "watched", "switchable"),
+    "Architectures": ("architecture", "attention modules", "W_Q", "W_K", "watched", "switchable"),
     "Execution": ("mode", "neutral", "switches", "resumes"),
     "Functions": (
         "function", "watched", "norms right", "audited", "neutral", "switched", "resumes",
