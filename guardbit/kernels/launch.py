@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -16,6 +17,7 @@ from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
 from guardbit.kernels.mask.geometry import dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.tiles import Tile
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -176,6 +178,36 @@ def mask_arguments(
     if mask.dtype == torch.bool:
         return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
     return mask, mask.stride(), ADDITIVE.value
+
+
+def call_constants(
+    spec: AttentionSpec, kind: int, is_ranged: bool, widths: tuple[int, int], tile: Tile
+) -> dict[str, Any]:
+    """Returns the compile-time arguments and options that kernels of any call share.
+
+    Args:
+        spec: What the call asks for.
+        kind: The kernel's MASK, see `mask_arguments`.
+        is_ranged: The kernel's RANGED, see `range_arguments`.
+        widths: Head dimension of keys and of values.
+        tile: How the kernel works.
+    """
+    head_dim, value_dim = widths
+    return {
+        "CAUSAL": spec.causal is not False and not is_ranged,
+        "RANGED": is_ranged,
+        "SOFTCAP": spec.softcap > 0,
+        "SINKS": spec.sinks is not None,
+        "MASK": kind,
+        "HEAD_DIM": head_dim,
+        "WIDTH": padded_width(head_dim),
+        "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": padded_width(value_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        **tile.options,
+        **COMPILER_OPTIONS,
+    }
 
 
 def range_arguments(
