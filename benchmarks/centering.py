@@ -102,7 +102,7 @@ def seen_by_earlier_rows(case: Case, seed: int) -> dict[str, tuple[float, float]
 
 
 def main() -> None:
-    """Prints Markdown tables: dQ's error in %, its sum over rows against native SDPA's; causality."""
+    """Prints Markdown tables: dQ's error in %, its sum over rows relative to SDPA's; causality."""
     print("| inputs | " + " | ".join([*ways(INPUTS["sink"](0), 0), "exact_delta"]) + " |")
     print("|---" * (len(ways(INPUTS["sink"](0), 0)) + 2) + "|")
     for name, inputs in INPUTS.items():

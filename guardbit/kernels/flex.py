@@ -189,8 +189,9 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
         return
     try:
         if given is not None:
-            # Compiled, zeros come where nobody uses LSE. A part of dq that is not of d_out would
-            # pass for an error; NaN, no data, without asking the device which it is.
+            # A compiled graph passes zeros where nobody uses LSE. Another gradient makes a part of
+            # dq that is not from d_out and would pass for an error. NaN, no data, then marks it,
+            # without asking the device.
             dq = dq.where((given == 0).all(), torch.nan)
         seen = _seen(call, dq, d_lse)
     except Exception as error:

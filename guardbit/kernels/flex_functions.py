@@ -1,9 +1,9 @@
-"""The functions that FlexAttention takes, as PyTorch's compiler recorded them.
+"""The functions that are passed to FlexAttention, as PyTorch's compiler records them.
 
 The compiler turns `mask_mod` and `score_mod` into graphs; what they close over becomes further
 arguments. An op takes tensors and numbers but no functions, so graphs are kept here, by number.
 Parts of a graph that are recognised become fields of the `AttentionSpec`, for which there are
-kernels. The rest becomes functions that are evaluated tile by tile.
+kernels. The others become functions that are evaluated tile by tile.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Program(NamedTuple):
     """Both functions of a call.
 
     Attributes:
-        mask: (b, h, q, kv, *closed over) -> whether the query sees the key; None if all do, as far
-            as `causal` does not say otherwise.
-        score: (score, b, h, q, kv, *closed over) -> score; None if that stays as it is.
+        mask: (b, h, q, kv, *closed over) -> whether the query sees the key; None if `causal` says
+            it all.
+        score: (score, b, h, q, kv, *closed over) -> score; None if scores stay as they are.
         causal: Whether a query sees keys up to its own position only.
-        are_tensors: Of what `score` closes over, then of what `mask` does: whether it is a tensor.
-        num_scores: How many of these `score` closes over.
+        are_tensors: For each value that `score`, then `mask`, closes over: whether it is a tensor.
+        num_scores: How many of these values `score` closes over.
     """
 
     mask: GraphModule | None
@@ -45,7 +45,7 @@ class Program(NamedTuple):
 
 _programs: dict[int, Program] = {}
 _numbers: dict[tuple[Any, ...], int] = {}
-# Compiled code may be kept on disk and used again: there a number must not mean another graph.
+# Compiled code may be cached on disk, so a number must not mean another graph in a later process.
 _first = int.from_bytes(os.urandom(6))
 
 
@@ -87,10 +87,10 @@ def register(
 def specification(
     number: int, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
 ) -> AttentionSpec:
-    """What a call with functions asks for.
+    """Returns what a call with functions asks for.
 
     Args:
-        number: Of the functions, see `register`.
+        number: The number of the functions, see `register`.
         scale: Factor of Q K^T.
         batch: B.
         tensors: The tensors that the functions close over, those of `score` first.
@@ -141,7 +141,7 @@ def _score_function(
 def _over_tile(
     function: Callable[..., Tensor], has_score: bool, num_closed: int
 ) -> Callable[..., Tensor]:
-    """A function of single positions, for all pairs of some: `(B, C, R, K)`."""
+    """Applies a function of single positions to all pairs of positions: `(B, C, R, K)`."""
     before, after = (0,) if has_score else (), (None,) * num_closed
     for axis in (3, 2, 1, 0):  # keys innermost
         places = tuple(0 if place == axis else None for place in range(4))
@@ -150,7 +150,7 @@ def _over_tile(
 
 
 def _indexing() -> Any:
-    """Lets a tensor be indexed by a position that is mapped, as FlexAttention does."""
+    """Lets tensors be indexed by vmapped positions, as FlexAttention does."""
     return _indexing_mode()()
 
 
@@ -178,7 +178,7 @@ def _is_identity(graph: GraphModule) -> bool:
 
 
 def _terms(node: Any) -> list[Any]:
-    """What a condition is the conjunction of."""
+    """Returns the conditions whose conjunction a condition is."""
     if isinstance(node, Node) and node.target is operator.and_:
         return [term for part in node.args for term in _terms(part)]
     return [node]
@@ -201,7 +201,7 @@ def _is_causal(node: Any) -> bool:
 
 
 def _without_offset(node: Any) -> Any:
-    """What 0 was added to: transformers counts positions from an offset."""
+    """Returns what 0 was added to: transformers counts positions from an offset."""
     while isinstance(node, Node) and node.target is operator.add and node.args[1:] == (0,):
         node = node.args[0]
     return node

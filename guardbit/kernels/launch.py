@@ -1,4 +1,4 @@
-"""What the launchers share: checks, memory layout, small device arrays, arguments of masks."""
+"""Shared by the launchers: checks, memory layout, small device arrays, arguments of calls."""
 
 from __future__ import annotations
 

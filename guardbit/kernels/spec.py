@@ -19,17 +19,17 @@ Causal = bool | Literal["top-left"]
 #: returns booleans (B, C, R, K).
 MaskFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-#: What becomes of scores: takes (B, C, R, K) and positions as `MaskFunction` does, returns as many.
-#: Each score by itself, differentiable.
+#: Modifies scores: takes (B, C, R, K) and positions as `MaskFunction` does, returns the same shape.
+#: It acts on each score by itself and is differentiable.
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Documents(NamedTuple):
     """Where packed sequences begin and end: a query sees keys of its own document only.
 
-    A call with documents has a batch of one; its queries, and its keys, stand one document after
-    the other. Document g has the queries `cu_queries[g]` to `cu_queries[g + 1]`, the last not
-    included, and the keys `cu_keys[g]` to `cu_keys[g + 1]`; either may be none.
+    A call with documents has a batch of one. Its queries and its keys are ordered by document.
+    Document g has the queries from `cu_queries[g]` up to but excluding `cu_queries[g + 1]`, and the
+    keys from `cu_keys[g]` up to but excluding `cu_keys[g + 1]`; either range may be empty.
 
     Attributes:
         cu_queries: INT32 (G + 1,), from 0 to N.
@@ -49,8 +49,8 @@ class Documents(NamedTuple):
 class AttentionSpec:
     """What a call asks for besides q, k and v.
 
-    A key is seen if every field allows it. What the fields mean for single queries and keys stands
-    in `guardbit.kernels.mask` alone.
+    A query sees a key if every field allows it. `guardbit.kernels.mask` alone defines what the
+    fields mean for single queries and keys.
 
     Attributes:
         scale: Factor of Q K^T.
@@ -58,10 +58,10 @@ class AttentionSpec:
         mask: Boolean, True where a query sees a key, or floating, added to the scaled scores. Any
             shape that broadcasts to (B, H, N, M). None for no such mask.
         dropout_p: Probability with which an entry of P is dropped.
-        window: How many keys before and after its own place a query sees, -1 for all; its own place
-            is where `causal=True` has it end, the last keys aligned with the last queries (of each
-            document), as FlashAttention's `window_size` has it.
-        documents: Packed sequences; `causal` and `window` are then meant within each. None for one
+        window: How many keys before and after its own place a query sees, -1 for all. Its own place
+            is the last key that `causal=True` would show: the last keys are aligned with the last
+            queries (of each document), as in FlashAttention's `window_size`.
+        documents: Packed sequences; `causal` and `window` then hold within each. None for one
             sequence.
         softcap: Scores s are replaced by softcap * tanh(s / softcap), after the scale and before
             masks; 0 for no cap.
@@ -115,7 +115,7 @@ class AttentionSpec:
 
     @property
     def is_ranged(self) -> bool:
-        """Whether more than `causal` bounds the keys that a query sees, dense masks apart."""
+        """Whether more than `causal` bounds the keys that a query sees, apart from dense masks."""
         return self.window != (-1, -1) or self.documents is not None
 
     @property

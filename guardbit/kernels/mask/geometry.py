@@ -10,8 +10,8 @@ from torch import Tensor
 
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 
-#: An additive mask that adds less than this hides a key: it adds -inf, or the lowest number of a
-#: format (FP16's is -65,504). No position bias comes near it.
+#: An additive mask that adds less than this hides the key. Masks add -inf, or the lowest number of
+#: a format (FP16's is -65,504); no position bias comes near it.
 HIDES = -3e4
 
 
@@ -58,8 +58,8 @@ def visible_range(
     """
     spec.check_shape(shape)
     rows, keys = shape[2:]
-    # Of each query: its number in its document, where the document's keys begin and how many they
-    # are, and its own place among them.
+    # For each query: its number in its document, the first key and the number of keys of that
+    # document, and the query's own place among them.
     own = torch.arange(rows, dtype=torch.int32, device=device)
     start, length, place = 0, keys, own + (keys - rows)
     if spec.documents is not None:

@@ -26,12 +26,12 @@ from guardbit.numerics import decode_residual, round_nearest
 
 
 class Shadow(NamedTuple):
-    """A recomputed forward and what its rows look like; R is the number of rows.
+    """A recomputed forward and statistics of its rows; R is the number of rows.
 
-    With dropout, `out` lacks what was dropped; all else is of the scores and probabilities before.
-    Scores are what the softmax gets, soft cap and mask in them; a sink is none of them, but takes
-    its part of the probabilities. A row with no allowed key has out 0, row_max and largest -inf,
-    entropy 0 and counts 0.
+    With dropout, `out` lacks the dropped entries; everything else describes scores and
+    probabilities before dropout. Scores are the inputs of the softmax, with soft cap and mask. A
+    sink is no score, but it takes its part of the probabilities. A row with no allowed key has out
+    0, row_max and largest -inf, entropy 0 and counts 0.
 
     Attributes:
         out: FP32 (B, H, R, E).
@@ -39,10 +39,10 @@ class Shadow(NamedTuple):
         maxima: INT64 (B, H, R), how many FP32 scores lie within eps of row_max, itself included.
         maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
             ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
-        entropy: FP32 (B, H, R), of the row's probabilities, nats; that of its sink among them.
-        largest: FP32 (B, H, R), the largest size |score| of keys that no mask means to hide, see
-            `guardbit.kernels.mask.geometry.HIDES`: row_max passes over a row whose scores are all
-            far below 0. NaN where row_max is.
+        entropy: FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
+        largest: FP32 (B, H, R), the largest |score| of keys that no mask hides, see
+            `guardbit.kernels.mask.geometry.HIDES`. Unlike row_max it shows scores far below 0. NaN
+            where row_max is NaN.
     """
 
     out: Tensor
@@ -54,7 +54,7 @@ class Shadow(NamedTuple):
 
 
 class RowMaxima(NamedTuple):
-    """The part of a `Shadow` that needs the scores alone.
+    """The part of a `Shadow` that needs only the scores.
 
     Attributes:
         row_max: See `Shadow`.
@@ -66,7 +66,7 @@ class RowMaxima(NamedTuple):
 
 
 class _Scores:
-    """The scores of some rows, those of a slice of keys at a time.
+    """Computes the scores of some rows, for a slice of keys at a time.
 
     Attributes:
         query_ids: INT64 (R,), the queries looked at.
@@ -82,7 +82,7 @@ class _Scores:
         self._visible = visible_range(spec, self._shape, q.device)
 
     def of(self, keys: slice, modify: bool = True) -> Tensor:
-        """FP32 (B, H, R, keys), -inf where forbidden."""
+        """Returns FP32 (B, H, R, keys), -inf where a key is forbidden."""
 
         def made(scores: Tensor) -> Tensor:
             tile = self._heads, self.query_ids, self._keys[keys]
@@ -93,11 +93,11 @@ class _Scores:
         return masked_scores(q_rows, k_tile, self._shape[1], spec.scale, mask, spec.softcap, made)
 
     def chunks(self, size: int) -> list[slice]:
-        """All keys, `size` at a time."""
+        """Returns slices of `size` keys that cover all keys."""
         return [slice(start, start + size) for start in range(0, self._shape[3], size)]
 
     def maxima(self, chunk: int) -> RowMaxima:
-        """Passes all keys; NaN shows in both."""
+        """Passes over all keys; NaN shows in both maxima."""
         row_max = torch.full(self._q.shape[:-1], -torch.inf, device=self._q.device)
         largest = row_max
         for keys in self.chunks(chunk):
@@ -160,13 +160,13 @@ def shadow(
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
 
-    The keys are passed twice: the counts need the row's maximum first. Autocast must be off.
+    Two passes over the keys: the counts need the row's maximum first. Autocast must be off.
 
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
-        spec: What the call asks for; of its dropout `dropout` tells.
+        spec: What the call asks for; `dropout` replaces its dropout.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
         query_ids: INT64 (R,), the queries to look at; None for all N.
         dropout: What the kernel dropped, with the numbers of all H heads; None for nothing.
@@ -273,7 +273,7 @@ def exact_query_gradient(
         q: (B, H, N, D), BF16, FP16 or FP32.
         k: (B, H_kv, M, D).
         v: (B, H_kv, M, E).
-        spec: What the call asks for; of its dropout `dropout` tells.
+        spec: What the call asks for; `dropout` replaces its dropout.
         head_ids: The query heads wanted, C of them.
         dropout: What the kernel dropped, with the numbers of these heads; None for nothing.
         chunk: Query rows looked at together; memory grows as chunk x M.

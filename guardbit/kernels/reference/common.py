@@ -1,4 +1,4 @@
-"""What the passes of the reference share: dropout, grouped heads, FP32 products, scores."""
+"""Shared by the passes of the reference: dropout, grouped heads, FP32 products, scores."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Dropout(NamedTuple):
     """Which entries of P a call drops, the same in forward, backward and recomputation.
 
     Entry (b, h, n, m) is kept if half m mod 8 of the Philox counter (m // 8, n, b H + h, 0), low
-    half of the first word first, is not below `threshold`: it does not depend on what other heads
-    do, nor on the tile. Row statistics, l and L are those of P before anything is dropped.
+    half of the first word first, is at least `threshold`. So it depends neither on other heads nor
+    on the tile. Row statistics, l and L are those of P before dropout.
 
     Attributes:
         probability: Probability of being dropped, in [0, 1).
@@ -124,7 +124,7 @@ def masked_scores(
         scale: Factor of Q K^T.
         mask: FP32 (R, C) or (B, H, R, C), see `guardbit.kernels.mask.geometry.mask_tile`.
         softcap: See `AttentionSpec`.
-        modify: What becomes of the scores then, see `modified`.
+        modify: Applied to the capped scores, see `modified`.
 
     Returns:
         FP32 (B, H, R, C).

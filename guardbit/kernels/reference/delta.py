@@ -43,10 +43,10 @@ def exact_delta(
     """Computes delta of a few heads as a backward needs it, from unrounded probabilities.
 
     delta_i = sum_j P_ij dP_ij / sum_j P_ij, with P = exp(S - L) and dP = dO V^T. L comes from the
-    kernel's own forward; that the P of a row, as the kernel's backward will compute them, need not
-    sum to 1 (an L of 1,000 is rounded to 6e-5) is divided out: else the rows of dS, whose sum is
-    what goes wrong in training, would sum to something. A sink's P belongs to the sum below, L
-    having it, and its dP is 0. Autocast must be off.
+    kernel's own forward, so the P of a row, as the kernel's backward will compute them, need not
+    sum to 1: an L of 1,000 is rounded to 6e-5. Dividing by the sum makes the row of dS sum to 0,
+    and that sum is what goes wrong in training. With a sink, its P is part of the sum below,
+    because L contains it, and its dP is 0. Autocast must be off.
 
     Args:
         d_out: (B, H, N, E), gradient of the output; any strides.
@@ -54,12 +54,12 @@ def exact_delta(
         k: (B, H_kv, M, D), H a multiple of H_kv.
         v: (B, H_kv, M, E).
         lse: FP32 (B, H, N), log of the sum of exponentials of each row's scores, with their soft
-            cap, and of its sink. Whatever it is for a row that sees no key, if not NaN.
+            cap, and of its sink. For a row that sees no key any number, but not NaN.
         spec: What the call asks for.
         head_ids: The query heads wanted, C of them.
         chunk: Rows looked at together; memory grows as chunk x M.
-        unseeing: What a row that sees no key gets; NaN for `write_carrier` to leave it alone, as
-            engines differ in what they make of it.
+        unseeing: Delta of a row that sees no key; NaN makes `write_carrier` leave the row alone,
+            because engines differ in such rows.
 
     Returns:
         FP32 (B, C, N), FP64 for such inputs.
@@ -103,8 +103,8 @@ def exact_delta(
 def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequence[int]) -> Tensor:
     """Computes the gradient of some heads' sinks from exact delta: -sum_i P_i delta_i.
 
-    A sink has no value, so that dP is 0 and dS = P (0 - delta), with P = exp(sink - L). A kernel
-    that takes delta from its rounded O gets this gradient as wrong as delta, row by row.
+    A sink has no value, so its dP is 0 and its dS = P (0 - delta), with P = exp(sink - L). In a
+    kernel that takes delta from its rounded O, this gradient is as wrong as delta, row by row.
 
     Args:
         delta: FP32 (B, C, N), see `exact_delta`.
@@ -113,7 +113,7 @@ def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequen
         head_ids: The C query heads that delta is of.
 
     Returns:
-        FP64 (C,), summed over batch and rows. A row whose delta is 0, as where no key is seen,
+        FP64 (C,), summed over batch and rows. A row with delta 0, such as one that sees no key,
         adds 0 whatever its L.
 
     Raises:
