@@ -53,7 +53,7 @@ def test_a_watched_run_computes_the_bits_of_an_unwatched_one(runs, way):
 
 
 @pytest.mark.parametrize("way", script.WAYS)
-def test_norms_are_right_and_nothing_else_is_told_of_the_heads(runs, way):
+def test_norms_are_right_and_nothing_else_is_reported_of_the_heads(runs, way):
     model = script.model_of(way).double()
     expected = {}
     for site, layer in enumerate(model):

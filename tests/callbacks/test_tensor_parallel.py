@@ -132,7 +132,7 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
         assert all(REASON in norm for norm in rank["norms"])
         assert {site for _, site, *_ in rank["samples"] if site} == {"whole.core"}
     warnings = [text for level, text in ranks[0]["lines"] if level == "WARNING"]
-    assert "nothing is measured of the heads of 1 attention site" in warnings[0]
+    assert "nothing is measured of the heads of 1 attention module" in warnings[0]
     events = read_events(folder / "watched")
     first = events[events.kind == "monitor_error"].iloc[0]
     assert (first.step, first.site) == (0, "")
