@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
-from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
@@ -224,7 +224,7 @@ class MonitorSession:
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
         # The same in a recomputed forward, another one for every micro-batch.
         offset = step * _MICRO_BATCHES + self._micro_batch
-        self.attempt("random numbers", lambda: switchboard.set_random_offset(offset))
+        self.attempt("random numbers", lambda: runtime.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
         verdict = self._journal.open(

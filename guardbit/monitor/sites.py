@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from guardbit.kernels import attention, switchboard
 from guardbit.kernels.attention import check_stabilizers
-from guardbit.kernels.switchboard import AttentionCall, Clock
+from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import Clock, SiteState
 from guardbit.monitor import interception
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
@@ -91,8 +92,8 @@ class Site:
         return range(start, start + size)
 
     @property
-    def _state(self) -> switchboard.SiteState:
-        return switchboard.site_state(self.number)
+    def _state(self) -> SiteState:
+        return runtime.site(self.number)
 
     @property
     def refusal(self) -> str | None:
@@ -149,7 +150,7 @@ class Site:
                 f"{interception.OBSERVE} shows what goes into attention, and neither its output nor"
                 " gradients; guardbit.watch_attention shows these, too"
             )
-        dropout_p = switchboard.site_state(self.number).native_dropout_p
+        dropout_p = runtime.site(self.number).native_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None
         return (
@@ -160,7 +161,7 @@ class Site:
     @property
     def unstabilizable(self) -> str | None:
         """Why a switch of heads would change nothing in the latest calls, or None."""
-        state = switchboard.site_state(self.number)
+        state = runtime.site(self.number)
         if self.refusal is not None or state.native_dropout_p == 0 or not state.is_masked:
             return None
         return (
@@ -176,7 +177,7 @@ class Site:
         In a session, calls of steps that are not sampled are not counted while none of the heads
         is switched, unless they are compiled: PyTorch's own function takes them.
         """
-        return dict(switchboard.site_state(self.number).launches)
+        return dict(runtime.site(self.number).launches)
 
     @property
     def stabilizers(self) -> list[str]:
@@ -198,20 +199,20 @@ class Site:
     @property
     def substituted(self) -> str:
         """Why heads run another stabilizer than is asked for, in calls that can be switched."""
-        state = switchboard.site_state(self.number)
+        state = runtime.site(self.number)
         if state.failure is not None:
             return f"the kernels of its switched heads failed ({state.failure})"
         return state.substituted
 
     def substituted_in(self, step: int) -> str:
         """Why heads ran so in some call of a step, as `StepCalls` counts, or ""."""
-        when, why = switchboard.site_state(self.number).last_substituted
+        when, why = runtime.site(self.number).last_substituted
         return why if when == step else ""
 
     @property
     def asked(self) -> list[str]:
         """The stabilizer asked for, one name a head: in use as soon as calls can be switched."""
-        state = switchboard.site_state(self.number)
+        state = runtime.site(self.number)
         switched, num_heads = state.stabilizers, self.num_heads
         if switched is not None and num_heads in (0, len(switched)):
             return list(switched)
@@ -223,7 +224,7 @@ class Site:
     @property
     def outgrown(self) -> tuple[str, ...] | None:
         """The switch that does not fit the latest calls, as these have other heads, or None."""
-        switched, num_heads = switchboard.site_state(self.number).stabilizers, self.num_heads
+        switched, num_heads = runtime.site(self.number).stabilizers, self.num_heads
         return switched if switched is not None and num_heads not in (0, len(switched)) else None
 
     def query_weight(self, head: int) -> Tensor:
@@ -410,7 +411,7 @@ class Instrumentation:
             interception.install()
             for name, module in candidates.items():
                 outer = [self._sites[o] for o in _around(name, model) if o in self._sites]
-                number = switchboard.add_site(name, self._clock)
+                number = runtime.add_site(name, self._clock)
                 self._attach(Site(name, module, number, outer))
         except BaseException:
             self.remove()
@@ -418,7 +419,7 @@ class Instrumentation:
 
     def _attach(self, site: Site) -> None:
         self._sites[site.name] = site
-        self._installed.append(functools.partial(switchboard.remove_site, site.number))
+        self._installed.append(functools.partial(runtime.remove_site, site.number))
         self._installed.append(functools.partial(interception.detach, site.module, site.number))
         interception.attach(site.module, site.number)
 
@@ -531,8 +532,8 @@ class Instrumentation:
 
     def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
         for number, names in stabilizers.items():
-            switchboard.site_state(number).switch(names)
-        asked = ((s, switchboard.site_state(s.number).stabilizers) for s in self._sites.values())
+            runtime.site(number).switch(names)
+        asked = ((s, runtime.site(s.number).stabilizers) for s in self._sites.values())
         self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
 
     def _present(self) -> dict[str, Site]:
@@ -556,14 +557,14 @@ class Instrumentation:
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
         """Calls `observer` in every attention backward from now on; None for no longer."""
         for site in self._sites.values():
-            switchboard.site_state(site.number).observer = observer
+            runtime.site(site.number).observer = observer
 
     def rest(self, at_rest: bool) -> None:
         """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
         if at_rest != self._at_rest:  # said twice a step, to hundreds of modules
             self._at_rest = at_rest
             for site in self._sites.values():
-                switchboard.site_state(site.number).at_rest = at_rest
+                runtime.site(site.number).at_rest = at_rest
 
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless.
@@ -592,7 +593,7 @@ class Instrumentation:
 
         They have, unless everybody in the process who says so does not want it.
         """
-        self._installed.append(attention.keep_residuals(is_wanted))
+        self._installed.append(runtime.keep_residuals(is_wanted))
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
