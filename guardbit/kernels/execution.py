@@ -74,6 +74,11 @@ class Request(NamedTuple):
     keeps_residual: bool = True
 
 
+def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient of the call will be asked for."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+
+
 def causal_code(causal: Causal) -> int:
     """The op's number for a causal mask."""
     return {False: 0, True: 1, "top-left": 2}[causal]

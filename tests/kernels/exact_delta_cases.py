@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import round_nearest, split
 
 

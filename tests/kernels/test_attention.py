@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, execution, op
-from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.switchable import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
 

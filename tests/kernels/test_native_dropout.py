@@ -10,9 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels import engines
-from guardbit.kernels.attention import switchable_attention
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchable import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 

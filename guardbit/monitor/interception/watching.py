@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guardbit.kernels.attention import autocast_tensors
 from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout, float_carrier
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import engines
-from guardbit.kernels.attention import attention_at_site, autocast_tensors
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
