@@ -24,6 +24,7 @@ from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.kernels.engines.proof import proofs
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
+from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.exchange import PARTS, Exchange
@@ -53,9 +54,6 @@ _POLICY_SETTINGS = (
 
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
-
-# Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
-_STATE_FORMAT = 2
 
 
 class MonitorSession:
@@ -167,6 +165,15 @@ class MonitorSession:
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
+        self._checkpoint = Checkpoint(
+            self._schedule,
+            self._measurement,
+            self.detectors,
+            self.policy,
+            dry_run,
+            self._switching,
+            self._findings,
+        )
         self._said: set[str] = set()
         self._closed = False
         self._has_given_up = False
@@ -510,22 +517,13 @@ class MonitorSession:
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
-        state = self._stages.always("state", lambda: self._state(switched))
+        state = self._stages.always(
+            "state",
+            lambda: self._checkpoint.state_dict(
+                switched, self.attempt("samples", self._measurement.state_dict)
+            ),
+        )
         return {"stabilizers": switched} if state is None else state
-
-    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
-        return {
-            "format": _STATE_FORMAT,
-            "last_step": self._schedule.last_ended,
-            "detectors": self.detectors.state_dict(),
-            "policy": None if self.policy is None else self.policy.state_dict(),
-            "dry_run": self.dry_run,
-            "stabilizers": switched,
-            "is_of_parts": bool(self._switching.asked_elsewhere),
-            "running": {name: list(names) for name, names in self._switching.running().items()},
-            "measurement": self.attempt("samples", self._measurement.state_dict),
-            **self._findings.state_dict(),
-        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the session stood whose `state_dict` this is.
@@ -536,32 +534,12 @@ class MonitorSession:
             ValueError: If the state belongs to other rules or another model.
         """
         try:
-            self._load(state)
+            if self._checkpoint.load_state_dict(state):
+                self._unjudged = None
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != _STATE_FORMAT:
-            stabilizers = state.get("stabilizers", {})
-            self._switching.load(stabilizers)
-            log.warning(
-                "the state is of another version of GuardBit: the heads it has switched stay"
-                " switched (%s), detectors and sums begin anew",
-                ", ".join(stabilizers) or "none",
-            )
-            return
-        self.detectors.load_state_dict(state["detectors"])
-        # What a dry run decided was not done: the policy begins anew.
-        same_mode = state["dry_run"] == self.dry_run
-        if self.policy is not None and state["policy"] is not None and same_mode:
-            self.policy.load_state_dict(state["policy"])
-        self._switching.load(state["stabilizers"], state.get("is_of_parts", False))
-        self._schedule.last_ended, self._unjudged = state["last_step"], None
-        if state["measurement"] is not None:
-            self._measurement.load_state_dict(state["measurement"])
-        self._findings.load_state_dict(state, self.detectors.roles)
 
     def _is_due(self, step: int) -> bool:
         return self._schedule.is_due(step, self._wants_first_step())
