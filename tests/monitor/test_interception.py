@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
 import subprocess
@@ -954,3 +955,25 @@ def test_libraries_that_are_looked_for_are_not_compiled(tiny, tokens, instrument
     tiny.step(model, tokens, run=compiled)
     assert looked
     assert torch._dynamo.utils.counters["frames"] == frames
+
+
+def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny, instrument):
+    collections, name = 0, "imported_by_a_destructor"
+
+    def imports(phase, info):
+        nonlocal collections
+        collections += 1
+        if collections % 50 == 0 and sys.modules.pop(name, None) is None:
+            sys.modules[name] = types.ModuleType(name)
+
+    model, thresholds = tiny.GPT(), gc.get_threshold()
+    gc.callbacks.append(imports)
+    gc.set_threshold(1, 10**6, 10**6)  # the youngest alone, at every allocation
+    try:
+        instrument(model)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(imports)
+        sys.modules.pop(name, None)
+    assert collections > 1000
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention

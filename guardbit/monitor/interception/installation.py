@@ -178,7 +178,8 @@ def _replace_everywhere(replacements: dict[int, Any]) -> None:
 
 
 def _modules_of_others() -> Iterator[Any]:
-    for name, module in list(sys.modules.items()):
+    # A copy, because a list of the items may collect garbage, which may import.
+    for name, module in sys.modules.copy().items():
         if name != "guardbit" and not name.startswith("guardbit."):
             yield module
 
