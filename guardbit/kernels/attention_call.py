@@ -22,9 +22,9 @@ class AttentionCall:
         q: Queries.
         k: Keys.
         v: Values.
-        out: What the backward took delta from: the output of the kernel in use, or in stabilized
-            heads the O' that carries the delta which was used instead. None where it took delta
-            from the probabilities themselves, or that is not known.
+        out: The tensor that the backward took delta from: the kernel's output, or in stabilized
+            heads an O' that carries another delta. None if it took delta from the probabilities, or
+            if that is unknown.
         residual: Rounding residual of `out` in the heads that keep one, else None.
         d_out: Gradient of the loss with respect to the output; None where it is not known.
         dq: Gradient of q by the kernel in use; None where it is not known.
@@ -32,8 +32,8 @@ class AttentionCall:
         dv: Gradient of v by the kernel in use; None where it is not known.
         spec: Mask, scale and dropout of the call.
         stabilizers: One name a head.
-        dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
-            PyTorch's, the mask cannot be known.
+        dropout: With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel
+            dropped in the other heads is unknown.
     """
 
     site: int
@@ -52,9 +52,9 @@ class AttentionCall:
 
     @property
     def known_heads(self) -> tuple[int, ...]:
-        """The heads whose output can be recomputed: all, or with dropout those that are ours."""
+        """The heads whose output can be recomputed: all, or with dropout those that we computed."""
         return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
 
     def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
-        """What was dropped in some of the known heads, for a recomputation of just these."""
+        """Returns what was dropped in some of the known heads, to recompute these alone."""
         return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))

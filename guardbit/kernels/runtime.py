@@ -48,7 +48,7 @@ class Runtime:
 
     Attributes:
         running: Numbers of the modules that are running, outermost first, 0-d CPU tensors.
-        call_listeners: Are told the tensors of every eager `flash_attention` call inside an
+        call_listeners: Called with the tensors of every eager `flash_attention` call inside an
             instrumented module, before it runs.
         keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
             `keep_residuals`.
@@ -96,7 +96,7 @@ class Runtime:
     # --- which of them are running ---------------------------------------------------------------
 
     def enter(self, site: Tensor) -> None:
-        """Notes that a module begins to run.
+        """Records that a module begins to run.
 
         Args:
             site: Its number, 0-d CPU tensor.
@@ -104,11 +104,11 @@ class Runtime:
         self.running.append(site)
 
     def leave(self) -> None:
-        """Notes that the module that began last has ended."""
+        """Records that the module that began last has ended."""
         self.running.pop()
 
     def begin(self, caller: FrameType) -> None:
-        """Notes whose modules run from now on, before the outermost that runs eagerly.
+        """Records whose modules run from now on, before the outermost that runs eagerly.
 
         Args:
             caller: The Python frame that calls it.
@@ -116,7 +116,7 @@ class Runtime:
         self._owner = _Owner(threading.get_ident(), caller)
 
     def end(self) -> None:
-        """Notes that the outermost module has ended."""
+        """Records that the outermost module has ended."""
         self._owner = _NOBODY  # a frame keeps the inputs and the output of its module
 
     def leave_all(self) -> None:
@@ -163,7 +163,7 @@ class Runtime:
     def is_owner_running(self) -> bool:
         """Whether the outermost module is still running.
 
-        PyTorch runs no hooks after KeyboardInterrupt, so a module that it ends is never left.
+        PyTorch runs no hooks after KeyboardInterrupt, so a module that it interrupts is never left.
         """
         thread, outermost = self._owner
         if thread == threading.get_ident():
@@ -177,17 +177,17 @@ class Runtime:
     # --- what all calls share --------------------------------------------------------------------
 
     def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[], None]:
-        """Adds one of `call_listeners`; returns what takes it back."""
+        """Adds one of `call_listeners`; returns a function that removes it."""
         self.call_listeners.append(listener)
         return lambda: self.call_listeners.remove(listener)
 
     def keep_residuals(self, is_wanted: bool) -> Callable[[], None]:
-        """Says whether somebody may ask for "compensated" in compiled calls.
+        """Says whether compiled calls may be asked for "compensated".
 
-        Room is kept as long as one of them may, or nobody has said anything; with dropout always.
+        Memory is reserved if any caller says so, or if there is no caller; with dropout always.
 
         Returns:
-            What takes it back.
+            A function that takes it back.
         """
         self._wishes.append(is_wanted)
         self.keeps_residuals = any(self._wishes)

@@ -1,4 +1,4 @@
-"""What the op looks up about one attention module: its heads' stabilizers, and who is listening.
+"""What the op looks up about one attention module: its heads' stabilizers, and who observes it.
 
 `guardbit.kernels.runtime` has one for each module.
 """
@@ -19,7 +19,7 @@ log = logging.getLogger("guardbit")
 
 
 class _Setting(NamedTuple):
-    """What decided about an ordinary forward: `stabilizers` and `at_rest` of the site."""
+    """The settings that an ordinary forward ran with: `stabilizers` and `at_rest` of the site."""
 
     stabilizers: tuple[str, ...] | None
     at_rest: bool
@@ -27,13 +27,13 @@ class _Setting(NamedTuple):
 
 @dataclass(slots=True)
 class Clock:
-    """Counts the steps of a model, so that calls of one can be told from those of another.
+    """Counts the steps of a model, so that each call can be assigned to a step.
 
     Attributes:
         now: The step that calls belong to.
         done: The last step that is over; -1 before the first.
-        is_told: Whether somebody says when steps end. Else each call of a module that is not called
-            by another instrumented one is a step.
+        is_told: Whether a session says when steps end. Otherwise each call of an outermost
+            instrumented module is a step.
     """
 
     now: int = 0
@@ -49,13 +49,13 @@ class Clock:
         self.done = self.now
 
     def tell(self) -> None:
-        """Begins to count the steps that somebody tells of, by `end_told`."""
+        """Counts from now on the steps that a session ends by `end_told`."""
         if not self.is_told:
             self.is_told = True
             self.begin()
 
     def end_told(self) -> None:
-        """Ends a step; all calls from now on are of the next, be it that it has begun or not."""
+        """Ends a step; all later calls belong to the next one, whether or not it has begun."""
         self.end()
         self.begin()
 
@@ -118,14 +118,14 @@ class SiteState:
         self._failed_for_good = self._failure_told = False
 
     def begin_forward(self, is_first: bool = False) -> None:
-        """Lets a switch take effect, unless this forward is one that a backward runs again.
+        """Lets a switch take effect, unless this forward is a recomputation in a backward.
 
-        Under activation checkpointing that must save the very tensors the last ordinary forward
-        saved, whatever is switched in between. Of several forwards that wait for their backwards it
-        is the last that counts: between those no switch must come.
+        Under activation checkpointing a recomputation must save the same tensors as the last
+        ordinary forward, whatever is switched in between. If several forwards wait for their
+        backwards, the last one counts, so no switch may come between them.
 
         Args:
-            is_first: Whether no forward of this step saved anything that depends on the switch.
+            is_first: Whether no forward of this step has saved tensors that depend on the switch.
         """
         if self._setting is None or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
@@ -133,7 +133,7 @@ class SiteState:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the forward that began may be left to PyTorch's function, as if unwatched."""
+        """Whether the forward that began may be left to PyTorch's function."""
         setting = self._setting
         return (
             setting is not None
@@ -143,7 +143,7 @@ class SiteState:
 
     @property
     def is_unheard(self) -> bool:
-        """Whether nobody listens to the forward that began."""
+        """Whether nobody observes the forward that began."""
         return self._setting is not None and self._setting.at_rest
 
     @property
@@ -153,7 +153,7 @@ class SiteState:
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """One name a head: the switch's if it fits the last call, else what that asked for."""
+        """One name a head: the switch if it fits the last call, else what that call asked for."""
         return self._fitting(self.stabilizers)
 
     @property
@@ -167,17 +167,17 @@ class SiteState:
         return self.requested
 
     def own(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the heads of this rank, from one name a head of all ranks."""
+        """Returns the names for this rank's heads, from one name a head of all ranks."""
         index, count = self.share
         size = len(names) // count
         return names[index * size : (index + 1) * size]
 
     def note(self, names: tuple[str, ...], why: str) -> None:
-        """Notes what the heads of a call ran, and tells once why it is not what was asked for.
+        """Records what the heads of a call ran; logs once why that is not what was asked for.
 
         Args:
             names: One stabilizer a head.
-            why: Why it is another one, or "".
+            why: Why it is not what was asked for, or "".
         """
         self.ran, self.substituted = names, why
         if why:
@@ -187,14 +187,14 @@ class SiteState:
             log.warning("attention module '%s': %s", self.name, why)
 
     def succeed(self) -> None:
-        """Notes that switched heads ran as they should."""
+        """Records that switched heads ran as they should."""
         self.failure = None
 
     def fall_back(self, error: Exception) -> None:
-        """Notes that PyTorch's kernel takes a call over, and tells it once a switch.
+        """Records that PyTorch's kernel takes over a call, and logs it once for each switch.
 
-        Memory may be there at the next call. Anything else would fail again, and to compile a
-        kernel in vain takes seconds: PyTorch's kernel stays until heads are switched anew.
+        After a lack of memory the next call tries again. Any other error would come again, and
+        compiling a kernel in vain takes seconds, so PyTorch's kernel stays until the next switch.
         """
         passes = isinstance(error, torch.OutOfMemoryError | MemoryError)
         what = (str(error).strip() or "no message").splitlines()[0]

@@ -61,14 +61,14 @@ def attention_at_site(
     spec: AttentionSpec,
     library: LibraryEngine | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention with heads that can be switched; see `switchable_attention`.
+    """Computes attention with heads that can be switched; see `switchable_attention`.
 
     Args:
         q: Queries `(B, H, N, D)`.
         k: Keys `(B, H_kv, M, D)`.
         v: Values, shape of k.
         site: Number of the site, 0-d CPU tensor.
-        spec: What the call asks for besides.
+        spec: Mask, scale and the like of the call.
         library: The engine of the library that was called, which casts nothing; None for PyTorch's.
 
     Returns:

@@ -14,7 +14,7 @@ from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.stages import log
 from guardbit.monitor.switching import Switching
 
-# To be raised when states of earlier versions no longer fit.
+# Raise it when states of earlier versions no longer fit.
 _FORMAT = 2
 
 
@@ -27,7 +27,7 @@ class Checkpoint:
         measurement: Sums over steps.
         detectors: What the rules remember.
         policy: What it has decided; None to watch only.
-        dry_run: Whether its decisions are recorded only.
+        dry_run: Whether its decisions are only recorded.
         switching: Which heads are switched.
         findings: The first alarms, and the verdict.
     """
@@ -47,7 +47,7 @@ class Checkpoint:
 
         Args:
             switched: The stabilizers asked for, one name a head, by module.
-            measurement: State of `measurement`; None where it cannot be had.
+            measurement: State of `measurement`; None if it cannot be collected.
         """
         return {
             "format": _FORMAT,
@@ -63,7 +63,7 @@ class Checkpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Goes on where another session stood; see `MonitorSession.load_state_dict`.
+        """Continues from the state of a session; see `MonitorSession.load_state_dict`.
 
         Returns:
             Whether it does; if not, only the switched heads were taken over.
@@ -81,7 +81,7 @@ class Checkpoint:
             )
             return False
         self.detectors.load_state_dict(state["detectors"])
-        # What a dry run decided was not done: the policy begins anew.
+        # The decisions of a dry run were not carried out, so the policy starts afresh.
         same_mode = state["dry_run"] == self.dry_run
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])

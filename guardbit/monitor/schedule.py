@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-# Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
+# Number of micro-batches of one step whose random numbers do not overlap; more than anybody uses.
 _MICRO_BATCHES = 1024
 
 
@@ -12,8 +12,8 @@ class Schedule:
     """Counts steps and micro-batches.
 
     Args:
-        cadence: Steps 0, n, 2n, ... are sampled, and where steps are counted in jumps the first one
-            at or after each of these.
+        cadence: Steps 0, n, 2n, ... are sampled. If step numbers jump, the first step at or after
+            each of these is sampled.
 
     Attributes:
         step: The step that began last; None before the first, and when it was abandoned.
@@ -70,8 +70,8 @@ class Schedule:
 
         Args:
             step: The step.
-            is_wanted: Whether the first step of all is to be sampled whatever its number. No later
-                one: ranks that call attention at different times have to agree on it.
+            is_wanted: Whether the very first step is sampled whatever its number. No later step is,
+                because ranks that call attention at different times have to agree.
         """
         if self._is_first and is_wanted:
             return True

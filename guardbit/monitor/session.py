@@ -1,6 +1,6 @@
-"""One monitored run: wires capture, metrics, detectors, policy, switch and store.
+"""One monitored run: connects measuring, detectors, policy, switching and the store.
 
-Framework-free: the callbacks drive it, and so can a plain loop.
+It knows no framework: callbacks drive it, or a plain loop:
 
     session = guardbit.MonitorSession(model, every_n_train_steps=50, dirpath="runs/mine")
     for step, batch in enumerate(batches):
@@ -52,7 +52,7 @@ _POLICY_SETTINGS = (
     "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
 )  # fmt: skip
 
-# The stage of all that no other stage holds; without it nothing more is watched.
+# The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
 
 
@@ -61,14 +61,14 @@ class MonitorSession:
 
     On several ranks (`torch.distributed`) every rank has a session and calls it alike. Attention is
     summed over all ranks; the loss is rank 0's. All ranks judge the same samples, so they switch
-    alike. Where ranks share the heads of a site, or have other sites each, each measures its own,
-    and all judge them together; heads are numbered over all ranks.
+    alike. If ranks share the heads of a site, or hold different sites, each measures its own part,
+    and all judge the parts together; heads are numbered over all ranks.
 
     >>> import torch
-    >>> model = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    >>> model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     >>> session = MonitorSession(model, every_n_train_steps=1)
     >>> with session.step(0) as record:
-    ...     loss = model(torch.ones(2, 4, 16)).square().mean()
+    ...     loss = model(torch.ones(2, 4, 32)).square().mean()
     ...     loss.backward()
     ...     record.loss(loss)
     >>> session.sampled_step, session.alarms
@@ -77,29 +77,29 @@ class MonitorSession:
 
     Args:
         model: The model; it is instrumented here, before its first forward.
-        every_n_train_steps: Cadence in optimizer steps: steps 0, n, 2n, ... are sampled, and where
-            steps are counted in jumps the first one at or after each of these.
+        every_n_train_steps: Cadence in optimizer steps: steps 0, n, 2n, ... are sampled. If step
+            numbers jump, the first step at or after each of these is sampled.
         sites: Names or patterns of the attention modules to watch; None for all.
         indicators: What to measure, of `guardbit.INDICATORS`; None for all.
         num_rows: Query rows of each call to recompute in FP32, evenly spread; None for all. Sums
             over rows (`delta_bias`) are then over these rows.
-        num_audited_heads: Heads of each site whose dQ is audited at a sampled step, in turn;
-            heads under suspicion are audited besides.
+        num_audited_heads: Number of heads of each site whose dQ is audited at a sampled step, in
+            turn; alarmed heads are audited in addition.
         rules: The detectors' rules.
         policy: Decides what alarms lead to; None to watch only.
         dry_run: Record the policy's decisions without switching anything.
         dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
-        strict: Raise errors of the monitor itself, instead of logging them and going on without.
+        strict: Raise errors of the monitor itself, instead of logging them and going on.
 
     Attributes:
         loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be
             set before a sampled step ends; `delta_bias` is divided by it.
-        samples: What the last sampled step measured. On a GPU, of a single process, it is known
+        samples: What the last sampled step measured. In a single process on a GPU, it is known
             once the next step has ended, see `catch_up`; elsewhere at once.
-        scalars: Values of the same step for loggers and progress bars: of each indicator the value
-            largest in size over all heads.
-        alarms: What was raised by them.
-        sampled_step: The step that all these are of; None before the first.
+        scalars: Values of the same step for loggers and progress bars: for each indicator the value
+            that is largest in size over all heads.
+        alarms: The alarms raised by these samples.
+        sampled_step: The step of all these; None before the first.
 
     Raises:
         ValueError: If an argument is out of range or the model cannot be watched.
@@ -144,14 +144,15 @@ class MonitorSession:
         if quiet is not None and quiet <= repeat and ranks.rank() == 0:
             log.warning(
                 "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
-                " still diverge are switched back",
+                " still diverge will be switched back",
                 quiet,
                 repeat,
             )
         unjudged = self.detectors.unjudged(self.indicators)
         if unjudged and ranks.rank() == 0:
             log.warning(
-                "some rules cannot raise an alarm, as indicators they need are not measured: %s",
+                "some rules cannot raise an alarm, because indicators that they need are not"
+                " measured: %s",
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
         self.instrumentation: Instrumentation = instrument(model, sites)
@@ -198,8 +199,8 @@ class MonitorSession:
     def step(self, step: int) -> Iterator[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
-        With several micro-batches a step, `begin_batch` is to be called before each further one.
-        What is raised inside goes its way, and the step counts as never begun.
+        With several micro-batches a step, call `begin_batch` before each further one. Exceptions
+        pass through, and the step then counts as never begun.
         """
         self.begin_batch(step)
         try:
@@ -212,7 +213,7 @@ class MonitorSession:
     def begin_batch(self, step: int) -> None:
         """Begins a micro-batch of optimizer step `step`.
 
-        Once the session is closed, nothing happens any more.
+        It does nothing once the session is closed.
 
         Raises:
             ValueError: If the step is no whole number from 0.
@@ -226,7 +227,7 @@ class MonitorSession:
                 self._said.add("closed")
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
-        # By itself, before anything can fail: all ranks have to agree on which steps are sampled.
+        # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
         offset = self._schedule.random_offset
@@ -284,14 +285,14 @@ class MonitorSession:
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
 
     def _takes_scalars(self) -> bool:
-        # Once samples are off nobody would read them any more.
+        # Once the stage "samples" is off, nobody would read them.
         return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
-        On a GPU, in a single process, what is measured is judged when the next step has ended: by
-        then it is there, and the device does not run dry while the host reads it.
+        In a single process on a GPU, the samples are judged when the next step has ended. The
+        numbers have arrived by then, so the device does not run dry while the host reads them.
 
         Returns:
             The alarms raised now.
@@ -313,7 +314,7 @@ class MonitorSession:
         if self._closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", self._finish_capture)
-        # An error from here on is of one rank, and may not keep it from this.
+        # From here on an error may hit one rank alone, which must still take part in this.
         self._has_given_up = not self.attempt("ranks", self._agree)
         if self._has_given_up:
             return alarms
@@ -321,9 +322,9 @@ class MonitorSession:
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     def catch_up(self) -> list[Alarm]:
-        """Judges the last sampled step and acts, where that waits for numbers from a GPU.
+        """Judges the last sampled step and acts on it, if that waits for numbers from a GPU.
 
-        Happens by itself when the next step ends, before the state is taken and in the end.
+        It happens by itself when the next step ends, before the state is taken, and at the end.
 
         Returns:
             The alarms raised.
@@ -336,8 +337,9 @@ class MonitorSession:
     def _may_wait(self) -> bool:
         """Whether the sampled step that has ended may be judged after the next one.
 
-        Always one step later, not as soon as the numbers are there: runs repeat to the bit. Several
-        ranks have waited for one another already; a policy that is due is not to miss a step.
+        It is then judged exactly one step later, not as soon as the numbers arrive, so that runs
+        repeat to the bit. It is judged at once if the policy is due, which must not miss a step,
+        and on several ranks, because these have already waited for each other.
         """
         _, sent = self._unjudged or (0, None)
         is_under_way = sent is not None and sent.numbers.is_under_way
@@ -351,7 +353,7 @@ class MonitorSession:
     def _agree(self) -> bool:
         """Whether all ranks go on watching.
 
-        Ranks exchange metrics: one that stayed away would leave the others waiting for ever.
+        Ranks exchange metrics, so a rank that dropped out would leave the others waiting for ever.
         """
         for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
@@ -369,8 +371,8 @@ class MonitorSession:
         samples: list[Sample] = []
         if sent is not None:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
-        # A rank may have had another kind of batch; what is switched is switched on all. A batch
-        # whose calls cannot be switched is no reason to leave the next ones alone.
+        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
+        # calls cannot be switched is no reason not to switch the next ones.
         known = self._exchange.share(samples, self._schedule.last_ended or 0)
         self._switching.refusals = known.refusals
         self._switching.asked_elsewhere = known.asked_elsewhere
@@ -420,12 +422,12 @@ class MonitorSession:
     def close(self) -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
-        Within a step it is taken out when that has ended, because a forward and its recomputation
-        must be alike. What could not be taken out, a second call tries again.
+        Within a step it is taken out when the step has ended, because a forward and its
+        recomputation must be alike. A second call tries again what could not be taken out.
         """
         is_within_step = self._schedule.is_within_step and not self._closed
         self._closed, self._schedule.is_sampled = True, False
-        with ExitStack() as each:  # the last one first, and all of them whatever one raises
+        with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             if is_within_step:
                 self._deferred.append(self._let_go)
             else:
@@ -461,7 +463,7 @@ class MonitorSession:
         self._stages.always("close", self.instrumentation.remove)
 
     def _do_deferred(self) -> None:
-        """Does what was asked for within the step that has ended."""
+        """Carries out what was asked for within the step that has ended."""
         while self._deferred:
             self._stages.always("switch", self._deferred.pop(0))
 
@@ -470,13 +472,13 @@ class MonitorSession:
     ) -> None:
         """Switches heads by hand, from their next call on, and records it.
 
-        Within a step it is done when that has ended, because a forward and its recomputation must
-        be alike. A policy that has switched the same heads before may undo it after its quiet
-        period.
+        Within a step it takes effect when the step has ended, because a forward and its
+        recomputation must be alike. A policy that has switched the same heads before may undo it
+        after its quiet period.
 
         Args:
-            site: Name of a site, or a pattern; "*" is all that can be switched. Sites are known
-                once the first step is done.
+            site: Name of an attention module, or a pattern; "*" is all that can be switched. Names
+                are known once the first step is done.
             stabilizer: One name of `guardbit.STABILIZERS`; "none" gives heads back.
             heads: The heads; None for all.
             why: The reason, for the recorded event.
@@ -514,7 +516,7 @@ class MonitorSession:
         return self._stages.attempt(stage, function)
 
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
-        """Runs what is to be tried each time, however often it has failed; else like `attempt`."""
+        """Like `attempt`, but also runs a stage that is off."""
         return self._stages.always(stage, function)
 
     # --- state -----------------------------------------------------------------------------------
@@ -523,8 +525,8 @@ class MonitorSession:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
         "stabilizers" is what is asked for, "running" what the heads really ran in the latest step.
-        Where the rest cannot be had, what is asked for alone. A sampled step that is still to be
-        judged is judged first, see `catch_up`.
+        If the other parts cannot be collected, it holds only what is asked for. A sampled step that
+        is still to be judged is judged first, see `catch_up`.
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
@@ -537,9 +539,9 @@ class MonitorSession:
         return {"stabilizers": switched} if state is None else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the session stood whose `state_dict` this is.
+        """Continues from the `state_dict` of a session.
 
-        From another version's state only the switched heads are taken over; the rest begins anew.
+        From another version's state only the switched heads are taken over.
 
         Raises:
             ValueError: If the state belongs to other rules or another model.
@@ -556,7 +558,7 @@ class MonitorSession:
         return self._schedule.is_due(step, self._wants_first_step())
 
     def _wants_first_step(self) -> bool:
-        """Whether the policy waits for nothing but sites, so that the first step is sampled."""
+        """Whether the policy only waits for sites to be known: then the first step is sampled."""
         return self.policy is not None and self.policy.is_due
 
     def _rest_unless(self, is_sampled: bool) -> bool:
@@ -575,7 +577,7 @@ class MonitorSession:
                 self.loss_scale, usable="capture" not in self._stages.off
             )
         except NoAttentionSeenError as error:
-            # A step may pass attention by: one that was skipped, or a discriminator's.
+            # A step may call no attention: one that was skipped, or that of a discriminator.
             why = self._coverage.why_nothing()
             if self._stages.strict:
                 raise NoAttentionSeenError(why) from error
@@ -599,16 +601,16 @@ class MonitorSession:
     def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
         for event in self._running.check(step, is_last):
             self._exchange.record(event)
-            if ranks.rank() > 0:  # where others than rank 0 log no events
+            if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
     def _tell_proofs(self) -> None:
-        """Tells what is known of engines that get another delta, once heads are switched."""
+        """Records the proofs of engines once heads are switched, and logs those that failed."""
         if len(proofs()) == self._told_proofs or not self.instrumentation.switched:
             return
         for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
             if proof.failure and ranks.rank() == 0:
-                log.warning("an attention kernel gets no exact delta: %s", proof)
+                log.warning("an attention kernel cannot be given an exact delta: %s", proof)
         self._told_proofs = len(proofs())
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
@@ -623,10 +625,10 @@ class MonitorSession:
         if event is not None:
             self.record(event)
 
-    # --- telling ---------------------------------------------------------------------------------
+    # --- reporting -------------------------------------------------------------------------------
 
     def _remembered(self, step: int) -> Iterator[Event]:
-        """The alarms and switches so far; a run that goes on in a new folder records them first."""
+        """Yields the alarms and switches so far, for a run that continues in a new folder."""
         yield from self._findings.events()
         yield from self._switching.events(step, is_resumed=self._schedule.last_ended is not None)
 
@@ -650,7 +652,7 @@ class MonitorSession:
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
 
     def _capture_failed(self, error: Exception) -> None:
-        """Takes an error of what runs inside a forward or backward."""
+        """Takes an error inside a forward or backward."""
         with suppress(Exception):
             self._drop_calls()
         self._stages.fail("capture", error)
@@ -661,7 +663,7 @@ def _failed_elsewhere() -> None:
 
 
 def _largest(samples: list[Sample]) -> dict[str, float]:
-    """The value largest in size over all heads, for each indicator of heads."""
+    """Returns for each indicator of heads the value that is largest in size over all heads."""
     largest: dict[str, float] = {}
     for sample in samples:
         if sample.indicator in HEAD_INDICATORS:

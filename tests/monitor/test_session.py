@@ -808,7 +808,7 @@ def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
 @pytest.mark.parametrize("quiet_steps, warned", [(1000, True), (1001, False), (None, False)])
 def test_a_quiet_period_that_a_lasting_alarm_fits_into_is_warned_of(caplog, quiet_steps, warned):
     Loop(every_n_train_steps=1, policy=Policy("compensated", quiet_steps=quiet_steps, scope="head"))
-    assert any("still diverge are switched back" in line for line in caplog.messages) == warned
+    assert any("still diverge will be switched back" in line for line in caplog.messages) == warned
 
 
 def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):

@@ -269,11 +269,11 @@ def test_proofs_are_told_in_the_step_that_made_them(tmp_path, monkeypatch, caplo
         (told,) = read_metadata(run.path)["proofs"]
         assert told.startswith("FLASH_ATTENTION (float32, head size 16, no mask, causal, cpu")
         assert told.endswith("trusted with an exact delta")
-        assert "gets no exact delta" not in caplog.text
+        assert "cannot be given an exact delta" not in caplog.text
         run.one(math=True).one(math=True)
     _, failed = read_metadata(run.path)["proofs"]
     assert failed.startswith("MATH (") and "not trusted: its backward takes delta" in failed
-    warned = [text for text in caplog.messages if "gets no exact delta" in text]
+    warned = [text for text in caplog.messages if "cannot be given an exact delta" in text]
     assert len(warned) == 1 and failed in warned[0]
     run.session.close()
 
@@ -286,7 +286,7 @@ def test_a_later_run_of_the_process_tells_what_it_relies_on(tmp_path, monkeypatc
         run.session.switch(SITE, "exact_delta")
         run.one(math=True).session.close()
         assert len(read_metadata(tmp_path / name)["proofs"]) == 1
-        warned = [text for text in caplog.messages if "gets no exact delta" in text]
+        warned = [text for text in caplog.messages if "cannot be given an exact delta" in text]
         assert len(warned) == (name == "first"), "found out once"
 
 

@@ -1,4 +1,4 @@
-"""The attention modules of a model, and the switch of their heads' stabilizers.
+"""The attention modules (sites) of a model, and the switch of their heads.
 
 inst = guardbit.instrument(model)        # before the first forward
 ...                                      # one ordinary training step

@@ -49,20 +49,20 @@ class CalledModule:
 
     @property
     def was_called(self) -> bool:
-        """Whether attention was called here, be it by a function that GuardBit leaves alone."""
+        """Whether attention was called here, also by a function that GuardBit leaves alone."""
         return self.record is not None
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads; 0 before the first call, or where the call does not tell.
+        """Number of query heads; 0 before the first call, or if the call does not show it.
 
-        Where ranks share the heads, of all ranks; heads are numbered over all of them.
+        If ranks share the heads, this is the number on all ranks, and heads are numbered over all.
         """
         return len(self.own_heads) * self.state.share[1]
 
     @property
     def own_heads(self) -> range:
-        """The query heads that are on this rank: all, unless ranks share them."""
+        """The query heads on this rank: all, unless ranks share them."""
         record = self.record
         size = record.calls.heads[0] if record else 0
         start = self.state.share[0] * size
@@ -91,26 +91,26 @@ class CalledModule:
 
     @property
     def latest_calls(self) -> StepCalls | None:
-        """What the calls of the latest step were like that made any; None before the first."""
+        """The calls of the latest step that made any; None before the first call."""
         record = self.record
         return record.calls if record else None
 
     @property
     def entry(self) -> str:
-        """The function that was called last, as users know it; "" before the first call."""
+        """The function that was called last, by its public name; "" before the first call."""
         record = self.record
         return record.entry if record else ""
 
     @property
     def sharded(self) -> str | None:
-        """Why nobody knows which of the site's heads are on this rank, or None.
+        """Why it is unknown which of the site's heads are on this rank, or None.
 
-        Known once the site was called.
+        It is known once the site was called.
         """
         record = self.record
         return record.sharded if record else None
 
     @property
     def parts(self) -> int:
-        """Over how many ranks tensor parallelism spreads its weights, 1 if over none."""
+        """Number of ranks over which tensor parallelism spreads its weights; 1 without it."""
         return interception.parts(self.number)

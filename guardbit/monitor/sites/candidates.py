@@ -29,7 +29,7 @@ def is_of_fabric(module: nn.Module) -> bool:
 
 
 def candidates_of(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    """Names and modules of a model that may call attention, in its order."""
+    """Yields names and modules of a model that may call attention, in its order."""
     for name, module in model.named_modules():
         of_torch = type(module).__module__.startswith("torch.nn.modules.")
         if of_torch and not isinstance(module, _ATTENTION_OF_TORCH):

@@ -38,7 +38,7 @@ class Instrumentation:
         self._at_rest = False
         self._clock = Clock()
         self._switched: list[Site] = []
-        # What is to be undone, last first; what fails is tried again by the next `remove`.
+        # Undone in reverse order; what fails is tried again by the next `remove`.
         self._installed: list[Callable[[], None]] = []
         try:
             self._installed += [interception.restore, interception.release]
@@ -64,37 +64,37 @@ class Instrumentation:
 
     @property
     def sites(self) -> dict[str, Site]:
-        """The sites that were called at least once, by name, in the order of the model."""
+        """The sites that have called attention, by name, in the order of the model."""
         return {name: site for name, site in self._present().items() if site.was_called}
 
     @property
     def candidates(self) -> dict[str, Site]:
-        """All modules that could call attention, be it that they did or not."""
+        """All modules that could call attention, whether or not they did."""
         return dict(self._sites)
 
     @property
     def switched(self) -> list[Site]:
-        """The sites at which a stabilizer is asked for, be it in use or not."""
+        """The sites with a stabilizer asked for, whether or not it is in use."""
         return list(self._switched)
 
     def lost(self) -> list[Site]:
-        """The called sites whose module is no longer in the model: it was replaced or removed."""
+        """The called sites whose module was replaced or removed from the model."""
         present = self._present()
         return [s for name, s in self._sites.items() if name not in present and s.was_called]
 
     def alike(self, names: Iterable[str]) -> list[str]:
-        """Names of all modules of the same types as some sites', in the order of the model."""
+        """Names of all modules of the same types as those of some sites, in the model's order."""
         types = {type(self._sites[name].module) for name in names}
         return [name for name, site in self._sites.items() if type(site.module) in types]
 
     def check_switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> dict[int, tuple[str, ...]]:
-        """Returns what `switch` would make of each site, by number, or raises what it would."""
+        """Returns what `switch` would set, by number of the site, or raises what it would raise."""
         if not isinstance(site, str):
             raise TypeError(f"site is {site!r}; it must be a name or a pattern")
         matching = select(self.sites, [site], "attention site")
-        # Whatever a site is like now, its heads can go back.
+        # Heads can be switched back whatever the state of the site.
         refused = [
             target
             for target in matching.values()
@@ -105,16 +105,15 @@ class Instrumentation:
         return with_switched(stabilizer, heads, [t for t in matching.values() if t not in refused])
 
     def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
-        """Switches heads of one site from the next call on that can be switched, see `switch`."""
+        """Switches heads of one site, from its next call that can be switched, see `switch`."""
         self._ask(with_switched(stabilizer, heads, [self._sites[site]]))
 
     def switch(
         self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
     ) -> None:
-        """Switches heads to a kernel, from the next call of the site on.
+        """Switches heads to a stabilizer, from the site's next call on.
 
-        A forward that activation checkpointing runs again keeps the kernels of the last ordinary
-        one.
+        A forward that activation checkpointing recomputes runs as the original forward did.
 
         Args:
             site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
@@ -130,14 +129,14 @@ class Instrumentation:
         self._ask(self.check_switch(site, stabilizer, heads))
 
     def give_back(self, site: Site) -> None:
-        """Forgets what is asked for at a site, whatever it is like now."""
+        """Forgets what is asked for at a site, whatever its state."""
         self._ask({site.number: None})
 
     def stabilizers(self) -> dict[str, list[str]]:
         """Returns the stabilizer in use: name of the site -> one name a head.
 
-        A switched head whose latest call could not run what it is asked to, because of a mask say,
-        is what took its place, or "none"; `asked` tells what it goes back to.
+        If a head's latest call could not run what was asked for, because of a mask for example,
+        this is what ran instead, or "none"; `asked` returns what was asked for.
         """
         in_use = {name: site.stabilizers for name, site in self._present().items()}
         return {name: names for name, names in in_use.items() if names}
@@ -145,7 +144,7 @@ class Instrumentation:
     def asked(self) -> dict[str, list[str]]:
         """Returns the stabilizer asked for: name of the site -> one name a head.
 
-        A switch that does not fit the latest calls, which have other heads, is asked for still.
+        That includes a switch that does not fit the number of heads of the latest calls.
         """
         asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
         return {name: names for name, names in asked.items() if names}
@@ -176,11 +175,11 @@ class Instrumentation:
         return {name: site for name, site in self._sites.items() if site.module in modules}
 
     def begin_step(self) -> None:
-        """Is told that a training step begins; without, each call of the model is one."""
+        """Begins a training step. Without it, each call of the model counts as a step."""
         self._clock.tell()
 
     def end_step(self) -> None:
-        """Is told that the step is over."""
+        """Ends the training step."""
         self._clock.end_told()
 
     @property
@@ -189,7 +188,7 @@ class Instrumentation:
         return self._clock.done
 
     def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
-        """Calls `observer` in every attention backward from now on; None for no longer."""
+        """Calls `observer` in every attention backward from now on; None ends that."""
         for site in self._sites.values():
             runtime.site(site.number).observer = observer
 
@@ -203,8 +202,8 @@ class Instrumentation:
     def remove(self) -> None:
         """Takes everything out of the model again; calling it twice is harmless.
 
-        What cannot be taken out is left for the next call, and the error is raised once all else is
-        out.
+        What cannot be taken out is left for the next call. The error is raised after everything
+        else was taken out.
         """
         to_undo, self._installed = self._installed, []
         try:
@@ -223,14 +222,14 @@ class Instrumentation:
             raise
 
     def keep_residuals(self, is_wanted: bool) -> None:
-        """Says whether compiled graphs are to have room for "compensated", until `remove`.
+        """Says whether compiled calls may be asked for "compensated", until `remove`.
 
-        They have, unless everybody in the process who says so does not want it.
+        Their graphs have room for it if any model of the process may be asked, or if none has said.
         """
         self._installed.append(runtime.keep_residuals(is_wanted))
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
-        """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
+        """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
         interception.listeners.append(listener)
         self._installed.append(functools.partial(interception.listeners.remove, listener))
 
@@ -238,13 +237,24 @@ class Instrumentation:
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
     """Routes a model's attention calls through GuardBit, without changing what they compute.
 
+    >>> import torch
+    >>> model = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+    >>> inst = instrument(model)
+    >>> model(torch.ones(2, 4, 32)).square().mean().backward()
+    >>> inst.sites
+    {'self_attn': Site('self_attn', num_heads=2)}
+    >>> inst.switch("self_attn", "exact_delta", heads=[1])
+    >>> inst.asked()
+    {'self_attn': ['none', 'exact_delta']}
+    >>> inst.remove()
+
     Args:
         model: Any model; call it before the first forward, before or after `torch.compile`.
         sites: Names or patterns of the modules to consider; None for all.
 
     Raises:
-        ValueError: If the model has no module that could call attention where GuardBit sees it, a
-            name matches none, or the model is instrumented already.
+        ValueError: If no module of the model could call attention that GuardBit sees, a name
+            matches no module, or the model is instrumented already.
         TypeError: If the model is no `nn.Module`.
     """
     if not isinstance(model, nn.Module):

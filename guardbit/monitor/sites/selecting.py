@@ -43,7 +43,7 @@ def is_pattern(name: str) -> bool:
 def with_switched(
     stabilizer: str | Sequence[str], heads: Iterable[int] | None, targets: Iterable[Site]
 ) -> dict[int, tuple[str, ...]]:
-    """What is asked for at each of some sites, by number, once heads of theirs are switched."""
+    """Returns what is asked for at some sites, by number, after a switch of their heads."""
     switched: dict[int, tuple[str, ...]] = {}
     for target in targets:
         chosen = list(range(target.num_heads)) if heads is None else _listed(heads)

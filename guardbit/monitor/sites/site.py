@@ -7,7 +7,7 @@ from guardbit.monitor.sites.weights import WeightedModule
 
 
 class Site(WeightedModule):
-    """One module of the model in which attention is called."""
+    """A module of the model that calls attention."""
 
     def __repr__(self) -> str:
         return f"Site({self.name!r}, num_heads={self.num_heads})"
@@ -16,9 +16,8 @@ class Site(WeightedModule):
     def stabilizers(self) -> list[str]:
         """The stabilizer in use, one name a head: what the latest call in training ran.
 
-        "none" while no call can be switched, and where the kernels of a switch failed. After a
-        switch it is what is asked for, until the first call; of heads that are on other ranks
-        always.
+        It is "none" while no call can be switched, and if the kernels of a switch failed. After a
+        switch, and always for heads on other ranks, it is what is asked for until the next call.
         """
         record = self.record
         if record is not None and record.calls.refusal is not None:
@@ -31,7 +30,7 @@ class Site(WeightedModule):
 
     @property
     def asked(self) -> list[str]:
-        """The stabilizer asked for, one name a head: in use as soon as calls can be switched."""
+        """The stabilizer asked for, one name a head; used as soon as calls can be switched."""
         state = self.state
         switched, num_heads = state.stabilizers, self.num_heads
         if switched is not None and num_heads in (0, len(switched)):
@@ -43,20 +42,20 @@ class Site(WeightedModule):
 
     @property
     def outgrown(self) -> tuple[str, ...] | None:
-        """The switch that does not fit the latest calls, as these have other heads, or None."""
+        """A switch for another number of heads than the latest calls have, or None."""
         switched, num_heads = self.state.stabilizers, self.num_heads
         return switched if switched is not None and num_heads not in (0, len(switched)) else None
 
     @property
     def substituted(self) -> str:
-        """Why heads run another stabilizer than is asked for, in calls that can be switched."""
+        """Why heads do not run the stabilizer asked for, in calls that can be switched."""
         state = self.state
         if state.failure is not None:
             return f"the kernels of its switched heads failed ({state.failure})"
         return state.substituted
 
     def substituted_in(self, step: int) -> str:
-        """Why heads ran so in some call of a step, as `StepCalls` counts, or ""."""
+        """Why heads ran another stabilizer in some call of a step (see `StepCalls`), or ""."""
         when, why = self.state.last_substituted
         return why if when == step else ""
 
@@ -64,8 +63,8 @@ class Site(WeightedModule):
     def launches(self) -> dict[tuple[str, str], int]:
         """How often each kernel ran here, by (direction, kernel).
 
-        In a session, calls of steps that are not sampled are not counted while none of the heads
-        is switched, unless they are compiled: PyTorch's own function takes them.
+        While no head is switched, a session leaves eager calls of steps that are not sampled to
+        PyTorch's own function, and these are not counted.
         """
         return dict(self.state.launches)
 
@@ -76,9 +75,9 @@ class Site(WeightedModule):
         if self.refusal is not None or state.native_dropout_p == 0 or not state.is_masked:
             return None
         return (
-            f"it is called with both a mask and dropout ({state.native_dropout_p}), so a switch"
-            " leaves PyTorch's kernel running until calls come without one of them; set the"
-            " attention's dropout to 0 to have its heads guarded"
+            f"it is called with both a mask and dropout ({state.native_dropout_p}), so PyTorch's"
+            " kernel runs even after a switch; set the attention's dropout to 0 to have its heads"
+            " guarded"
         )
 
     @property
@@ -86,13 +85,13 @@ class Site(WeightedModule):
         """Why the rounding errors of heads that are not switched cannot be measured, or None."""
         if self.entry == interception.OBSERVE:
             return (
-                f"{interception.OBSERVE} shows what goes into attention, and neither its output nor"
-                " gradients; guardbit.watch_attention shows these, too"
+                f"{interception.OBSERVE} shows the inputs of attention, but neither its output nor"
+                " gradients; guardbit.watch_attention shows these too"
             )
         dropout_p = self.state.native_dropout_p
         if dropout_p == 0 or "none" not in self.asked:
             return None
         return (
-            f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not tell which, so"
+            f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not say which, so"
             " its output cannot be recomputed"
         )

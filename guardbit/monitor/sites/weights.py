@@ -45,8 +45,8 @@ class WeightedModule(CalledModule):
         Raises:
             IndexError: If there is no such head.
             TypeError: If the head is no whole number.
-            LayoutUnavailable: If it cannot be known which rows they are, saying why, or if the head
-                is on another rank.
+            LayoutUnavailable: If the rows cannot be known, with the reason, or if the head is on
+                another rank.
         """
         rows, parameters = self._rows("query")
         own = self.own_heads
@@ -69,15 +69,15 @@ class WeightedModule(CalledModule):
         return rows.weights(parameters)
 
     def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Gram matrices of the heads of a weight that FSDP shards; all its ranks call it together.
+        """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it.
 
         Args:
-            side: Of which heads.
+            side: Whether those of the queries or of the keys.
             of: See `HeadShards.gram_matrices`.
 
         Returns:
-            What `of` makes of `query_weights`, or of `key_weights`, from the shards of the ranks;
-            or None where these are read as a whole.
+            The result of `of` for `query_weights` or `key_weights`, from the ranks' shards; None
+            if these are read as a whole.
 
         Raises:
             LayoutUnavailable: As they do.
@@ -85,10 +85,10 @@ class WeightedModule(CalledModule):
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
     def settle_layout(self) -> str | None:
-        """Finds out where W_Q and W_K lie, if that was not done yet.
+        """Finds the rows of W_Q and W_K, unless they are known.
 
         Returns:
-            Why they cannot be known, or could not be read when they were last asked for; or None.
+            Why they cannot be known, or could not be read the last time; or None.
         """
         try:
             layout, _ = self._settled_layout()
@@ -100,7 +100,7 @@ class WeightedModule(CalledModule):
 
     @property
     def normalises_queries(self) -> bool:
-        """Whether the size of a head's rows of W_Q is known not to reach the scores (QK norm)."""
+        """Whether the queries are normalised, so that the size of W_Q does not reach the scores."""
         try:
             return self._settled_layout()[0].normalises_queries
         except LayoutUnavailable:
@@ -108,7 +108,7 @@ class WeightedModule(CalledModule):
 
     @property
     def query_of_latent(self) -> str | None:
-        """Name of the matrix that is W_Q where it is applied to a normalised latent vector."""
+        """Name of W_Q if it is applied to a normalised latent vector, else None."""
         try:
             layout = self._settled_layout()[0]
         except LayoutUnavailable:
@@ -116,14 +116,11 @@ class WeightedModule(CalledModule):
         return layout.query.parameter if layout.is_latent else None
 
     def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
-        """The heads' rows, and the current matrix that they are rows of."""
+        """Returns the heads' rows, and the current matrix that holds them."""
         return self._read(side, lambda rows, weights: (rows, weights.of(rows.parameter)))
 
     def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
-        """What somebody reads of the current weights, once it is known where the heads' rows lie.
-
-        What goes wrong is remembered.
-        """
+        """Reads the current weights, once the heads' rows are known; remembers a failure."""
         layout, weights = self._settled_layout()
         rows = layout.query if side == "query" else layout.key_rows
         try:
@@ -152,7 +149,7 @@ class WeightedModule(CalledModule):
         return self._layout
 
     def _parameters(self) -> Sequence[tuple[object, ...]]:
-        """What pruning, adapters and the like change, so that W_Q has to be looked for anew."""
+        """The parameters' names, types and shapes: if they change, W_Q is looked for again."""
         for _, module in self.enclosing:
             found = [
                 (name, type(p), None if is_lazy(p) else p.shape)
@@ -162,9 +159,9 @@ class WeightedModule(CalledModule):
                 return found
         return []
 
-    @torch.inference_mode(False)  # which would leave no history to read
+    @torch.inference_mode(False)  # inference mode would leave no autograd history
     def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
-        """Asks the innermost module that has weight matrices, then those around it."""
+        """Tries the innermost module with weight matrices, then those around it."""
         reason = why_sharded([module for _, module in self.enclosing])
         if reason is not None:
             return LayoutUnavailable(self._why(reason))

@@ -285,5 +285,5 @@ def test_it_is_said_that_errors_cannot_be_seen_from_the_tensors_alone(shown, tmp
             model(torch.randn(2, 9, 32)).square().sum().backward()
     session.close()
     (facts,) = read_metadata(tmp_path)["sites"].values()
-    told = "guardbit.observe shows what goes into attention" in caplog.text
+    told = "guardbit.observe shows the inputs of attention" in caplog.text
     assert told == (facts["errors_unavailable"] is not None) == (shown == "tensors")
