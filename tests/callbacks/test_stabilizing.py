@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, DeltaBias, Finding, LossDeparture
+from guardbit.monitor.detectors import DEFAULT_RULES, Finding, GradientError, LossDeparture
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -239,8 +239,8 @@ def resumable(trains):
 
 def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
     # Sampled are 0, 3, 6, ...; the second sample fires, so the switch is from step 4 on. The rule
-    # for the delta bias remembers every sample, that for the loss the last eight.
-    rules = (FiresAtSample(), DeltaBias(), LossDeparture())
+    # for the audit's errors remembers every sample, that for the loss the last eight.
+    rules = (FiresAtSample(), GradientError(), LossDeparture())
     monitor = AttentionMonitor(3, rules=rules, dirpath=folder / "run", strict=True)
     checkpoint = ModelCheckpoint(
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
@@ -348,7 +348,7 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     trained(trains, tmp_path, "compensated", 8)
     path = tmp_path / "until-8" / "step=8.ckpt"
     monitor = AttentionMonitor(
-        3, rules=(FiresAtSample(), DeltaBias(), LossDeparture()), dirpath=tmp_path / "run"
+        3, rules=(FiresAtSample(), GradientError(), LossDeparture()), dirpath=tmp_path / "run"
     )
     model = resumable(trains)
     settings = {"ckpt_path": path, "max_steps": 12}

@@ -5,12 +5,11 @@ import pytest
 
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
-    DeltaBias,
-    LogitOutlier,
+    CommonMode,
+    GradientError,
+    HeadGrowth,
     LossDeparture,
     ModelLogits,
-    MultipleMaxima,
-    NormGrowth,
     role_of,
 )
 from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy
@@ -23,6 +22,9 @@ ROLES = {
     "loss_departure": Role("loss", measures_cause=False),
     "delta_bias": Role("head", measures_cause=True),
 }
+
+
+MEASURED = "a rounding error of dQ that adds up is measured"
 
 
 def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
@@ -43,13 +45,15 @@ def decided(decisions):
 
 
 def test_the_rules_have_their_roles():
-    rules = (
-        NormGrowth(), LogitOutlier(), ModelLogits(), MultipleMaxima(), DeltaBias(), LossDeparture()
-    )  # fmt: skip
-    assert set(rules) <= set(DEFAULT_RULES)
-    known = {rule.name: role_of(rule) for rule in rules}
-    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], Role("head"))
-    assert known == ROLES | of_heads
+    rules = CommonMode(), HeadGrowth(), GradientError(), ModelLogits(), LossDeparture()
+    assert rules == DEFAULT_RULES
+    assert {rule.name: role_of(rule) for rule in rules} == {
+        "common_mode": Role("head", is_advisory=True),
+        "head_growth": Role("head"),
+        "gradient_error": Role("head", measures_cause=True),
+        "model_logits": Role("model"),
+        "loss_departure": Role("loss"),
+    }
 
 
 def renamed(alarms):
@@ -437,20 +441,28 @@ def loss(step):
         # How many modules have alarms.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 attention modules"),
         (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 attention modules"),
-        (everywhere(3000, "delta_bias", 5), "unclear", "a one-sided delta bias is measured;"),
+        (
+            everywhere(3000, "delta_bias", 5),
+            "unclear",
+            MEASURED + ";",
+        ),
         ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
         # Whether the bias sides with the growth.
-        ([alarm(7000)], "rounding", "no one-sided delta bias is established"),
-        ([alarm(7000, "delta_bias")], "rounding", "a one-sided delta bias is measured;"),
+        ([alarm(7000)], "rounding", "no rule has measured the cause"),
+        (
+            [alarm(7000, "delta_bias")],
+            "rounding",
+            MEASURED + ";",
+        ),
         (
             [alarm(7000), alarm(7100, "delta_bias")],
             "rounding",
-            "a one-sided delta bias is measured in the heads that grow",
+            MEASURED + " in the heads that grow",
         ),
         (
             [alarm(7000), alarm(7100, "delta_bias", heads=(4,))],
             "rounding",
-            "a one-sided delta bias is measured in other heads than those that grow",
+            MEASURED + " in other heads than those that grow",
         ),
     ],
 )

@@ -818,8 +818,8 @@ def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
     Loop(indicators=["w_q_spectral_norm", "loss", "delta_bias"])
     (line,) = caplog.messages
     assert "model_logits lacks max_logit" in line
-    assert "delta_bias lacks delta_bias_abs" in line
-    assert "norm_growth" not in line and "loss_departure" not in line
+    assert "gradient_error lacks dq_coherent_error" in line
+    assert "head_growth" not in line and "loss_departure" not in line
 
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
