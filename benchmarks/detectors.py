@@ -168,7 +168,8 @@ def scaled_study(runs: list[Recorded]) -> Iterator[Row]:
 
 
 def _scaled(rule: Rule, factor: float) -> Rule:
-    scalable = [name for name in ("norm", "logit", "together", "tolerated") if hasattr(rule, name)]
+    # `together` is a sum of parts of the other two: it scales with them.
+    scalable = [name for name in ("norm", "logit", "tolerated") if hasattr(rule, name)]
     if rule.name == "common_mode" or not scalable:
         return rule
     return dataclasses.replace(

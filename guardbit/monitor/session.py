@@ -51,7 +51,7 @@ T = TypeVar("T")
 _MICRO_BATCHES = 1024
 
 _POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps"
 )  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
@@ -165,6 +165,8 @@ class MonitorSession:
         self._micro_batch = 0
         self._is_sampled = False
         self._findings = Findings()
+        # The last step that the state was taken after for a checkpoint, without an alarm so far.
+        self._sound_checkpoint: int | None = None
         self._coverage = Coverage(self.instrumentation)
         self._running = Running(self.instrumentation)
         self._is_first_step = True
@@ -529,7 +531,10 @@ class MonitorSession:
         return {"stabilizers": switched} if state is None else state
 
     def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
+        if not self._findings.alarmed:
+            self._sound_checkpoint = self._last_ended
         return {
+            "sound_checkpoint": self._sound_checkpoint,
             "format": _STATE_FORMAT,
             "last_step": self._last_ended,
             "detectors": self.detectors.state_dict(),
@@ -577,6 +582,7 @@ class MonitorSession:
         if state["measurement"] is not None:
             self._measurement.load_state_dict(state["measurement"])
         self._findings.load_state_dict(state, self.detectors.roles)
+        self._sound_checkpoint = state["sound_checkpoint"]
 
     def _is_due(self, step: int) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence.
@@ -646,7 +652,18 @@ class MonitorSession:
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
-        self._switching.decide(alarms, step, self._last_ended or 0)
+        restless = self.detectors.restless()
+        way_back = self._way_back()
+        self._switching.decide(alarms, step, self._last_ended or 0, restless, way_back)
+
+    def _way_back(self) -> str:
+        """Names the checkpoint to go back to where no switch has helped."""
+        if self._sound_checkpoint is None:
+            return "no checkpoint from before the first alarm is known; begin anew with always=True"
+        return (
+            f"go back to the checkpoint of step {self._sound_checkpoint}, the last one before the "
+            "first alarm, and resume with always=True, or at a lower learning rate"
+        )
 
     def _judge(self, alarms: list[Alarm]) -> None:
         step = self._last_ended or 0

@@ -127,7 +127,7 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: dry run"
+    assert why == "not switched to compensated: dry run (alarmed by fires_at_sample)"
 
 
 def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
@@ -196,7 +196,8 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: it computes in torch.float64"
+    refused = "not switched to compensated: it computes in torch.float64"
+    assert why == f"{refused} (alarmed by fires_at_sample)"
     trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]

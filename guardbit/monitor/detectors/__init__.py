@@ -28,6 +28,7 @@ from guardbit.monitor.detectors.rules import (
     LossDeparture,
     ModelLogits,
 )
+from guardbit.monitor.detectors.rules.common import heads_where
 from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
@@ -44,6 +45,10 @@ __all__ = [
     "Snapshot",
     "role_of",
 ]
+
+
+#: Of `CommonMode` as it is by default: a rule of that kind need not be among the run's.
+_RESTLESS = CommonMode().logit
 
 
 class Detectors:
@@ -136,6 +141,19 @@ class Detectors:
                 if not self.roles[rule.name].is_advisory and not set(either) & set(indicators):
                     missing.setdefault(rule.name, []).extend(either)
         return missing
+
+    def restless(self) -> dict[str, tuple[int, ...]]:
+        """Returns the heads whose switch is not to be undone, however long no rule has named them.
+
+        Their last known largest logits are beyond those from which `CommonMode` takes a head for
+        one in which rounding has taken hold. In the rescue study logits grew again after two of
+        three undoings (docs/evidence.md).
+        """
+        return {
+            site: heads
+            for site, logits in self._latest.get("max_logit", {}).items()
+            if (heads := heads_where(np.abs(logits) >= _RESTLESS))
+        }
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
