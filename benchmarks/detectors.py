@@ -6,8 +6,7 @@
 Every run that was never switched is replayed as it was recorded and changed: logits capped, a
 sample every 1,000 steps, joined late. A replay sees the audits that it would have had: those of
 heads in their turn, and of heads that it has named itself. (The runs' own alarms, by the rules of
-their day, had others audited besides.) Simulated sound runs, as those of `false_alarms.py`, are
-drawn from the sound ones, head by head. docs/detectors.md discusses the results.
+their day, had others audited besides.) Simulated sound runs are drawn from the sound ones. docs/detectors.md discusses the results.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from benchmarks.false_alarms import Run, poisson_interval, shifted, simulated, stretched
-from benchmarks.false_alarms import samples as samples_of
+from benchmarks.simulation import Run, poisson_interval, shifted, simulated, stretched
+from benchmarks.simulation import samples as samples_of
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.replay import samples
 from guardbit.monitor.verdict import judge
@@ -73,8 +72,7 @@ class Recorded(NamedTuple):
 
 def recorded() -> list[Recorded]:
     """The runs without a switch, or compensated from the start."""
-    kept = {"loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error",
-            "multiple_maxima", "delta_bias", "delta_bias_abs"}  # fmt: skip
+    kept = ["loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error"]
     runs = []
     for run in load(RESULTS):
         if run.name.startswith(("stock", "from_start")):
@@ -208,7 +206,7 @@ def simulated_study(runs: list[Recorded], count: int) -> Iterator[Row]:
 
 
 def _heads(run: Recorded) -> Run:
-    """The run as `false_alarms.py` has runs: all that heads are judged by but audits."""
+    """The run as `simulation` has runs: all that heads are judged by but audits."""
     frame = pd.DataFrame(
         (row for s in run.samples for row in s.rows()),
         columns=["step", "site", "layer", "head", "indicator", "value"],
@@ -221,8 +219,6 @@ def _heads(run: Recorded) -> Run:
     steps = next(iter(tables.values())).index
     heads = {n: np.abs(t.to_numpy()).reshape(len(steps), 12, -1) for n, t in tables.items()}
     loss = frame[frame["indicator"] == "loss"]
-    scale = np.ones_like(heads["max_logit"])
-    heads = {**heads, "multiple_maxima": 0.01 * scale, "delta_bias": 0 * scale}
     return Run(steps.to_numpy(float), heads, loss["step"].to_numpy(float), loss["value"].to_numpy())
 
 
