@@ -6,7 +6,8 @@
 Every run that was never switched is replayed as it was recorded and changed: logits capped, a
 sample every 1,000 steps, joined late. A replay sees the audits that it would have had: those of
 heads in their turn, and of heads that it has named itself. (The runs' own alarms, by the rules of
-their day, had others audited besides.) Simulated sound runs are drawn from the sound ones. docs/detectors.md discusses the results.
+their day, had others audited besides.) Simulated sound runs are drawn from the sound ones.
+docs/detectors.md discusses the results.
 """
 
 from __future__ import annotations

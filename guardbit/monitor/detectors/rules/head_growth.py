@@ -46,7 +46,7 @@ class HeadGrowth:
 
     In the sound runs, the stable ones, the shifted one and a compensated one at 3e-3 the largest
     lead of a norm is 0.31, of logits 1.92, and of both, as parts of what each must be, 0.59: half
-    the thresholds spares them all. The failing runs reach a threshold between steps 2,000 and 6,200.
+    the thresholds spares them all. The failing runs reach one between steps 2,000 and 6,200.
 
     Attributes:
         norm: Smallest lead of a W_Q norm that fires, e-folds: a factor of 1.9.
