@@ -245,11 +245,10 @@ def table(rows: list[dict[str, str]]) -> Iterator[str]:
         leads = {row["run"]: row["lead"] for row in of if row["run"] in names}
         five = [float(leads[name] or "-inf") for name in FIVE]
         cells = [f"{float(leads[n]):,.0f}" if leads[n] else "none" for n in names]
-        counts = [
-            f"{sum(row['alarms'] != '0' for row in of if row['kind'] == kind)} of "
-            f"{sum(row['kind'] == kind for row in of)}"
-            for kind in ("sound", "not seen to fail")
-        ]
+        counts = []
+        for kind in ("sound", "not seen to fail"):
+            alarmed = [row["alarms"] != "0" for row in of if row["kind"] == kind]
+            counts.append(f"{sum(alarmed)} of {len(alarmed)}" if alarmed else "")
         middle = statistics.median(five)
         yield f"| {setting} | {' | '.join(cells)} | {middle:,.0f} | {' | '.join(counts)} |"
     yield ""

@@ -1138,7 +1138,7 @@ class FailingRule:
 
 
 class FailingPolicy(Policy):
-    def decide(self, alarms, step, stabilizers):
+    def decide(self, alarms, step, stabilizers, restless):
         raise ArithmeticError("on purpose")
 
 

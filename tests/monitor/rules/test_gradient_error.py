@@ -61,7 +61,7 @@ def test_it_measures_the_cause_and_says_how_large():
     assert alarm.role == Role(measures_cause=True)
     assert alarm.heads == (1,)
     assert alarm.why.startswith(
-        "rounding makes 3.2 of dQ along the top direction of the W_Q of head 1 now, and more than"
+        "rounding makes 1 of dQ along the top direction of the W_Q of head 1 now, and more than"
         " 0.1 in the mean (one false alarm in 10000 audits of a head)"
     )
 
@@ -70,3 +70,32 @@ def test_it_measures_the_cause_and_says_how_large():
 def test_bets_that_make_no_sense_are_refused(wrong):
     with pytest.raises(ValueError, match="gradient_error has the stakes"):
         GradientError(**wrong)
+
+
+# The push, which has a sign.
+
+
+def pushes(values):
+    return [Sample(10 * i, "a", 0, "w_q_push", (float(v),)) for i, v in enumerate(values)]
+
+
+def test_a_push_that_keeps_its_sign_is_found_and_one_that_does_not_is_not():
+    rule = GradientError()
+    alarms = Detectors((rule,)).update(pushes([3.0] * 30))
+    # By hand: M = (M + 1) (1 + stake ((x + 1) / 2 / 0.55 - 1)) with x cut at 1.
+    wealth, count = [0.0] * 3, 0
+    while sum(wealth) / 3 < 1e4:
+        count += 1
+        wealth = [
+            (m + 1) * (1 + s * (1 / 0.55 - 1)) for m, s in zip(wealth, rule.stakes, strict=True)
+        ]
+    assert [alarm.step for alarm in alarms] == [10 * (count - 1)]
+    assert alarms[0].why.startswith("rounding pushes the W_Q spectral norm of head 0 up, by +1 of")
+    assert Detectors((rule,)).update(pushes([-3.0] * 500)) == []
+    assert Detectors((rule,)).update(pushes([1.0, -1.0] * 500)) == []
+    assert Detectors((rule,)).update(pushes([0.1] * 500)) == [], "what is tolerated"
+
+
+def test_a_small_push_that_lasts_is_found():
+    alarms = Detectors((GradientError(),)).update(pushes([0.4] * 200))
+    assert alarms and alarms[0].step < 1000
