@@ -96,9 +96,9 @@ class GradientError:
     def _why_push(self, pushes: Values, heads: tuple[int, ...]) -> str:
         top = max(heads, key=lambda head: pushes[head])
         return (
-            f"rounding pushes the W_Q spectral norm of head {top} up, by {2 * pushes[top] - 1:+.2g} "
-            f"of what dQ does to it now, and by more than {self.tolerated:g} in the mean "
-            f"{self._odds}"
+            f"rounding pushes the W_Q spectral norm of head {top} up, by "
+            f"{2 * pushes[top] - 1:+.2g} of what dQ does to it now, and by more than "
+            f"{self.tolerated:g} in the mean {self._odds}"
         )
 
     @property
