@@ -17,12 +17,14 @@ class Findings:
     Attributes:
         verdict: The latest one that was recorded.
         alarmed: Attention module -> the heads that an alarm has named.
+        sound_step: Step of the last state that was taken, for a checkpoint, before any of them.
     """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], Alarm] = {}
         self.verdict = "stable"
         self.alarmed: dict[str, set[int]] = {}
+        self.sound_step: int | None = None
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
@@ -34,6 +36,21 @@ class Findings:
         self._first.setdefault((alarm.rule, alarm.site), alarm)
         if not alarm.role.is_advisory:
             self.alarmed.setdefault(alarm.site, set()).update(alarm.heads)
+
+    def state_is_taken(self, step: int | None) -> None:
+        """Takes the last step, or None before the first, of a state for a checkpoint."""
+        if not self.alarmed:
+            self.sound_step = step
+
+    @property
+    def way_back(self) -> str:
+        """Names the checkpoint to go back to where no switch has helped."""
+        if self.sound_step is None:
+            return "no checkpoint from before the first alarm is known; begin anew with always=True"
+        return (
+            f"go back to the checkpoint of step {self.sound_step}, the last one before the first "
+            "alarm, and resume with always=True, or at a lower learning rate"
+        )
 
     def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:
         """Returns the verdict, where it is to be recorded.
@@ -63,7 +80,12 @@ class Findings:
         # Plain tuples only: PyTorch loads no other with weights_only.
         alarms = [(*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self.alarms]
         alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
-        return {"first_alarms": alarms, "verdict": self.verdict, "alarmed": alarmed}
+        return {
+            "first_alarms": alarms,
+            "verdict": self.verdict,
+            "alarmed": alarmed,
+            "sound_step": self.sound_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
         """Goes on where another run stood.
@@ -76,6 +98,7 @@ class Findings:
         self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self.verdict = state["verdict"]
         self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
+        self.sound_step = state["sound_step"]
 
 
 def event_of(alarm: Alarm, more: str = "") -> Event:
