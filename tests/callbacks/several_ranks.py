@@ -1,10 +1,11 @@
-"""Runs a script of this folder on several processes."""
+"""Runs a script on several processes."""
 
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
+import tempfile
 import time
 
 #: Imported once, in a process that every rank is a fork of: seconds a rank otherwise.
@@ -24,35 +25,39 @@ def launch(script, ranks, *arguments, **environment):
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "tests",
     }  # fmt: skip
+    command = [str(x) for x in (script, *arguments)]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
-    log = os.path.join(str(arguments[-1]), "printed.txt")  # the folder that the script writes to
-    processes = []
-    for rank in range(ranks):
-        of_one = {**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [str(x) for x in (script, *arguments)]
-        processes.append(context.Process(target=run, args=(command, of_one, log)))
+    with tempfile.NamedTemporaryFile("w+") as log:
+        processes = []
+        for rank in range(ranks):
+            of_one = {**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(context.Process(target=run, args=(command, of_one, log.name)))
+        codes = exit_codes(processes, seconds=240)
+        assert codes == [0] * ranks, (codes, log.read()[-6000:])
+
+
+def exit_codes(processes, seconds):
+    """Waits for all, or for the first that fails: the others would wait for it."""
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + seconds
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
-                break  # the others would wait for it
+                break
             time.sleep(0.05)
-        codes = [process.exitcode for process in processes]
+        return [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.join()
             process.close()
-    with open(log) as printed:
-        assert codes == [0] * ranks, (codes, printed.read()[-6000:])
 
 
 def run(command, environment, log):
     """What one rank does."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
     os.environ.clear()

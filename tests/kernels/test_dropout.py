@@ -259,7 +259,7 @@ def test_shadow_and_exact_query_gradient():
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_every_entry_of_the_mask_forward_and_backward(backend):
     # All scores are equal, so P = 1 / M; V and dO pick out single keys and single queries.
-    batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 150, 64, 0.25
+    batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 100, 64, 0.25
     q, k = (torch.zeros(batch, heads, length, width).bfloat16() for length in (rows, keys))
     torch.manual_seed(11)
     mask = kept(int(next_word()), dropout_p, batch, heads, rows, keys)
@@ -288,7 +288,7 @@ def test_every_entry_of_the_mask_forward_and_backward(backend):
     assert torch.equal(found, mask)
     assert torch.equal(found_backward, mask)
     kept_values = out.detach()[..., : keys % width][mask[..., keys - keys % width :]]
-    # Rounded to BF16; the sum of 150 equal parts of l is exact, P-bar of row_max is rounded too.
+    # Rounded to BF16; the sum of 100 equal parts of l is exact, P-bar of row_max is rounded too.
     torch.testing.assert_close(
         kept_values.float(), torch.full_like(kept_values, 4 / 3 / keys).float(), rtol=2**-7, atol=0
     )
@@ -301,10 +301,11 @@ def test_triton_against_fp64(causal):
         flash_attention, causal=causal, stabilizer=MIX, return_lse=True, dropout_p=0.3,
         backend="triton",
     )  # fmt: skip
-    for rows, keys, width in [(21, 70, 80), (70, 34, 16), (1, 9, 16)]:
-        *tensors, d_out = inputs(2, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
+    # Two samples of several tiles each are in the test of every entry.
+    for batch, rows, keys, width in [(1, 21, 70, 80), (1, 70, 34, 16), (2, 1, 9, 16)]:
+        *tensors, d_out = inputs(batch, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
         torch.manual_seed(rows)
-        mask = kept(int(next_word()), 0.3, 2, 4, rows, keys)
+        mask = kept(int(next_word()), 0.3, batch, 4, rows, keys)
         found = run(attention, tensors, d_out)
         exact = fp64(*tensors, d_out, mask, 0.3, causal)
         for mine, truth in zip(found, exact, strict=True):

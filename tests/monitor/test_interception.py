@@ -6,7 +6,6 @@ import functools
 import gc
 import io
 import pickle
-import subprocess
 import sys
 import threading
 import types
@@ -25,6 +24,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.frames import frame_stack
+from tests.callbacks.several_ranks import launch
 
 # PyTorch's own, while it compiles.
 pytestmark = [
@@ -871,7 +871,8 @@ mine = guardbit.instrument(model)
 model(x)
 assert list(mine.sites) == ["self_attn"]
 """
-    subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], check=True)
+    (tmp_path / "other.py").write_text(code)
+    launch(tmp_path / "other.py", 1, tmp_path / "model.pt")
     inst.switch("*", "none")
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
 
