@@ -349,13 +349,12 @@ def test_a_replay_of_a_packed_run_says_what_the_live_run_said(run):
         at_once = events["rule"].eq("loss_departure") & (events["step"] < alarms.min() + AT_ONCE)
         # A loss that is alarmed with the heads may be so in steps that are not packed.
         assert again.verdict == said or (said == "unclear" and at_once.any())
+    # Too high a rate is blamed where it was 3e-3, and nowhere else.
+    assert (again.verdict == "learning-rate") == ("-lr3.0e-03-" in run.name)
 
 
-def test_too_high_a_rate_is_blamed_at_3e_3_and_nowhere_else():
-    verdicts = {run.name: replay(read_run(run)).verdict for run in RESULTS.glob("*/")}
-    blamed = {name for name, verdict in verdicts.items() if verdict == "learning-rate"}
-    assert len(blamed) >= 4
-    assert blamed == {name for name in verdicts if "lr3.0e-03" in name}
+def test_runs_at_too_high_a_rate_are_several():
+    assert len(list(RESULTS.glob("*-lr3.0e-03-*/"))) >= 4
 
 
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
