@@ -16,6 +16,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import decode_residual
+from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
 MIX = ("stochastic", "compensated", "none", "row_max")
@@ -68,19 +69,10 @@ def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=
 
 
 def fp64(q, k, v, d_out, mask, dropout_p, causal=False):
-    """Textbook attention with a given mask: out, lse, dq, dk, dv."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
-    rows, keys = q.shape[2], k.shape[2]
-    n, m = torch.arange(rows)[:, None], torch.arange(keys)
-    shift = {False: keys, True: keys - rows, "top-left": 0}[causal]
-    scores = (leaves[0] @ wide_k.mT * q.shape[3] ** -0.5).masked_fill(m > n + shift, -math.inf)
-    dead = (m > n + shift).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    share = round(dropout_p * 65536) / 65536
-    out = (weights * mask / (1 - share)) @ wide_v
-    return out.detach(), scores.logsumexp(-1), *torch.autograd.grad(out, leaves, d_out.double())
+    """Under a given mask of dropout: out, lse, dq, dk, dv."""
+    factor = mask / (1 - round(dropout_p * 65536) / 65536)
+    truth = dense(d_out, q, k, v, AttentionSpec(q.shape[3] ** -0.5, causal), factor)
+    return truth.out, truth.lse, truth.dq, truth.dk, truth.dv
 
 
 def next_word():
