@@ -57,7 +57,9 @@ MEMBERS = {
     "Site": ["key_weights", "launches", "num_heads", "query_weight", "query_weights", "refusal"],
     "MonitorSession": [
         "abandon_step",
+        "alarmed_heads",
         "begin_batch",
+        "catch_up",
         "close",
         "end_step",
         "grad_norm",
@@ -68,8 +70,13 @@ MEMBERS = {
         "record",
         "state_dict",
         "step",
+        "switch",
     ],
+    "Policy": ["calm_steps", "decide", "is_due", "load_state_dict", "state_dict"],
 }
+
+#: What GuardBit's own callbacks call besides.
+INTERNAL = {"always", "attempt"}
 
 
 def test_the_public_names_are_these():
@@ -130,3 +137,9 @@ def test_the_members_are_there_and_documented(name):
     kind = getattr(guardbit, name)
     for member in MEMBERS[name]:
         assert inspect.getdoc(inspect.getattr_static(kind, member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", ["MonitorSession", "Policy"])
+def test_there_are_no_other_members(name):
+    public = {member for member in vars(getattr(guardbit, name)) if not member.startswith("_")}
+    assert public - INTERNAL == set(MEMBERS[name])

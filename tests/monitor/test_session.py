@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 import textwrap
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,6 +28,7 @@ from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
 from guardbit.records import Event, Role
 from guardbit.store import RunWriter, is_run, read_metadata
+from tests.callbacks.several_ranks import launch
 
 SITES = ["layers.0", "layers.1"]
 
@@ -1287,10 +1286,10 @@ def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
 
 WORKER = textwrap.dedent(
     """
-    import importlib.util, json, sys
+    import importlib.util, json, os, sys
     import torch
 
-    rank, folder, path, module, function = int(sys.argv[1]), *sys.argv[2:]
+    rank, (folder, path, module, function) = int(os.environ["RANK"]), sys.argv[1:]
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
@@ -1348,15 +1347,8 @@ class LoudRow:
     ids=["in a call", "between calls and exchange"],
 )
 def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, broken):
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), tmp_path, __file__, *broken])
-        for rank in range(2)
-    ]
-    try:
-        assert [worker.wait(timeout=90) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+    (tmp_path / "worker.py").write_text(WORKER)
+    launch(tmp_path / "worker.py", 2, tmp_path, __file__, *broken)
     zero, one = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert zero[0] == one[0] == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] + ["none"] * 3}
     assert zero[1] == one[1] == ["capture", "metrics"]

@@ -362,6 +362,10 @@ def test_bounded_logits_and_few_samples_leave_a_thousand_steps_of_lead():
     assert min(leads) >= 1000 and np.median(leads) >= 3500
 
 
+def test_runs_at_too_high_a_rate_are_several():
+    assert len(list(RESULTS.glob("*-lr3.0e-03-*/"))) >= 4
+
+
 def test_the_committed_tables_are_those_of_the_committed_runs(tmp_path):
     for run in RESULTS.glob("*/"):
         (tmp_path / run.name).symlink_to(run)
