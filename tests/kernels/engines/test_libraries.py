@@ -17,8 +17,8 @@ from guardbit.kernels.library import library_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests import flash_stand_in
-from tests.kernels.spec_cases import dense
-from tests.kernels.spec_cases import packed as packed_on
+from tests.oracle import dense
+from tests.oracle import packed as packed_on
 
 #: Those that `tests.flash_stand_in` stands in for; an engine of another kind has a test of its own.
 ENGINES = tuple(name for name in LIBRARIES if name == "varlen_attn" or "flash_attn" in name)
