@@ -1375,7 +1375,7 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
 
 def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     """The loop in the module's docstring, with a model and batches."""
-    example = session_module.__doc__.split("plain loop.\n\n")[1]
+    example = session_module.__doc__.split("plain loop:\n\n")[1]
     monkeypatch.chdir(tmp_path)
     loop = Loop()
     loop.session.close()

@@ -334,7 +334,7 @@ def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny):
     inst = guardbit.instrument(model)
     try:
         tiny.step(model, torch.randn(2, 5, 64))
-        with pytest.raises(guardbit.LayoutUnavailable, match="or each for other tokens, as in"):
+        with pytest.raises(guardbit.LayoutUnavailable, match="or each on its own tokens, as in"):
             inst.sites["0"].query_weight(0)
     finally:
         inst.remove()
