@@ -32,6 +32,10 @@ SUBJECTS: tuple[Subject, ...] = ("head", "model", "loss")
 
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
+#: How a run ended; one that was killed has no time to say.
+RunEnd = Literal["finished", "interrupted", "crashed"]
+RUN_ENDS: tuple[RunEnd, ...] = ("finished", "interrupted", "crashed")
+
 
 def printable(text: str) -> str:
     r"""Text for a terminal, in one line: what would steer it (escape codes, say) stands as `\x1b`.

@@ -247,6 +247,20 @@ def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
     assert (tmp_path / "p" / "summary.png").is_file()
 
 
+@pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm"])
+def test_a_name_that_means_no_format_of_reports_is_refused(
+    small_run: Path, tmp_path: Path, name: str
+) -> None:
+    message = f"{name} is named as none of the formats of a report (.html, .pdf, .md"
+    check_refused(invoke("report", small_run, "--output", tmp_path / name), message)
+    chosen = ("--format", "html", "--output", tmp_path / name)
+    check_refused(invoke("report", small_run, *chosen), message)
+    assert list(tmp_path.iterdir()) == []
+    # What exists is a folder, whatever it is called.
+    (tmp_path / name).mkdir()
+    assert invoke("report", small_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
+
+
 def test_two_runs_stand_side_by_side_and_are_told_apart(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.records import RunEnd
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
@@ -236,7 +237,7 @@ class AttentionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Writes what is left; the exception goes its way."""
-        self._close()
+        self._close("interrupted" if isinstance(exception, KeyboardInterrupt) else "crashed")
 
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
@@ -248,7 +249,7 @@ class AttentionMonitor(pl.Callback):
         """Keeps the state until the run starts."""
         self._restored = state_dict
 
-    def _close(self) -> None:
+    def _close(self, end: RunEnd = "finished") -> None:
         session = self.session
         if session is None:
             return
@@ -258,7 +259,7 @@ class AttentionMonitor(pl.Callback):
         finally:
             self.session = None
             session.abandon_step()  # which will not end any more
-            session.close()
+            session.close(end)
 
     def _take_grad_norm(
         self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None

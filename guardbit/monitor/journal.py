@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, Sample, printable
+from guardbit.records import Event, RunEnd, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -236,8 +236,8 @@ class Journal:
                 if ranks.rank() == 0:
                     log.warning("%s at %s: %s", cannot, _listed(names), reason)
 
-    def close(self) -> None:
-        """Writes what is pending; what is recorded later is only logged."""
+    def close(self, end: RunEnd = "finished") -> None:
+        """Writes what is pending and how the run ended; what is recorded later is only logged."""
         self._failures = _PATIENCE  # there is no later try
         start = self._start
         if start is not None and self._writer is None and self._is_kept():
@@ -245,7 +245,7 @@ class Journal:
         writer = self._writer
         if writer is not None:
             self._try_to_write([])
-            self._stages.attempt("store", writer.close)
+            self._stages.attempt("store", lambda: writer.close(end))
         self._is_closed, self._writer = True, None
 
     def _metadata(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.monitor.switching import Switching
-from guardbit.records import Alarm, Event, Sample
+from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
 
@@ -411,11 +411,14 @@ class MonitorSession:
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._do_deferred()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
         Within a step it is taken out when that has ended, because a forward and its recomputation
         must be alike. What could not be taken out, a second call tries again.
+
+        Args:
+            end: How the run ended, which the report and the live page say.
         """
         is_within_step = self._is_within_step() and not self._closed
         self._closed, self._is_sampled = True, False
@@ -426,7 +429,7 @@ class MonitorSession:
                 each.callback(self._let_go)
             for last in (
                 self._coverage.close,
-                self._journal.close,
+                lambda: self._journal.close(end),
                 self._write_what_is_left,
                 self._tell_what_ran_last,
                 self._drop_calls,

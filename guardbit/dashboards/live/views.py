@@ -106,7 +106,7 @@ class RunViews:
             "steps": _steps(history),
             "last_step": history.last_step,
             "map": newest,
-            "worst": self._worst(newest),
+            "worst": self._worst(history.used - 1),
             "indicators": [name for name in HEAD_INDICATORS if name in history.high],
             "events": [_event(event) for event in _shown(self.events)],
             "marks": _marks(self.events),
@@ -130,10 +130,11 @@ class RunViews:
         }
 
     def picture(self, step: int | None) -> Json:
-        """Returns the latest picture, with the model map at a step; None for the newest."""
+        """Returns the latest picture, with map and worst heads at a step; None for the newest."""
         if step is None:
             return dict(self._picture)
-        return {**self._picture, "map": self._map(self._history.bucket_of(step))}
+        bucket = self._history.bucket_of(step)
+        return {**self._picture, "map": self._map(bucket), "worst": self._worst(bucket)}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head.
@@ -260,17 +261,18 @@ class RunViews:
         current = {head: name for head, name in stabilized.items() if name != "none"}
         return alarmed, current
 
-    def _worst(self, newest: Json) -> list[Json]:
-        """The heads that are farthest above their baseline, worst first."""
+    def _worst(self, bucket: int) -> list[Json]:
+        """The heads that are farthest above their baseline at a bucket, worst first."""
         history = self._history
-        excess, which, names = history.excess()
+        excess, which, names = history.excess(bucket)
         order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]
         worst: list[Json] = []
         for layer, head in zip(*np.unravel_index(order, excess.shape), strict=True):
             if np.isnan(excess[layer, head]):
                 continue
             name = names[int(which[layer, head])]
-            _, values = history.of_head(name, int(layer), int(head))
+            column = history.column_of(int(layer), int(head))
+            values = history.high[name][: bucket + 1, column]
             worst.append(
                 {
                     "layer": int(layer),

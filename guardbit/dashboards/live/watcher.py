@@ -139,5 +139,6 @@ class RunWatcher:
             "samples": self._views.has_samples,
             "seconds_silent": None if written is None else max(time.time() - written, 0.0),
             "read": follower.bytes_read / max(follower.bytes_found, 1) if self._reading else 1.0,
+            "end": follower.end,
             "problem": self._problem,
         }

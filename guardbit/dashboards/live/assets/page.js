@@ -8,6 +8,7 @@ const HEADLINES = {
   stable: "This run is stable",
   unclear: "Something is wrong in this run, and its signs disagree",
 };
+const ENDS = { finished: "the run has finished", interrupted: "the run was interrupted", crashed: "the run has crashed" };
 const MARKS = { alarm: "▼", switch: "◆", undo: "◇" };
 const DASHES = [[], [8, 4], [8, 3, 2, 3]];
 const RANGE = "range";
@@ -322,7 +323,7 @@ function where(line) {
 }
 
 function drawWords() {
-  const { events, num_events, worst, verdict, sites, map } = view.state;
+  const { events, num_events, verdict } = view.state;
   const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
   const switches = lines.filter(([event]) => event.kind === "switch");
   const headline = verdict && HEADLINES[verdict.verdict] ? HEADLINES[verdict.verdict]
@@ -340,6 +341,12 @@ function drawWords() {
   }
   if (verdict) sentences.push(`${verdict.why}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
+  drawEvents(events, num_events, lines);
+}
+
+// The heads to watch at the step of the map.
+function drawWorst() {
+  const { worst, sites, map } = view.state;
   const alarmed = new Set(map.alarmed.map(String));
   // A head at its baseline is nothing to watch.
   const watched = worst.filter((head, place) => head.excess >= 1.5 || place < 3);
@@ -353,6 +360,9 @@ function drawWords() {
     row.onkeydown = (event) => event.key === "Enter" && row.onclick();
     return row;
   }));
+}
+
+function drawEvents(events, num_events, lines) {
   $("event-count").textContent = num_events > events.length ? `${events.length} of ${num_events.toLocaleString("en")}: the newest, and all first alarms and switches` : "";
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
@@ -374,7 +384,8 @@ function drawStatus(status) {
   if (status.problem) [text, kind] = [`cannot read the run: ${status.problem}`, "lost"];
   else if (!status.samples && status.read >= 1) [text, kind] = [`waiting for the run’s first sample in ${status.folder}`, "waiting"];
   else if (status.read < 1) [text, kind] = [`reading ${Math.round(100 * status.read)} %`, "alive"];
-  else if (silent > SILENT_AFTER) [text, kind] = [`nothing new: last written ${ago(silent)}; the run has ended, hangs or was killed`, "silent"];
+  else if (status.end) [text, kind] = [`${ENDS[status.end] ?? "the run has ended"}, ${ago(silent)}`, status.end];
+  else if (silent > SILENT_AFTER) [text, kind] = [`nothing new: last written ${ago(silent)}; the run hangs or was killed`, "silent"];
   else [text, kind] = [`last written ${ago(silent)}`, "alive"];
   chip.textContent = text; chip.className = kind;
 }
@@ -400,6 +411,7 @@ async function update() {
   $("title").textContent = state.title;
   drawSlider();
   if (state.layers) { drawMap(); drawRamp(); }
+  drawWorst();
   if (!changed) return;
   drawWords();
   await drawRun();
