@@ -13,7 +13,6 @@ import pandas as pd
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
 from guardbit.dashboards.report import words
 from guardbit.dashboards.report.document import (
     Block,
@@ -181,10 +180,19 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
         ),
         Tile(
             "Loss at the end",
-            words.number(float(loss.tail(MEDIAN_WINDOW).median())) if len(loss) else "–",
-            f"median of the last {min(MEDIAN_WINDOW, len(loss))} samples" if len(loss) else "",
+            _last_loss(loss),
+            f"median of the last {min(effect.SAMPLES_AVERAGED, len(loss))} samples"
+            if len(loss)
+            else "",
         ),
     ]
+
+
+def _last_loss(loss: pd.Series) -> str:
+    last = loss.tail(effect.SAMPLES_AVERAGED).to_numpy()
+    if not len(last):
+        return "–"
+    return words.number(float(np.median(last))) if np.isfinite(last[-1]) else "not finite"
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:

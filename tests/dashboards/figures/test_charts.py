@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, to_hex, to_rgb
 from matplotlib.text import Annotation
+from PIL import Image
 
 from guardbit.dashboards import figures, palette
 from guardbit.dashboards.figures import CHARTS
@@ -65,6 +67,14 @@ def running_median(values, window=25):
     return [
         np.median(values[max(index - half, 0) : index + half + 1]) for index in range(len(values))
     ]
+
+
+@charts
+def test_a_notebook_shows_every_figure_without_magic(chart, drawn):
+    # What IPython looks for on an object for which nobody has registered a formatter.
+    picture = Image.open(io.BytesIO(drawn[chart.name]._repr_png_()))
+    assert picture.format == "PNG" and picture.width == 1000
+    assert np.asarray(picture.convert("L")).min() < 100  # something is drawn
 
 
 def test_the_heat_map_shows_the_largest_head_of_each_layer(run, drawn):

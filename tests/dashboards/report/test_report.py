@@ -171,8 +171,16 @@ def test_what_the_verdict_has_said_is_not_said_again(tmp_path):
     ]
 
 
-def test_the_loss_at_the_end_is_the_median_of_25(run, page):
-    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-25:]), rel=5e-3)  # 3 digits
+def test_the_loss_at_the_end_is_the_median_of_the_last_five(run, page):
+    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-5:]), rel=5e-3)  # 3 digits
+    assert page.of("dd")[7] == "median of the last 5 samples"
+
+
+@pytest.mark.parametrize("last", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_at_the_end_is_called_so(tmp_path, last):
+    frame = small_run()
+    frame.loc[frame.index[frame["indicator"] == "loss"][-1], "value"] = last
+    assert write(tmp_path, frame, None, None).of("dd")[-2] == "not finite"
 
 
 def test_before_and_after_are_the_runs_own_figures(run, page):
