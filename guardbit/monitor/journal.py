@@ -65,6 +65,8 @@ class Journal:
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
         self._warned: set[tuple[str, str, str]] = set()
+        #: The sentence of the first alarm of each rule and attention module, once logged.
+        self._said: dict[tuple[str, str], str] = {}
         self._start: _Start | None = None
         self._is_closed = False
         # Pending: to be written as soon as there is a folder that takes them.
@@ -157,7 +159,13 @@ class Journal:
             verdict = f" {event.verdict}" if event.kind == "verdict" else ""
             switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
             what = f"{event.kind}{where}{verdict}{switch}"
-            log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
+            why = event.why
+            # A verdict quotes its first alarm, which stands in the log already.
+            for quoted in self._said.values() if event.kind == "verdict" else ():
+                why = why.replace(f": {quoted}", "")
+            if event.kind == "alarm":
+                self._said.setdefault((event.rule, event.site), event.why)
+            log.warning("step %d: %s: %s", event.step, printable(what), printable(why))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, so that they can be read at once; after a failure with the next ones."""

@@ -253,6 +253,11 @@ class MonitorSession:
         return self._measurement.suspects
 
     @property
+    def stages_off(self) -> frozenset[str]:
+        """The stages that an error of the monitor has turned off."""
+        return frozenset(self._stages.off)
+
+    @property
     def num_alarmed_heads(self) -> int:
         """Number of heads a rule has named so far."""
         return sum(len(heads) for heads in self._measurement.suspects.values())
