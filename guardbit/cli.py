@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.records import printable
+from guardbit.records import Event, printable
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from guardbit.dashboards.outcome import Outcome
     from guardbit.dashboards.report import Run as ReportedRun
     from guardbit.monitor.detectors import Rule
+    from guardbit.monitor.replay import Replay
     from guardbit.records import Alarm
 
 app = typer.Typer(
@@ -131,8 +133,23 @@ def report(
             show_default=False,
         ),
     ] = None,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write no report: print the outcome as one JSON object, of several runs as "
+            'one with "runs".',
+        ),
+    ] = False,
 ) -> None:
     """Write the report of a run, or of several side by side."""
+    if as_json:
+        with _refusing(OSError, ValueError):
+            if output is not None or format is not None:
+                raise ValueError("--json writes no report: leave --output and --format out")
+            outcomes = [_outcome_in_json(path) for path in paths]
+        typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
+        return
     from guardbit.dashboards.report import write_reports
 
     with _refusing(OSError, ValueError):
@@ -159,28 +176,44 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
     return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
 
 
-def _read_whole(path: Path, name: str) -> ReportedRun:
-    import pandas as pd
+def _outcome_in_json(path: Path) -> dict[str, Any]:
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.store import read_end
 
+    frame, events, _ = _read(path)
+    return {"run": str(path), **outcome_of(frame, events).as_json(), "end": read_end(path)}
+
+
+def _read_whole(path: Path, name: str) -> ReportedRun:
     from guardbit.dashboards.report import Run
-    from guardbit.records import Event
+
+    return Run(name, *_read(path))
+
+
+def _read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """Returns samples, events and metadata of a run."""
     from guardbit.store import folder_of_run, is_run, read_events, read_metadata
 
     frame = _read_samples(path)
     if is_run(folder_of_run(path)):
-        return Run(name, frame, read_events(path), read_metadata(path))
+        return frame, read_events(path), read_metadata(path)
     # Data from elsewhere has no events: the detectors find those that a run would have had.
     from guardbit.monitor.replay import replay as replay_frame
 
-    result = replay_frame(frame)
+    return frame, _events_of_replay(frame, replay_frame(frame)), {"events": REPLAYED}
+
+
+def _events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:
+    """What a replay has found, as the events that a run would have recorded."""
+    import pandas as pd
+
     events = [
         Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
         for alarm in result.alarms
     ]
     last = int(frame["step"].to_numpy().max())
     events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
-    table = pd.DataFrame([dataclasses.asdict(event) for event in events])
-    return Run(name, frame, table, {"events": REPLAYED})
+    return pd.DataFrame([dataclasses.asdict(event) for event in events])
 
 
 def _name(path: Path) -> str:
@@ -216,6 +249,7 @@ def replay(
     ] = None,
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    from guardbit.dashboards.outcome import headline
     from guardbit.monitor.detectors import DEFAULT_RULES
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
@@ -225,6 +259,7 @@ def replay(
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
         samples = _read_samples(path)
         result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
+        outcome = _outcome_of_replay(path, samples, result)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -232,7 +267,13 @@ def replay(
         ]
         typer.echo(
             json.dumps(
-                {"alarms": alarms, "first_alarm": result.first_alarm, "verdict": result.verdict}
+                {
+                    "alarms": alarms,
+                    "first_alarm": result.first_alarm,
+                    "verdict": result.verdict,
+                    "outcome": outcome.kind,
+                    "headline": headline(outcome),
+                }
             )
         )
         return
@@ -257,8 +298,22 @@ def replay(
                 str(len(alarms)),
             )
         console.print(table)
+    console.print(headline(outcome), markup=False, highlight=False, soft_wrap=True)
     verdict = f"{result.verdict}: {printable(result.why)}"
     console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome_of_replay(path: Path, frame: pd.DataFrame, result: Replay) -> Outcome:
+    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
+    import pandas as pd
+
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.store import read_events
+
+    recorded = read_events(path)
+    switches = recorded.loc[recorded["kind"] == "switch"]
+    found = _events_of_replay(frame, result)
+    return outcome_of(frame, pd.concat([found, switches]) if len(switches) else found)
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:

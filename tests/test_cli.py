@@ -68,21 +68,24 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps before the loss.
 # Learning rates of 3e-3 diverge within 2,000 steps.
 @pytest.mark.parametrize(
-    ("name", "verdict", "earliest", "latest"),
+    ("name", "verdict", "outcome", "earliest", "latest"),
     [
-        ("fails-sdpa-lr1.5e-3", "rounding", 6_000, 8_000),
-        ("lrdiverges-fp32out-lr3e-3", "learning-rate", 0, 2_000),
-        ("stable-fp32out-lr1.5e-3", "stable", None, None),
+        ("fails-sdpa-lr1.5e-3", "rounding", "alarmed", 6_000, 8_000),
+        ("lrdiverges-fp32out-lr3e-3", "learning-rate", "learning-rate", 0, 2_000),
+        ("stable-fp32out-lr1.5e-3", "stable", "healthy", None, None),
     ],
 )
 def test_replay_of_recorded_runs(
-    name: str, verdict: str, earliest: int | None, latest: int | None
+    name: str, verdict: str, outcome: str, earliest: int | None, latest: int | None
 ) -> None:
     result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     replay = json.loads(result.stdout)
-    assert list(replay) == ["alarms", "first_alarm", "verdict"]
-    assert replay["verdict"] == verdict
+    assert list(replay) == ["alarms", "first_alarm", "verdict", "outcome", "headline"]
+    assert (replay["verdict"], replay["outcome"]) == (verdict, outcome)
+    reported = json.loads(invoke("report", RUNS / f"{name}.csv.gz", "--json").stdout)
+    assert (reported["outcome"], reported["headline"]) == (outcome, replay["headline"])
+    assert (reported["first_alarm"], reported["end"]) == (replay["first_alarm"], None)
     if earliest is None:
         assert (replay["alarms"], replay["first_alarm"]) == ([], None)
         return
@@ -100,7 +103,8 @@ def test_replay_of_recorded_runs(
 def test_replay_in_words() -> None:
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
-    *table, evidence = result.stdout.splitlines()
+    *table, outcome, evidence = result.stdout.splitlines()
+    assert outcome.startswith("Alarmed: ")
     assert table[0].split() == ["first", "step", "module", "heads", "rule", "alarms"]
     assert "h.2.attn" in table[1]
     steps = [int(line.split()[0].replace(",", "")) for line in table[1:]]
@@ -112,8 +116,9 @@ def test_replay_in_words() -> None:
 def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> None:
     result = invoke("replay", small_run)
     assert result.exit_code == 0
-    assert result.stdout.startswith("stable: ")
-    assert result.stdout.count("\n") == 1
+    outcome, verdict = result.stdout.splitlines()
+    assert outcome == "Healthy: no alarm up to step 900"
+    assert verdict.startswith("stable: ")
 
 
 def test_replay_takes_other_thresholds() -> None:
@@ -149,7 +154,9 @@ def test_unknown_indicators_change_no_alarm(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_bytes(content + b"10000,h.3.attn,3,0,an_indicator_of_tomorrow,1e9\n")
     result = invoke("replay", path, "--json")
-    assert json.loads(result.stdout) == {"alarms": [], "first_alarm": None, "verdict": "stable"}
+    replay = json.loads(result.stdout)
+    assert (replay["alarms"], replay["first_alarm"]) == ([], None)
+    assert (replay["verdict"], replay["outcome"]) == ("stable", "healthy")
 
 
 def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> 
     path = tmp_path / "run.csv"
     path.write_text(recorded.replace("h.2.attn", "[bold]2"))
     result = invoke("replay", path)
-    *table, evidence = result.stdout.splitlines()
+    *table, _, evidence = result.stdout.splitlines()
     assert "[bold]2" in table[1]
     assert "[bold]2" in evidence
 
@@ -200,6 +207,16 @@ def test_report_writes_a_page_into_the_runs_folder(small_run: Path) -> None:
     assert "2.13" in text
     assert "by hand" in text
     assert "<title>run" in text
+
+
+def test_outcomes_of_several_runs_in_json(small_run: Path) -> None:
+    result = invoke("report", small_run, RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--json")
+    runs = json.loads(result.stdout)["runs"]
+    assert [run["outcome"] for run in runs] == ["healthy", "alarmed"]
+    assert [run["end"] for run in runs] == ["finished", None]
+    assert not (small_run / "comparison.html").exists()
+    chosen = ("--json", "--output", small_run)
+    check_refused(invoke("report", small_run, *chosen), "--json writes no report")
 
 
 def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
