@@ -174,8 +174,8 @@ def headline(outcome: Outcome, *, is_running: bool = False) -> str:
         outcome: The outcome.
         is_running: Whether the run is known to go on, so that nothing is final.
     """
-    sentence = _HEADLINES[outcome.kind](outcome)
-    return f"Running. {sentence}" if is_running and outcome.kind != "lost" else sentence
+    so_far = _SO_FAR.get(outcome.kind) if is_running else None
+    return (so_far or _HEADLINES[outcome.kind])(outcome)
 
 
 def _healthy(outcome: Outcome) -> str:
@@ -226,6 +226,29 @@ _HEADLINES = {
     "learning-rate": _learning_rate,
     "unclear": _unclear,
 }
+
+
+def _healthy_so_far(outcome: Outcome) -> str:
+    return "Running: no alarm so far"
+
+
+def _saved_so_far(outcome: Outcome) -> str:
+    return (
+        f"Running: {_counted(outcome)} alarmed at step {outcome.first_alarm:,}, corrected, loss"
+        " unharmed so far"
+    )
+
+
+def _alarmed_so_far(outcome: Outcome) -> str:
+    named = name_of_head(outcome, outcome.alarmed[0])
+    more = f" and {len(outcome.alarmed) - 1} more" if len(outcome.alarmed) > 1 else ""
+    if outcome.verdict == "rounding":
+        return f"Running: rounding has taken hold in {named}{more}"
+    return f"Running: alarms in {named}{more}"
+
+
+#: Of outcomes that are not final while a run goes on.
+_SO_FAR = {"healthy": _healthy_so_far, "saved": _saved_so_far, "alarmed": _alarmed_so_far}
 
 
 def facts(outcome: Outcome) -> list[str]:

@@ -149,7 +149,14 @@ def test_one_value_a_layer_counts_layers():
 
 def test_a_run_that_goes_on_is_not_final():
     found = outcome(alarm(6750), switch(6750), verdict(6750, "rounding"))
-    assert headline(found, is_running=True).startswith("Running. Saved: ")
+    assert headline(found, is_running=True) == (
+        "Running: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed so far"
+    )
+    found = outcome(alarm(6750), alarm(6800, head=3), verdict(6750, "rounding"))
+    assert headline(found, is_running=True) == (
+        "Running: rounding has taken hold in head 1.2 and 1 more"
+    )
+    assert headline(outcome(), is_running=True) == "Running: no alarm so far"
 
 
 def test_in_json_it_is_plain():

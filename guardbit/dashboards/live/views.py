@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
@@ -15,7 +17,9 @@ from guardbit.dashboards import marks
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
-from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
+from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
+from guardbit.dashboards.tables import SAMPLE_COLUMNS
 from guardbit.records import Event
 from guardbit.store.bounds import MAX_LAYERS
 
@@ -123,10 +127,10 @@ class RunViews:
             "catalog": _CATALOG,
             "palette": {
                 "heat": HEAT_STOPS,
+                "heat_dark": HEAT_STOPS_DARK,
                 "most": MOST_EXCESS,
-                "lines": [colour for colour, _ in HIGHLIGHTS],
-                "ink": INK,
             },
+            **self._outcome(),
         }
 
     def picture(self, step: int | None) -> Json:
@@ -219,6 +223,32 @@ class RunViews:
 
     def _site(self, layer: int) -> str:
         return next((site for site, at in self._layers.of.items() if at == layer), "")
+
+    def _outcome(self) -> Json:
+        """What has become of the run so far; where it ends, what became of it."""
+        history, site_of = self._history, {layer: site for site, layer in self._layers.of.items()}
+        rows = [
+            (history.last_step, site_of.get(at, ""), at, head, "", 0.0)
+            for at, head in history.heads
+        ]
+        if "loss" in history.run_high:
+            loss = history.run_high["loss"][history.known]
+            rows += [
+                (step, "", -1, -1, "loss", value)
+                for step, value in zip(_steps(history), loss.tolist(), strict=True)
+                if not np.isnan(value)
+            ]
+        events = pd.DataFrame([asdict(event) for event in self.events])
+        found = outcome_of(pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS)), events)
+        return {
+            "outcome": found.kind if rows else "waiting",
+            "headline": headline(found) if rows else "Waiting for the first sample",
+            "headline_running": headline(found, is_running=True)
+            if rows
+            else "Waiting for the first sample",
+            "facts": facts(found),
+            "departed": found.departed,
+        }
 
     def _verdict(self) -> Json | None:
         given = [event for event in self.events if event.kind == "verdict"]

@@ -130,7 +130,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             writer.record(range(0, 300, 10))
             wait(page, "view.state.last_step === 290")
             wait(page, "document.body.dataset.version == view.version")
-            assert text(page, "h1") == "No alarm so far"
+            assert text(page, "h1") == "Running: no alarm so far"
             assert page.get_attribute("#map", "data-cells") == "12"
             assert page.locator("#run-charts .uplot").count() == 3
             healthy = pixel(page, 1, 2, 3, 4)
@@ -140,7 +140,11 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             writer.alarm(300)
             wait(page, "view.state.events.length === 2 && view.state.last_step === 390")
             wait(page, "document.body.dataset.version == view.version")
-        assert text(page, "h1") == "Alarms have fired"
+        wait(page, "document.querySelector('#status').className === 'finished'")
+        wait(page, "document.querySelector('h1').textContent.startsWith('Saved')")
+        said = "Saved: 1 of 12 heads alarmed at step 300, corrected, loss unharmed"
+        assert text(page, "h1") == said
+        assert page.get_attribute("h1", "class") == "outcome saved"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
         # What the data says stays text.
