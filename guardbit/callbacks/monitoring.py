@@ -57,8 +57,9 @@ class AttentionMonitor(pl.Callback):
     ==================================  ===========================================================
 
     The keys are stable. New alarms go as text to ``guardbit/alarms`` of loggers that take text
-    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar shows the alarmed heads.
-    An error inside the monitor is logged once and turns the stage concerned off; training goes on.
+    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar counts the alarmed
+    heads. An error inside the monitor is logged once and turns the stage concerned off; training
+    goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.

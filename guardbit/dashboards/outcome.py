@@ -1,6 +1,7 @@
 """What became of a run: healthy, saved, alarmed, lost, too high a learning rate, or unclear.
 
-The outcome is derived from what the run recorded, its events and its losses; nothing is judged anew.
+The outcome is derived from what the run recorded, its events and its losses; nothing is judged
+anew.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from guardbit.dashboards.live.views import Json, RunViews
 from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.names import place_of_run
+from guardbit.dashboards.views import Json, RunViews
 from guardbit.store import RunFollower, read_events
 
 log = logging.getLogger("guardbit")

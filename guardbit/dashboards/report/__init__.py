@@ -102,7 +102,7 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
     _refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
     _write_pictures(document, folder)
     if format == "html":
-        output.write_text(to_html(document), encoding="utf-8")
+        output.write_text(to_html(document, folder.name), encoding="utf-8")
     elif format == "md":
         output.write_text(to_markdown(document, folder.name), encoding="utf-8")
     else:

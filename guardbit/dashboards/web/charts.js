@@ -70,7 +70,7 @@ function drawMap() {
     pen.strokeRect(x - gap / 2, y - gap / 2, cell.width, cell.height);
   }
   for (const [layer, head] of map.stabilized) {
-    const [x, y] = at(layer, head), radius = Math.max(Math.min(cell.width, cell.height) / 6, 1.5);
+    const [x, y] = at(layer, head), radius = Math.max(Math.min(cell.width, cell.height) / 12, 1.5);
     pen.beginPath();
     pen.arc(x + cell.width / 2, y + cell.height / 2, radius, 0, 2 * Math.PI);
     pen.fillStyle = css("--paper"); pen.fill(); pen.lineWidth = 1; pen.stroke();
@@ -92,9 +92,9 @@ function drawMap() {
 }
 
 function drawRamp() {
-  const pen = $("ramp").getContext("2d"), { palette } = view.state;
-  for (let x = 0; x < 220; x++) {
-    pen.fillStyle = ramp(palette, Math.pow(palette.most, x / 219));
+  const pen = $("ramp").getContext("2d"), { palette } = view.state, { width } = $("ramp");
+  for (let x = 0; x < width; x++) {
+    pen.fillStyle = ramp(palette, Math.pow(palette.most, x / (width - 1)));
     pen.fillRect(x, 0, 1, 10);
   }
   $("ramp-labels").textContent = `1 × to ${palette.most} × its baseline or more; blank: not measured`;
@@ -188,11 +188,12 @@ const axisColours = () => ({ stroke: css("--quiet"), grid: { stroke: css("--line
 // The range of the values in view. What comes after the loss has left is no measure: one exploded head
 // would press all else flat.
 function visibleRange(plot, log) {
-  const { min, max } = plot.scales.x, departed = view.state.departed ?? Infinity;
+  const steps = plot.data[0], departed = view.state.departed ?? Infinity;
+  const min = plot.scales.x.min ?? steps[0], max = plot.scales.x.max ?? steps[steps.length - 1];
   const end = departed > min ? Math.min(max, departed) : max;
   let low = Infinity, high = -Infinity;
   plot.data.slice(1).forEach((values) => values.forEach((value, index) => {
-    const step = plot.data[0][index];
+    const step = steps[index];
     if (value == null || step < min || step > end) return;
     low = Math.min(low, value); high = Math.max(high, value);
   }));
@@ -254,7 +255,7 @@ function chart(place, { title, series, data, bands, log, key }, marks, height = 
     cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
     scales: { x: { time: false }, y: { distr: log ? 3 : 1, range: (plot) => visibleRange(plot, log) } },
     axes: [
-      { ...axisColours(), space: 80, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
+      { ...axisColours(), space: 80, size: 28, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
       { ...axisColours(), size: 68, ...(log ? { splits: logTicks, filter: (_, ticks) => ticks } : {}),
         values: (_, ticks, __, ___, step) => ticks.map((tick) => tickLabel(tick, log ? 0 : step)) },
     ],
@@ -267,11 +268,11 @@ function chart(place, { title, series, data, bands, log, key }, marks, height = 
 }
 
 // Where only data has changed a chart keeps its element, and in any case its zoom.
-function drawCharts(place, wanted, marks) {
+function drawCharts(place, wanted, marks, height) {
   const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
   const drawn = wanted.map(({ name, title, steps, lines }) => {
     const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed), old = kept.find((one) => one.key === next.key);
-    if (!old) return chart(place, next, marks);
+    if (!old) return chart(place, next, marks, height);
     old.plot.setData(next.data, !zoom);
     place.append(old.box);
     return old;
@@ -281,13 +282,19 @@ function drawCharts(place, wanted, marks) {
   place.charts = drawn;
 }
 
+// So that the next drawing makes all charts anew, as where their width has changed.
+function forget(place) {
+  for (const { plot, box } of place.charts ?? []) { plot.destroy(); box.remove(); }
+  place.charts = [];
+}
+
 function isZoomed(plot) {
   const steps = plot.data[0], { min, max } = plot.scales.x;
   return steps.length > 1 && (min > steps[0] + 1e-9 || max < steps[steps.length - 1] - 1e-9);
 }
 
 async function drawRun() {
-  const { run, steps, palette, indicators } = view.state, wanted = [];
+  const { run, steps, indicators } = view.state, wanted = [];
   for (const name of ["loss", "grad_norm"]) {
     if (run[name]) wanted.push({ name, steps, lines: [{ label: labelOf(name), ...run[name], colour: lineColour(1), width: 1.5 }] });
   }
@@ -314,7 +321,7 @@ async function drawRun() {
 async function drawHead() {
   $("detail").hidden = !view.head;
   if (!view.head) return;
-  const { layer, head } = view.head, found = await ask(`head?layer=${layer}&head=${head}`), { palette } = view.state;
+  const { layer, head } = view.head, found = await ask(`head?layer=${layer}&head=${head}`);
   $("detail-title").textContent = `${nameOf(layer, head)}  (${found.site})`;
   const alarms = found.events.filter((event) => event.kind === "alarm"), switched = found.events.filter((event) => event.kind === "switch");
   $("detail-note").textContent = alarms.length
@@ -329,10 +336,17 @@ async function drawHead() {
   })), () => $("detail").marks);
 }
 
-function select(head) {
-  view.head = head;
-  drawMap();
-  drawHead().then(() => head && $("detail").scrollIntoView({ behavior: "smooth", block: "nearest" }));
+function listenToMap() {
+  $("map").addEventListener("click", (event) => { const found = view.state?.layers && headAt(event); if (found) select(found); });
+  $("map").addEventListener("mousemove", pointAt);
+  $("map").addEventListener("mouseleave", () => { $("tip").hidden = true; });
+  $("map").addEventListener("keydown", (event) => {
+    const moves = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }, move = moves[event.key];
+    if (!move || !view.state?.layers) return;
+    event.preventDefault();
+    const from = view.head ?? { layer: 0, head: 0 }, { layers, heads } = view.state;
+    select({ layer: Math.min(Math.max(from.layer + move[0], 0), layers - 1), head: Math.min(Math.max(from.head + move[1], 0), heads - 1) });
+  });
 }
 
 // The heads to watch at the step of the map.

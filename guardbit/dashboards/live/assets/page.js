@@ -11,6 +11,12 @@ async function ask(question) {
   return answer.json();
 }
 
+function select(head) {
+  view.head = head;
+  drawMap();
+  drawHead().then(() => head && $("detail").scrollIntoView({ behavior: "smooth", block: "nearest" }));
+}
+
 // --- words -----------------------------------------------------------------------------------
 
 // A switch of the whole model is one event for each attention module: those that differ in their heads alone are one line.
@@ -130,16 +136,7 @@ async function tick() {
   }
 }
 
-$("map").addEventListener("click", (event) => { const found = view.state?.layers && headAt(event); if (found) select(found); });
-$("map").addEventListener("mousemove", pointAt);
-$("map").addEventListener("mouseleave", () => { $("tip").hidden = true; });
-$("map").addEventListener("keydown", (event) => {
-  const moves = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }, move = moves[event.key];
-  if (!move || !view.state?.layers) return;
-  event.preventDefault();
-  const from = view.head ?? { layer: 0, head: 0 }, { layers, heads } = view.state;
-  select({ layer: Math.min(Math.max(from.layer + move[0], 0), layers - 1), head: Math.min(Math.max(from.head + move[1], 0), heads - 1) });
-});
+listenToMap();
 $("detail-close").addEventListener("click", () => select(null));
 $("log").addEventListener("change", async (event) => { view.log = event.target.checked; await drawRun(); await drawHead(); });
 $("indicator").addEventListener("change", (event) => { view.indicator = event.target.value; drawRun(); });

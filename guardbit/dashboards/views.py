@@ -37,7 +37,7 @@ _TYPICAL_HEADS = 1024
 #: Maps of earlier steps that are kept.
 _KEPT_MAPS = 32
 #: What the page calls each indicator, and which have no place on a log scale.
-_CATALOG: Json = {
+CATALOG_OF_PAGES: Json = {
     one.name: {
         "label": f"{one.label} ({one.unit})" if one.unit else one.label,
         "is_signed": one.is_signed,
@@ -124,7 +124,7 @@ class RunViews:
                 for name in RUN_INDICATORS
                 if name in history.run_high
             },
-            "catalog": _CATALOG,
+            "catalog": CATALOG_OF_PAGES,
             "palette": {
                 "heat": HEAT_STOPS,
                 "heat_dark": HEAT_STOPS_DARK,
@@ -323,7 +323,7 @@ class RunViews:
             for head in event.heads
         ]
         worst = [(head["layer"], head["head"]) for head in self._picture["worst"]]
-        return list(dict.fromkeys([*dict.fromkeys(alarmed[: _DRAWN - 1]), *worst]))[:_DRAWN]
+        return list(dict.fromkeys([*alarmed, *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         """Quantiles over heads by bucket."""
@@ -336,6 +336,16 @@ class RunViews:
         count = (~np.isnan(middle)).sum(axis=1)
         rows = np.arange(len(middle))
         return [middle[rows, (q * np.maximum(count - 1, 0)).astype(int)] for q in quantiles]
+
+
+def plain_numbers(values: Floats) -> list[float | None]:
+    """Values as JSON has them: four significant digits, None for what is not finite."""
+    return _numbers(np.asarray(values, dtype=float))
+
+
+def thinned(series: pd.Series, most: int = 400) -> pd.Series:
+    """At most so many of a curve's values, evenly spread, the last one among them."""
+    return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
 
 
 def _steps(history: History) -> list[int]:
