@@ -25,7 +25,8 @@ _LARGE = 1e3
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
-    """The last step up to which all runs have the same losses; None where they share no beginning.
+    """The last step up to which all runs have the same losses; None where they share no beginning
+    or never part.
 
     Args:
         losses: Name of each run -> its losses by step.
@@ -34,7 +35,7 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
         return None
     table = pd.concat(losses, axis=1, join="inner").dropna()
     same = table.nunique(axis=1).to_numpy() == 1
-    shared = len(same) if same.all() else int(same.argmin())
+    shared = int(same.argmin())
     return int(table.index[shared - 1]) if shared >= FEWEST_SHARED else None
 
 

@@ -97,7 +97,7 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
     verdict = given[-1] if given else "" if alarms else "stable"
     again = _alarming_again(frame, events, switched, last)
     return Outcome(
-        kind=_kind(verdict, heads, alarmed, switched, again, departed),
+        kind=_kind(verdict, heads, alarms, alarmed, switched, again, departed),
         verdict=verdict,
         first_step=first,
         last_step=last,
@@ -120,6 +120,7 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
 def _kind(
     verdict: str,
     heads: dict[int, list[int]],
+    alarms: Sequence[Event],
     alarmed: dict[Head, Event],
     switched: dict[Head, Event],
     again: set[Head],
@@ -131,8 +132,8 @@ def _kind(
         return "unclear"
     if departed is not None:
         return "lost" if alarmed else "unclear"
-    if not alarmed:
-        return "healthy"
+    if not alarmed:  # on the whole run, or on modules without samples
+        return "alarmed" if alarms else "healthy"
     return "saved" if alarmed.keys() <= switched.keys() and not again else "alarmed"
 
 
@@ -191,6 +192,8 @@ def _saved(outcome: Outcome) -> str:
 
 
 def _alarmed(outcome: Outcome) -> str:
+    if not outcome.alarmed:
+        return f"Alarmed: since step {outcome.first_alarm:,}, and no measured head says why"
     since = f"Alarmed: {_counted(outcome)} since step {outcome.first_alarm:,}"
     if outcome.alarming_again:
         return f"{since}; {outcome.alarming_again} still alarming after the switch"
@@ -241,6 +244,8 @@ def _saved_so_far(outcome: Outcome) -> str:
 
 
 def _alarmed_so_far(outcome: Outcome) -> str:
+    if not outcome.alarmed:
+        return f"Running: alarms since step {outcome.first_alarm:,}"
     named = name_of_head(outcome, outcome.alarmed[0])
     more = f" and {len(outcome.alarmed) - 1} more" if len(outcome.alarmed) > 1 else ""
     if outcome.verdict == "rounding":

@@ -131,6 +131,14 @@ def test_the_verdicts_of_other_causes_are_the_outcome():
     assert headline(found) == "Unclear: the loss left at step 880, and no head says why"
 
 
+@pytest.mark.parametrize("site", ["another.module", ""])
+def test_an_alarm_on_no_measured_head_is_never_healthy(site):
+    found = outcome(alarm(880, site=site, rule="a_rule"))
+    assert found.kind == "alarmed"
+    assert headline(found) == "Alarmed: since step 880, and no measured head says why"
+    assert headline(found, is_running=True) == "Running: alarms since step 880"
+
+
 def test_a_run_in_which_no_head_was_measured_is_unclear():
     frame = samples()
     assert outcome_of(frame[frame["site"] == ""], None).kind == "unclear"

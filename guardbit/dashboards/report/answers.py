@@ -59,11 +59,13 @@ def answers_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> 
 
 
 def _batch(frame: pd.DataFrame) -> pa.RecordBatch:
-    columns = {name: pa.array(frame[name]) for name in tables.SAMPLE_COLUMNS}
-    for name in ("site", "indicator"):
-        columns[name] = columns[name].cast(pa.string()).dictionary_encode()
-    for name in ("step", "layer", "head"):
-        columns[name] = columns[name].cast(pa.int64())
+    names = {name: pa.array(frame[name].astype(str).tolist()) for name in ("site", "indicator")}
+    numbers = {name: frame[name].to_numpy(np.int64) for name in ("step", "layer", "head")}
+    columns = {
+        **numbers,
+        **{name: texts.dictionary_encode() for name, texts in names.items()},
+        "value": frame["value"].to_numpy(np.float64),
+    }
     return pa.RecordBatch.from_pydict(columns)
 
 
