@@ -147,7 +147,7 @@ def report(
         with _refusing(OSError, ValueError):
             if output is not None or format is not None:
                 raise ValueError("--json writes no report: leave --output and --format out")
-            outcomes = [_outcome_in_json(path) for path in paths]
+            outcomes = _outcomes_in_json(paths)
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
     from guardbit.dashboards.report import write_reports
@@ -176,12 +176,20 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
     return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
 
 
-def _outcome_in_json(path: Path) -> dict[str, Any]:
+def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The outcome of each run; copies of one run are held against each other."""
+    from guardbit.dashboards.forks import against_each_other
     from guardbit.dashboards.outcome import outcome_of
+    from guardbit.dashboards.tables import of_run
     from guardbit.store import read_end
 
-    frame, events, _ = _read(path)
-    return {"run": str(path), **outcome_of(frame, events).as_json(), "end": read_end(path)}
+    runs = {str(path): _read(path) for path in paths}
+    outcomes = {path: outcome_of(frame, events) for path, (frame, events, _) in runs.items()}
+    losses = {path: of_run(frame, "loss") for path, (frame, *_) in runs.items()}
+    return [
+        {"run": path, **outcome.as_json(), "end": read_end(path)}
+        for path, outcome in against_each_other(outcomes, losses).items()
+    ]
 
 
 def _read_whole(path: Path, name: str) -> ReportedRun:
@@ -386,11 +394,31 @@ def demo(
     healthy: Annotated[
         bool, typer.Option("--healthy", help="Leave the model alone; no alarm should come.")
     ] = False,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Train nothing: show a real failure of GPT-2 small and its rescued copy.",
+        ),
+    ] = False,
     run_dir: Annotated[
-        Path, typer.Option(help="Folder the run and its report are written to.")
-    ] = Path("runs/demo"),
+        Path | None,
+        typer.Option(
+            help="Folder the run and its report are written to; runs/demo by default, "
+            "runs/recorded with --recorded.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a small model on the CPU in which one head diverges, and watch GuardBit catch it."""
+    if recorded:
+        from guardbit.replayed import show_recorded
+
+        with _refusing(OSError, ValueError):
+            if healthy:
+                raise ValueError("--recorded shows runs that were made: leave --healthy out")
+            show_recorded(run_dir or Path("runs/recorded"))
+        return
     from guardbit.demo import run_demo
 
-    run_demo(healthy=healthy, run_dir=run_dir)
+    run_demo(healthy=healthy, run_dir=run_dir or Path("runs/demo"))

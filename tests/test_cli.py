@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import guardbit
 from guardbit.cli import app
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -364,6 +365,21 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         {"healthy": False, "run_dir": Path("runs/demo")},
         {"healthy": True, "run_dir": tmp_path},
     ]
+
+
+def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> None:
+    result = invoke("demo", "--recorded", "--run-dir", tmp_path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    text = " ".join(result.stdout.split())
+    # Their outcomes are those of the study, `studies/rescue/results/runs.csv`.
+    assert "Lost: the loss left 3,910 steps after the first alarm" in text
+    assert "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed" in text
+    assert "head 2.6" in text and "head 2.11" in text
+    pages = {path.name for path in tmp_path.glob("*.html")}
+    assert pages == {"comparison.html", "lost.html", "saved.html"}
+    data = Path(guardbit.__file__).parent / "recorded"
+    assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
+    check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
 
 
 def test_version_is_the_packages() -> None:

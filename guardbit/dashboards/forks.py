@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -25,8 +26,9 @@ _LARGE = 1e3
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
-    """The last step up to which all runs have the same losses; None where they share no beginning
-    or never part.
+    """The last step up to which all runs have the same losses.
+
+    None where they share no beginning, or never part.
 
     Args:
         losses: Name of each run -> its losses by step.
@@ -35,7 +37,7 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
         return None
     table = pd.concat(losses, axis=1, join="inner").dropna()
     same = table.nunique(axis=1).to_numpy() == 1
-    shared = int(same.argmin())
+    shared = int(same.argmin()) if len(same) else 0
     return int(table.index[shared - 1]) if shared >= FEWEST_SHARED else None
 
 
@@ -46,12 +48,14 @@ def departure(loss: pd.Series, other: pd.Series) -> int | None:
         loss: By step.
         other: The same of the run that it is held against.
     """
-    above = (loss.where(np.isfinite, _LARGE) - other).dropna()
+    finite = loss.where(np.isfinite(loss.to_numpy()), _LARGE)
+    above = cast(pd.Series, finite - other).dropna()
     if len(above) < 2:
         return None
-    every = float(np.median(np.diff(above.index.to_numpy())))
-    mean = above.rolling(max(round(WINDOW / every), 1)).mean()
-    left = mean.index[(mean > MARGIN).to_numpy()]
+    steps = above.index.to_numpy()
+    every = float(np.median(np.diff(steps)))
+    mean = cast(pd.Series, above.rolling(max(round(WINDOW / every), 1)).mean())
+    left = steps[mean.to_numpy() > MARGIN]
     return int(left[0]) if len(left) else None
 
 

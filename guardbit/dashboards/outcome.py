@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
+import numpy as np
 import pandas as pd
 
 from guardbit.dashboards import marks, tables
@@ -147,8 +148,8 @@ def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
         before = finite.nonzero()[0]
         lost = int(loss.index[before[-1] + 1 if len(before) else 0])
         return lost if left is None else min(left, lost)
-    medians = loss.rolling(LOSS_SAMPLES, min_periods=1).median()
-    return None if float(medians.iloc[-1]) <= float(medians.min()) + COME_BACK else left
+    medians = cast(pd.Series, loss.rolling(LOSS_SAMPLES, min_periods=1).median()).to_numpy()
+    return None if medians[-1] <= np.nanmin(medians) + COME_BACK else left
 
 
 def _alarming_again(

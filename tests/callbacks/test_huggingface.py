@@ -121,7 +121,8 @@ def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path,
     place = f"'{folder}/guardbit'"
     assert lines == [
         f"GuardBit samples attention every 4 steps; to look on: guardbit live {place}",
-        f"GuardBit: run finished, no head alarmed up to step 8; the report: guardbit report {place}",
+        "GuardBit: run finished, no head alarmed up to step 8; the report: "
+        f"guardbit report {place}",
     ]
 
 

@@ -92,7 +92,8 @@ def _maps(views: RunViews, state: Json, wanted: list[int]) -> list[Json]:
 
 def _heads(views: RunViews, frame: pd.DataFrame, events: pd.DataFrame | None) -> Json:
     """The histories of the alarmed heads, then of those farthest above their baseline."""
-    excess = ranking.excess(frame)["excess"].fillna(0).sort_values(ascending=False, kind="stable")
+    excess = ranking.excess(frame).fillna({"excess": 0.0})
+    excess = excess.sort_values(["excess"], ascending=False, kind="stable")
     alarmed = marks.first_events(frame, events, "alarm")
     heads: Json = {}
     room = MOST_OF_HEADS

@@ -33,7 +33,6 @@ from guardbit.dashboards.report.document import (
 )
 from guardbit.dashboards.web import asset
 
-
 #: Rows of alarms that are seen at once.
 _UNFOLDED = 10
 

@@ -15,7 +15,6 @@ from PIL import Image
 
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.report import write_report
 from guardbit.dashboards.report.words import LABELS
 
