@@ -68,6 +68,7 @@ MEMBERS = {
         "loss",
         "num_alarmed_heads",
         "record",
+        "stages_off",
         "state_dict",
         "step",
     ],

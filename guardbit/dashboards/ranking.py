@@ -103,12 +103,17 @@ def notable_heads(
 def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 3) -> list[Head]:
     """The heads that all figures of a run are about, each in one colour.
 
-    The first to alarm come first, then those that are farthest above their baseline.
+    The first to alarm come first, then those that are farthest above their baseline at the first
+    alarm, or at the end of a run without.
     """
-    far = excess(frame).dropna(subset=["excess"])
+    alarmed = first_events(frame, events, "alarm")
+    if len(alarmed) >= count:
+        return list(alarmed)[:count]
+    told = min((event.step for event in alarmed.values()), default=None)
+    far = excess(frame, told).dropna(subset=["excess"])
     far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
     worst = [(int(layer), int(head)) for layer, head in far.index]
-    return list(dict.fromkeys([*first_events(frame, events, "alarm"), *worst]))[:count]
+    return list(dict.fromkeys([*alarmed, *worst]))[:count]
 
 
 def heads_to_watch(
