@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal["weights", "rows", "delta", "gradient_audit", "run"]
+Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "run"]
 
 #: The unit of values from 0 to 1, which reports show in percent.
 SHARE_OF_ROWS = "share of rows"
@@ -32,6 +32,7 @@ class Indicator:
             where its size does not show that a head diverges.
         logged_key: The key under which its largest value in size, over all heads, reaches loggers;
             None where it does not. Stable, as dashboards are built on it.
+        sum_of: The indicator whose running sum over the sampled steps it is; None: it is measured.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Indicator:
     is_signed: bool = False
     floor: float | None = None
     logged_key: str | None = None
+    sum_of: str | None = None
 
     @property
     def is_of_run(self) -> bool:
@@ -114,6 +116,13 @@ CATALOG: tuple[Indicator, ...] = (
         unit="nats",
     ),
     Indicator(
+        # Without a baseline: a healthy head may give all its keys the same large part.
+        name="key_common_mode",
+        probe="keys",
+        label="common part of the keys",
+        meaning="norm of the mean key of a sequence over the root mean square of its keys' norms",
+    ),
+    Indicator(
         name="delta_bias",
         probe="delta",
         label="delta bias",
@@ -134,6 +143,7 @@ CATALOG: tuple[Indicator, ...] = (
         meaning="running sum of `delta_bias` over the sampled steps",
         is_signed=True,
         logged_key="guardbit/delta_bias_cumulative",
+        sum_of="delta_bias",
     ),
     Indicator(
         name="dq_relative_error",
@@ -150,6 +160,22 @@ CATALOG: tuple[Indicator, ...] = (
         meaning="dQ - dQ_fp32 along the head's largest direction of W_Q, summed over rows with its"
         " sign, over the sum of the sizes of dQ_fp32 along it",
         is_signed=True,
+    ),
+    Indicator(
+        name="w_q_push",
+        probe="gradient_audit",
+        label="push of rounding on W_Q",
+        meaning="what dQ - dQ_fp32 adds to the head's largest singular value of W_Q in a step of"
+        " gradient descent, over the sum over rows of the size of what dQ_fp32 adds",
+        is_signed=True,
+    ),
+    Indicator(
+        name="w_q_push_cumulative",
+        probe="gradient_audit",
+        label="cumulative push of rounding",
+        meaning="running sum of `w_q_push` over the sampled steps in which the head was audited",
+        is_signed=True,
+        sum_of="w_q_push",
     ),
     Indicator(
         name="loss",
@@ -176,6 +202,9 @@ HEAD_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if not one.
 RUN_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if one.is_of_run)
 
 INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
+
+#: Running sum -> what it sums up.
+SUMS: dict[str, str] = {one.name: one.sum_of for one in CATALOG if one.sum_of}
 
 #: Key of loggers -> the indicator whose largest value over heads, by size, it is.
 LOGGED_KEYS: dict[str, str] = {one.logged_key: one.name for one in CATALOG if one.logged_key}

@@ -121,15 +121,19 @@ class GPT2(L.LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Loss of the batch of this optimizer step."""
+        return self.net(self.batch(self.global_step))
+
+    def batch(self, step: int) -> Tensor:
+        """INT64 `(sequences, context + 1)`, the tokens of an optimizer step."""
         # 2^20 steps never share a generator's seed.
-        generator = torch.Generator().manual_seed((self.seed << 20) + self.global_step)
+        generator = torch.Generator().manual_seed((self.seed << 20) + step)
         length = self.size.context + 1
         last = self.tokens.numel() - length
         starts = torch.randint(last, (self.size.sequences, 1), generator=generator)
         places = starts.to(self.tokens.device, non_blocking=True) + torch.arange(
             length, device=self.tokens.device
         )
-        return self.net(self.tokens[places].long())
+        return self.tokens[places].long()
 
     def configure_gradient_clipping(
         self,

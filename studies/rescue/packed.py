@@ -20,9 +20,9 @@ LOSS_STEPS, HEAD_STEPS = 20, 200
 _KEPT = (
     "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
     "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
-    "delta_bias_cumulative",
+    "delta_bias_cumulative", "w_q_push_cumulative", "key_common_mode",
 )  # fmt: skip
-_AUDITED = ("dq_relative_error", "dq_coherent_error")
+_AUDITED = ("dq_relative_error", "dq_coherent_error", "w_q_push")
 
 
 class Run(NamedTuple):

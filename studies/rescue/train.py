@@ -101,6 +101,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=17_000)
     parser.add_argument("--minutes", type=float, help="train no longer, this time")
     parser.add_argument("--every-n-train-steps", type=int, default=50)
+    parser.add_argument("--audited-heads", type=int, default=1, help="of a layer, at each sample")
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
     parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
@@ -172,7 +173,9 @@ def main(arguments: list[str]) -> Path:
     if checkpoint is not None:
         earlier = json.loads((folder / "about.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
-    monitor = AttentionMonitor(options.every_n_train_steps, dirpath=folder)
+    monitor = AttentionMonitor(
+        options.every_n_train_steps, num_audited_heads=options.audited_heads, dirpath=folder
+    )
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.arm in SCOPES:
         scope, quiet_steps = SCOPES[options.arm], options.calm_steps

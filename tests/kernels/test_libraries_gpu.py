@@ -66,7 +66,7 @@ def tensors(spec, kv_heads, width):
 def run(engine, spec, inputs, site):
     d_out, *qkv = inputs
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, _ = library_attention(*leaves, torch.tensor(site), spec, library_engine(engine, False))
+    out, _ = library_attention(*leaves, torch.tensor(site), spec, library_engine(engine, True))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -81,11 +81,19 @@ def site():
     remove_site(number)
 
 
+@pytest.fixture
+def in_order():
+    """Backward passes that add in a fixed order: atomic additions change the last bits of dQ."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("case", SPECS)
 @pytest.mark.parametrize(("kv_heads", "width"), [(4, 64), (2, 128)])
 @pytest.mark.parametrize("engine", HOMES)
 def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
-    engine, kv_heads, width, case, site
+    engine, kv_heads, width, case, site, in_order
 ) -> None:
     try:
         importlib.import_module(HOMES[engine])
@@ -98,17 +106,16 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     spec = SPECS[case]()
     inputs = tensors(spec, kv_heads, width)
     exact = dense(*inputs, spec)
-    native = [run(engine, spec, inputs, site) for _ in range(3)]
-    proof = proof_of(library_engine(engine, False), *inputs[1:], spec, False)
+    native = run(engine, spec, inputs, site)
+    proof = proof_of(library_engine(engine, True), *inputs[1:], spec, False)
     assert not proof.failure, proof
     state = site_state(site)
     state.switch(("none", "exact_delta", "exact_delta", "none"))
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted
-    assert torch.equal(found[0], native[0][0])
-    if all(torch.equal(each[1], native[0][1]) for each in native):
-        assert torch.equal(found[1][:, [0, 3]], native[0][1][:, [0, 3]])
-    after, before = (relative(x[1][:, 1:3], exact.dq[:, 1:3]) for x in (found, native[0]))
+    assert torch.equal(found[0], native[0])
+    assert torch.equal(found[1][:, [0, 3]], native[1][:, [0, 3]])
+    after, before = (relative(x[1][:, 1:3], exact.dq[:, 1:3]) for x in (found, native))
     assert after < before
     # dS and dQ are rounded to BF16, by 0.166 % each in the mean square.
     assert after < 4e-3

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.catalog import HEAD_INDICATORS
+from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.kernels import dispatch, switchboard
 from guardbit.monitor import journal
 from guardbit.monitor import session as session_module
@@ -135,7 +135,7 @@ def test_a_plain_loop_records_every_loss_and_the_sampled_steps(tmp_path):
     for site, layer, heads in ((SITES[0], 0, 2), (SITES[1], 1, 4)):
         rows = frame[(frame.site == site) & (frame.step == 3)]
         assert set(rows.layer) == {layer}
-        for indicator in set(HEAD_INDICATORS) - {"dq_relative_error", "dq_coherent_error"}:
+        for indicator in set(HEAD_INDICATORS) - set(of_probe("gradient_audit")):
             assert rows[rows.indicator == indicator]["head"].tolist() == list(range(heads))
 
 
@@ -347,9 +347,9 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
             pass
     (shape,) = transfers
     heads = 2 + 4
-    # Eleven columns of every head (the cumulative one is added on the host), losses of steps
+    # Thirteen columns of every head (the running sums are added on the host), losses of steps
     # 1 to 3, the gradient norm.
-    assert shape == (11 * heads + 3 + 1,)
+    assert shape == (13 * heads + 3 + 1,)
     assert operations.names == []
 
 

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,10 +13,7 @@ from torch import Tensor
 from guardbit.kernels import dispatch
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor.measure.probes import CallView, Found, counted_rows
-from guardbit.records import Sample
-
-# What is added up over the sampled steps, and its sum.
-_ADDED_UP, _RUNNING = "delta_bias", "delta_bias_cumulative"
+from guardbit.monitor.measure.running_sums import measured
 
 
 class DeltaProbe:
@@ -36,8 +31,7 @@ class DeltaProbe:
     needs_shadow = True
 
     def __init__(self, wanted: Collection[str]) -> None:
-        needed = {_ADDED_UP if name == _RUNNING else name for name in wanted}
-        self.indicators = tuple(name for name in ("delta_bias", "delta_bias_abs") if name in needed)
+        self.indicators = measured(wanted, "delta")
         self.totals = self.indicators
 
     def update(self, view: CallView) -> Found:
@@ -57,30 +51,6 @@ class DeltaProbe:
         return {
             name: state[name].where(rows > 0, torch.nan) / loss_scale for name in self.indicators
         }
-
-
-class RunningSum:
-    """Adds the delta bias of the sampled steps up, on the host.
-
-    Attributes:
-        sums: Site -> one sum a head; NaN, no data, as long as there was nothing to add.
-    """
-
-    def __init__(self) -> None:
-        self.sums: dict[str, list[float]] = {}
-
-    def follow(self, sample: Sample) -> Iterator[Sample]:
-        """Yields the sums after a sample of the delta bias, and nothing after any other.
-
-        What is not finite would stay in them for ever, and is left out.
-        """
-        if sample.indicator != _ADDED_UP:
-            return
-        sums = self.sums.setdefault(sample.site, [math.nan] * len(sample.values))
-        for head, value in enumerate(sample.values):
-            if math.isfinite(value):
-                sums[head] = value if math.isnan(sums[head]) else sums[head] + value
-        yield replace(sample, indicator=_RUNNING, values=tuple(sums))
 
 
 def _delta_bias(call: AttentionCall, exact: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:

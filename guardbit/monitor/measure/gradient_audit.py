@@ -7,26 +7,35 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from guardbit.catalog import of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor.measure.probes import CallView, Found, per_head
+from guardbit.monitor.measure.running_sums import measured
 
 
 class GradientAudit:
-    """The error of dQ in the audited heads: its size, and what adds up over rows.
+    """The error of dQ in the audited heads: its size, what adds up over rows, and what W_Q gets.
+
+    In the plain case, queries W_Q x, the gradient of a head's largest singular value sigma, with
+    singular vectors u and v, is u^T dW_Q v, the sum over rows of (dQ . u)(x . v), and x . v is
+    (q . u) / sigma. So the part of dQ's error in it is known from q, dQ and u, whatever the signs
+    of u and v, and adds up from step to step. Where rotary positions, a norm or a bias lie between
+    W_Q x and q, u meets what comes out of these, and the push is that on the queries' length along
+    u only.
 
     Args:
         wanted: Names of the indicators to measure.
     """
 
-    sums: tuple[str, ...] = ("dq_error_squares", "dq_squares", "dq_error_along", "dq_along")
+    sums: tuple[str, ...] = (
+        "dq_error_squares", "dq_squares", "dq_error_along", "dq_along", "push", "push_of_rows",
+    )  # fmt: skip
     maxima: tuple[str, ...] = ()
     needs_shadow = False
     totals: tuple[str, ...] = ()
 
     def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = tuple(name for name in of_probe("gradient_audit") if name in wanted)
+        self.indicators = measured(wanted, "gradient_audit")
 
     def update(self, view: CallView) -> Found | None:
         """Recomputes the audited heads' dQ; None where there are none."""
@@ -45,7 +54,8 @@ class GradientAudit:
         )
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
         directions = view.directions.index_select(0, index)
-        return Found(heads, gradient_error(call.dq.index_select(1, index), exact, directions))
+        q, dq = (x.index_select(1, index) for x in (call.q, call.dq))
+        return Found(heads, gradient_error(q, dq, exact, directions))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         """See `CallProbe.reduce`."""
@@ -58,31 +68,40 @@ class GradientAudit:
         # Squares of what is below 1e-23 are lost: of so small a dQ neither error says anything.
         is_known = (squares > 0) & (along > 0)
         coherent = (state["dq_error_along"] / along).where(is_known, torch.nan)
-        found = {"dq_relative_error": relative, "dq_coherent_error": coherent}
+        of_rows = state["push_of_rows"]
+        push = (state["push"] / of_rows).where(is_known & (of_rows > 0), torch.nan)
+        found = {
+            "dq_relative_error": relative, "dq_coherent_error": coherent, "w_q_push": push,
+        }  # fmt: skip
         return {name: found[name] for name in self.indicators}
 
 
 def gradient_error(
-    dq: Tensor, exact: Tensor, directions: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, dq: Tensor, exact: Tensor, directions: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compares a kernel's dQ with the FP32-accurate one, row by row.
 
     Args:
+        q: `(B, H, N, D)`, as the kernel got it.
         dq: `(B, H, N, D)`, as the kernel in use returned it.
         exact: FP32 `(B, H, N, D)`.
         directions: FP32 `(H, D)`, see `weights.spectral_norms`.
 
     Returns:
         FP32 `(B, H, N)` each: squared norm of the error, squared norm of `exact`, the error along
-        the head's direction (signed), and |exact| along it.
+        the head's direction (signed), |exact| along it, and each of these two times q along it:
+        less the error, as descent goes against the gradient, and the size.
     """
     error = dq - exact
     columns = directions[:, :, None]
+    error_along, exact_along, q_along = ((x.float() @ columns)[..., 0] for x in (error, exact, q))
     return (
         torch.linalg.vector_norm(error, dim=-1).square(),
         torch.linalg.vector_norm(exact, dim=-1).square(),
-        (error @ columns)[..., 0],
-        (exact @ columns)[..., 0].abs(),
+        error_along,
+        exact_along.abs(),
+        -error_along * q_along,
+        (exact_along * q_along).abs(),
     )
 
 

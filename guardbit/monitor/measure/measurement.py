@@ -12,12 +12,12 @@ from torch import Tensor
 
 from guardbit.kernels.switchboard import AttentionCall
 from guardbit.monitor import ranks
-from guardbit.monitor.measure.delta import RunningSum
 from guardbit.monitor.measure.gradient_audit import heads_in_turn
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
 from guardbit.monitor.measure.run import RunProbe, Scalars
+from guardbit.monitor.measure.running_sums import RunningSums
 from guardbit.monitor.measure.table import KnownSite, joined_tables
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.sites import Instrumentation, Site
@@ -79,7 +79,7 @@ class Measurement:
         self._directions: dict[str, Tensor] = {}
         self._next_audited = 0
         self._num_joined = 0  # sites of all ranks, where these have other ones each
-        self._running_sum = RunningSum()
+        self._running_sums = RunningSums()
 
     @property
     def needs_calls(self) -> bool:
@@ -241,7 +241,7 @@ class Measurement:
         for site, layer, indicator in sent.columns:
             values = next(numbers)
             sample = Sample(sent.step, site, layer, indicator, values)
-            samples += [sample, *self._running_sum.follow(sample)]
+            samples += [sample, *self._running_sums.follow(sample)]
         samples += sent.scalars.samples(number for (number,) in numbers)
         return [sample for sample in samples if sample.indicator in self._plan.wanted]
 
@@ -254,7 +254,7 @@ class Measurement:
         }
         return {
             "layers": dict(self._layers),
-            "cumulative": {site: list(sums) for site, sums in self._running_sum.sums.items()},
+            "running_sums": self._running_sums.state_dict(),
             "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
             "next_audited": self._next_audited,
             "directions": {
@@ -268,7 +268,9 @@ class Measurement:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the measurement stood whose `state_dict` this is."""
         self._layers = dict(state.get("layers", {}))  # earlier versions kept none
-        self._running_sum.sums = {site: list(sums) for site, sums in state["cumulative"].items()}
+        # Earlier versions kept a single sum, under another name.
+        earlier = {"delta_bias_cumulative": state.get("cumulative", {})}
+        self._running_sums.load_state_dict(state.get("running_sums", earlier))
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
         self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}

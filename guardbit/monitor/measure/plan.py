@@ -8,12 +8,14 @@ from typing import NamedTuple
 from guardbit.catalog import Probe, of_probe
 from guardbit.monitor.measure.delta import DeltaProbe
 from guardbit.monitor.measure.gradient_audit import GradientAudit
+from guardbit.monitor.measure.keys import KeyProbe
 from guardbit.monitor.measure.probes import CallProbe
 from guardbit.monitor.measure.rows import RowProbe
 
 #: The probes of attention calls, in the order in which they look at one.
 CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
     "rows": RowProbe,
+    "keys": KeyProbe,
     "delta": DeltaProbe,
     "gradient_audit": GradientAudit,
 }

@@ -13,7 +13,6 @@ from guardbit import MonitorSession
 from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
 from guardbit.kernels.engines.efficient import Efficient
-from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.measure import Measurement
 
 
@@ -49,7 +48,7 @@ def by_hand(call):
     """Scores, P and dQ in FP64."""
     q = call.q.double().requires_grad_()
     k, v = (x.double().repeat_interleave(4 // x.size(1), 1) for x in (call.k, call.v))
-    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    hidden = torch.ones(12, 12, dtype=torch.bool, device=q.device).triu(1)
     scores = (q @ k.mT * 0.5).masked_fill(hidden, -torch.inf)
     (dq,) = torch.autograd.grad(scores.softmax(-1) @ v, q, call.d_out.double())
     return scores.detach(), scores.detach().softmax(-1), dq
@@ -67,7 +66,6 @@ FUSED = [
 @pytest.fixture
 def fused(request, monkeypatch):
     """On the CPU PyTorch has no such kernel; this is one written out, in its place."""
-    monkeypatch.setattr(sdpa, "OTHER_WIDTH_IS_TRIED_ON_GPUS", True)
     if request.param == "cpu":
         monkeypatch.setattr(engines, "choose", lambda *_, **__: Efficient())
         monkeypatch.setattr(Efficient, "forward", flash_forward)

@@ -19,14 +19,14 @@ def randn(*shape, seed=0):
 @settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3), HEADS, SMALL, st.integers(2, 9), SEEDS)
 def test_gradient_error_against_loops(batch, heads, rows, width, seed):
+    q = randn(batch, heads, rows, width, seed=seed + 3)
     dq = randn(batch, heads, rows, width, seed=seed)
     exact = randn(batch, heads, rows, width, seed=seed + 1)
     directions = torch.nn.functional.normalize(randn(heads, width, seed=seed + 2), dim=1)
-    errors = gradient_error(dq, exact, directions)
-    squares, exact_squares, along, scale = map(per_head, errors)
+    found = [per_head(rows) for rows in gradient_error(q, dq, exact, directions)]
     error = dq.double() - exact.double()
     for head in range(heads):
-        expected = torch.zeros(4, dtype=torch.float64)
+        expected = torch.zeros(6, dtype=torch.float64)
         for b in range(batch):
             for row in range(rows):
                 u = directions[head].double()
@@ -34,7 +34,10 @@ def test_gradient_error_against_loops(batch, heads, rows, width, seed):
                 expected[1] += exact[b, head, row].double().square().sum()
                 expected[2] += error[b, head, row] @ u
                 expected[3] += (exact[b, head, row].double() @ u).abs()
-        got = torch.stack([squares[head], exact_squares[head], along[head], scale[head]])
+                query = q[b, head, row].double() @ u
+                expected[4] -= error[b, head, row] @ u * query
+                expected[5] += (exact[b, head, row].double() @ u * query).abs()
+        got = torch.stack([values[head] for values in found])
         # FP32 inside a row; up to 27 rows of values of order ten.
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 

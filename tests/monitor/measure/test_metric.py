@@ -20,7 +20,7 @@ EPS = 1e-3
 PROBES = plan_for(HEAD_INDICATORS).calls
 NOT_IN_CALLS = {
     *("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"),  # of the weights
-    "delta_bias_cumulative",  # of several steps
+    *("delta_bias_cumulative", "w_q_push_cumulative"),  # of several steps
 }
 IN_CALLS = set(HEAD_INDICATORS) - NOT_IN_CALLS
 
@@ -205,6 +205,13 @@ def test_audit_compares_dq_with_autograd_in_fp64():
     torch.testing.assert_close(got["dq_relative_error"][0, heads], relative, rtol=1e-3, atol=0)
     torch.testing.assert_close(got["dq_coherent_error"][0, heads], along / scale, rtol=1e-3, atol=0)
     assert (along / scale).abs().max() > 1e-3, "there must be a sign to get right"
+    push, sizes_of_rows = 0.0, 0.0
+    for call, one_error, one_exact in zip(calls, errors, exacts, strict=True):
+        q_along = torch.einsum("bhnd,hd->bhn", call.q.double()[:, heads], u)
+        push = push - (torch.einsum("bhnd,hd->bhn", one_error, u) * q_along).sum((0, 2))
+        of_rows = torch.einsum("bhnd,hd->bhn", one_exact, u) * q_along
+        sizes_of_rows = sizes_of_rows + of_rows.abs().sum((0, 2))
+    torch.testing.assert_close(got["w_q_push"][0, heads], push / sizes_of_rows, rtol=1e-3, atol=0)
     assert got["dq_relative_error"][0, [0, 2]].isnan().all()
     assert got["dq_coherent_error"][0, [0, 2]].isnan().all()
 

@@ -17,10 +17,11 @@ HEADERS = {
 }  # fmt: skip
 
 #: What these tests cannot see, as they run on CPUs.
-ON_GPUS = """The tests run on CPUs. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention and
-`varlen_attn`. Those of FlexAttention and `varlen_attn` passed on an H200 with PyTorch 2.11.
-FlashAttention 2, 3 and 4 were never run themselves: modules with their signatures stand in for
-them here."""
+ON_GPUS = """The tests run on CPUs, where modules with the signatures of FlashAttention 2, 3 and 4
+stand in for them. On GPUs, `pytest -m gpu` runs SDPA's kernels, FlexAttention, `varlen_attn` and,
+where it is installed, FlashAttention: with documents, windows, soft caps and sinks. It passed on an
+H200 with PyTorch 2.11 and FlashAttention 4 (4.0.0b36). FlashAttention 2 and 3 were never run
+themselves."""
 
 ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs
 (`tests/callbacks`). Under PyTorch's `context_parallel` the norms of the weights are watched,

@@ -81,11 +81,6 @@ def bind(
     return Bound(query, key, value, AttentionSpec(scale, causal, attn_mask, dropout_p))
 
 
-#: Whether calls whose values have another head size than their keys have been switched on GPUs,
-#: where PyTorch has kernels that take their delta from the output.
-OTHER_WIDTH_IS_TRIED_ON_GPUS = False
-
-
 def _why_width(bound: Bound) -> str | None:
     """Why a call whose values have another head size than its keys is not switched, or None."""
     if torch.compiler.is_compiling():
@@ -93,8 +88,6 @@ def _why_width(bound: Bound) -> str | None:
     q, k, v = autocast_tensors(bound.q, bound.k, bound.v)
     if not engines.choose(q, k, v, bound.spec, training=True).reads_out:
         return f"{_OTHER_WIDTH}, {_BY_MATH}"
-    if q.is_cuda and not OTHER_WIDTH_IS_TRIED_ON_GPUS:
-        return f"{_OTHER_WIDTH}, which GuardBit has not been tried with on GPUs"
     return None
 
 

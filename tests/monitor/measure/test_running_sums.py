@@ -1,10 +1,11 @@
-"""The running sum of the delta bias, by hand."""
+"""Running sums, by hand."""
 
+import json
 import math
 
 import pytest
 
-from guardbit.monitor.measure.delta import RunningSum
+from guardbit.monitor.measure.running_sums import RunningSums, measured
 from guardbit.records import Sample
 
 
@@ -13,7 +14,7 @@ def sample(step, values, site="h.0", indicator="delta_bias"):
 
 
 def test_each_head_has_its_own_sum_and_each_site():
-    running = RunningSum()
+    running = RunningSums()
     sums = [
         list(running.follow(one))
         for one in (
@@ -33,10 +34,33 @@ def test_each_head_has_its_own_sum_and_each_site():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_left_out(bad):
-    running = RunningSum()
+    running = RunningSums()
     (first,) = running.follow(sample(0, (bad, bad)))
     assert all(math.isnan(value) for value in first.values), "no data so far"
     (second,) = running.follow(sample(1, (3.0, bad)))
     assert second.values[0] == 3.0 and math.isnan(second.values[1])
     (third,) = running.follow(sample(2, (bad, -1.0)))
     assert third.values == (3.0, -1.0)
+
+
+def test_push_and_delta_bias_have_a_sum_each():
+    running = RunningSums()
+    found = [
+        next(running.follow(sample(0, (value,), indicator=name)))
+        for name, value in (("delta_bias", 2.0), ("w_q_push", 0.5), ("w_q_push", 0.25))
+    ]
+    assert found == [
+        sample(0, (2.0,), indicator="delta_bias_cumulative"),
+        sample(0, (0.5,), indicator="w_q_push_cumulative"),
+        sample(0, (0.75,), indicator="w_q_push_cumulative"),
+    ]
+    resumed = RunningSums()
+    resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
+    (went_on,) = resumed.follow(sample(1, (-1.0,), indicator="w_q_push"))
+    assert went_on.values == (-0.25,)
+
+
+def test_a_sum_needs_what_it_sums_up():
+    assert measured(["delta_bias_cumulative"], "delta") == ("delta_bias",)
+    assert measured(["w_q_push_cumulative", "max_logit"], "gradient_audit") == ("w_q_push",)
+    assert measured(["max_logit"], "delta") == ()

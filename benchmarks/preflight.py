@@ -1,0 +1,69 @@
+"""Writes what `guardbit doctor` finds of engines x shapes x masks as CSV, one line a tensor.
+
+    PYTHONPATH=. python benchmarks/preflight.py --csv FILE [--seconds 55] [--dtype bf16]
+
+A line is the largest over all kinds of inputs; `inputs` is the kind where it is. `error` is the
+relative L2 error on inputs as drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from pathlib import Path
+
+from guardbit.doctor import text
+from guardbit.doctor.call import DTYPES, parse_shape
+from guardbit.doctor.machine import this_machine
+from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, examine_shapes
+
+
+def main() -> None:
+    """Examines, and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--csv", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=55)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    arguments = parser.parse_args()
+    machine = this_machine()
+    shapes = [parse_shape(shape) for shape in COMMON[machine.device]]
+    examiner = Examiner(machine.device, arguments.seconds)
+    result = examine_shapes(shapes, COMMON_MASKS, arguments.dtype, examiner)
+    versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}
+    lines = []
+    for place, rows in text.by_engine(result.rows).items():
+        engine, shape, mask, dtype = place
+        for tensor in dict.fromkeys(row.tensor for row in rows):
+            mine = [row for row in rows if row.tensor == tensor]
+            worst = max(mine, key=lambda row: row.of_bound)
+            lines.append(
+                {
+                    "engine": engine,
+                    "shape": shape,
+                    "mask": mask,
+                    "dtype": dtype,
+                    "tensor": tensor,
+                    "error": f"{mine[0].error:.3e}",
+                    "of_bound": f"{worst.of_bound:.3g}",
+                    "inputs": worst.inputs,
+                    "head": worst.worst_head,
+                    "row": worst.worst_row,
+                    "nonfinite": max(row.nonfinite for row in mine),
+                    "repeats": all(row.repeats for row in mine),
+                    "units": worst.units,
+                    "delta": result.delta.get(f"{engine} {shape} {mask} {dtype}", ""),
+                    "verdict": text.verdict(result, *place),
+                    "gpu": machine.gpu or "",
+                    **versions,
+                }
+            )
+    with arguments.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer.writeheader()
+        writer.writerows(lines)
+    for part in (text.describe_machine(machine), text.table(result), text.explain(result)):
+        print(*part, sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Examines all engines that could serve a call, within a time and a part of the memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from guardbit.doctor.call import DTYPES, Call, Shape, dense_spec, packed_spec
+from guardbit.doctor.candidates import Candidates, chosen, library_candidates, sdpa_candidates
+from guardbit.doctor.exact import Exact, exactly, units_of
+from guardbit.doctor.examination import Examination
+from guardbit.doctor.finding import Preflight
+from guardbit.doctor.inputs import KINDS, make
+from guardbit.kernels.engines import Engine
+
+#: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
+#: lengths off the tiles, 64 beyond a multiple of 128 among them.
+COMMON = {
+    "cuda": ("2,4,4,704,64", "4,12,12,1024,64", "1,32,8,2048,128", "2,8,2,333,96"),
+    "cpu": ("2,4,4,128,64", "2,4,2,77,32"),
+}
+COMMON_MASKS = ("causal", "padding", "documents", "window:64", "additive")
+
+#: Units that are compared with FP64 where all would take too long, spread over heads.
+_UNITS = 8
+
+# How to be rid of an engine.
+_ADVICE = {
+    "CUDNN_ATTENTION": "Turn it off: torch.backends.cuda.enable_cudnn_sdp(False).",
+    "FLASH_ATTENTION": "Turn it off: torch.backends.cuda.enable_flash_sdp(False).",
+    "EFFICIENT_ATTENTION": "Turn it off: torch.backends.cuda.enable_mem_efficient_sdp(False).",
+    "MATH": "Use another: torch.nn.attention.sdpa_kernel.",
+}
+_OTHER = "Use another release of it, or F.scaled_dot_product_attention."
+
+# Bytes a score that an engine without tiles needs for a backward, and the tensors of a call.
+_DENSE_BYTES, _TENSORS = 20, 24
+# Part of the free memory that is used.
+_PART = 0.5
+
+
+class Examiner:
+    """Examines calls one after the other.
+
+    Args:
+        device: Where.
+        seconds: After how long nothing more is begun.
+        all_units: Whether to compare all heads of all sequences instead of some, and to examine
+            GuardBit's own kernels too.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        seconds: float,
+        all_units: bool = False,
+    ) -> None:
+        self.device, self._units = device, None if all_units else _UNITS
+        self.result = Preflight()
+        self._seconds, self._end = seconds, time.monotonic() + seconds
+
+    def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
+        """Examines the engines for a shape and a mask, those of packed sequences too.
+
+        Raises:
+            ValueError: If there is no such mask or dtype.
+        """
+        if dtype_name not in DTYPES:
+            raise ValueError(f"dtypes are {' and '.join(DTYPES)}, but it is {dtype_name!r}")
+        dtype = DTYPES[dtype_name]
+        place = f"{shape} {mask} {dtype_name}"
+        if self._is_late(place) or self._is_too_large(place, shape, mask):
+            return
+        dense = dense_spec(shape, mask, dtype, self.device)
+
+        def dense_calls() -> Iterable[tuple[str, Call]]:
+            return ((kind, make(kind, shape, dense, dtype, self.device)) for kind in KINDS)
+
+        first = next(iter(dense_calls()))[1]
+        self.result.chosen[place] = chosen(first)
+        candidates = sdpa_candidates(first, own=self._units is None)
+        self._examine(candidates, dense_calls(), str(shape), mask, dtype_name)
+        packed = packed_spec(shape, mask, self.device)
+        if packed is None:
+            return
+        spec, long = packed
+
+        def packed_calls() -> Iterable[tuple[str, Call]]:
+            return ((kind, make(kind, long, spec, dtype, self.device)) for kind in KINDS)
+
+        candidates = library_candidates(next(iter(packed_calls()))[1])
+        self._examine(candidates, packed_calls(), str(shape), mask, dtype_name)
+
+    def _examine(
+        self,
+        candidates: Candidates,
+        calls: Iterable[tuple[str, Call]],
+        shape: str,
+        mask: str,
+        dtype: str,
+    ) -> None:
+        for name, why in candidates.refused.items():
+            self._refuse(f"{name} does not serve calls: {why}", f"{shape} {mask}")
+        examinations = [
+            Examination(engine, engine.name, shape, mask, dtype, _ADVICE.get(engine.name, _OTHER))
+            for engine in candidates.engines
+            if not self._is_engine_too_large(engine, shape, mask)
+        ]
+        if not examinations:
+            return
+        for kind, call in calls:
+            if self._is_late(f"{shape} {mask}, {kind} and what follows"):
+                break
+            exacts, units = self._exacts(call)
+            for examination in examinations:
+                try:
+                    examination.look(kind, call, exacts, units)
+                except torch.OutOfMemoryError:
+                    place = f"{examination.name}, {shape} {mask}, {kind}"
+                    self._refuse("not examined: out of memory", place)
+        for examination in examinations:
+            self.result.examined += 1
+            found = examination.findings()
+            self.result.findings += found
+            self.result.rows += examination.rows
+            self.result.delta[f"{examination.name} {shape} {mask} {examination.dtype}"] = (
+                examination.delta
+            )
+        self.result.findings.sort(key=lambda finding: not finding.is_broken)
+
+    def _exacts(self, call: Call) -> tuple[list[Exact], str]:
+        """Units of a call in FP64, as many as there is time for, and how many of how many."""
+        everything = units_of(call, None)
+        wanted = units_of(call, self._units)
+        exacts: list[Exact] = []
+        for unit in wanted:
+            # The first is always there; half of the time that is left is the engines'.
+            if exacts and time.monotonic() > self._end - 0.5 * self._seconds:
+                break
+            exacts.append(exactly(call, unit, self._chunk_bytes()))
+        return exacts, f"{len(exacts)} of {len(everything)}"
+
+    def _chunk_bytes(self) -> int:
+        return min(2**28, int(0.1 * free_memory(self.device)))
+
+    def _is_late(self, place: str) -> bool:
+        late = time.monotonic() > self._end
+        if late:
+            self._refuse(f"not examined: {self._seconds:.0f} s are over", place)
+        return late
+
+    def _is_too_large(self, place: str, shape: Shape, mask: str) -> bool:
+        b, h, _, n, d = shape
+        needed = b * h * n * d * 2 * _TENSORS + (n * n * 4 * h if mask == "additive" else 4 * n * n)
+        return self._exceeds(needed, place)
+
+    def _is_engine_too_large(self, engine: Engine, shape: str, mask: str) -> bool:
+        if engine.backend != SDPBackend.MATH:
+            return False
+        b, h, _, n, _ = map(int, shape.split(","))
+        return self._exceeds(b * h * n * n * _DENSE_BYTES, f"{engine.name} at {shape} {mask}")
+
+    def _exceeds(self, needed: int, place: str) -> bool:
+        free = _PART * free_memory(self.device)
+        if needed > free:
+            self._refuse(
+                f"not examined: it needs more than half of the free memory, {free / 2**30:.1f} GiB",
+                f"{place}, {needed / 2**30:.1f} GiB",
+            )
+        return needed > free
+
+    def _refuse(self, why: str, place: str) -> None:
+        places = self.result.refused.setdefault(why, [])
+        if place not in places:
+            places.append(place)
+
+
+def free_memory(device: str) -> int:
+    """Returns the free memory of a device in bytes."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info()[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def examine_shapes(
+    shapes: Sequence[Shape], masks: Sequence[str], dtype: str, examiner: Examiner
+) -> Preflight:
+    """Examines all engines at all shapes and masks."""
+    for shape in shapes:
+        for mask in masks:
+            examiner.shape(shape, mask, dtype)
+    return examiner.result

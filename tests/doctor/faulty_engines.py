@@ -1,0 +1,166 @@
+"""Engines that misbehave in one way each, on the CPU, and the sound ones that they are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from guardbit.kernels.engines import Engine, Gradients, Inputs
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def truncate(x: Tensor) -> Tensor:
+    """FP32 to the FP32 number of a BF16 significand toward zero."""
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+def nearest(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def keep(x: Tensor) -> Tensor:
+    return x
+
+
+class Written(Engine):
+    """BF16 attention written out, with the roundings of FlashAttention-2; each can be replaced."""
+
+    backend = SDPBackend.OVERRIDEABLE
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        p: Rounding = nearest,
+        out: Rounding = nearest,
+        backward_p: Rounding = nearest,
+        ds: Rounding = nearest,
+        dq: Rounding = nearest,
+        delta: Rounding = keep,
+        delta_from_p: bool = False,
+        hide: Callable[[Tensor], Tensor] = keep,
+        hide_backward: Callable[[Tensor], Tensor] = keep,
+        scale: float = 1.0,
+        scale_backward: float = 1.0,
+    ) -> None:
+        self.name = name
+        self.reads_out = not delta_from_p
+        self._p, self._out, self._backward_p, self._ds, self._dq = p, out, backward_p, ds, dq
+        self._delta, self._delta_from_p = delta, delta_from_p
+        self._hide, self._hide_backward = hide, hide_backward
+        self._scale, self._scale_backward = scale, scale_backward
+
+    def _scores(self, inputs: Inputs, hide, factor: float) -> Tensor:
+        q, k, _, spec = inputs[:4]
+        group = q.size(1) // k.size(1)
+        scores = q.float() @ k.float().repeat_interleave(group, 1).mT * (spec.scale * factor)
+        seen = torch.ones_like(scores, dtype=torch.bool)
+        if spec.causal is not False:
+            seen = seen.tril()
+        if spec.mask is not None and spec.mask.dtype == torch.bool:
+            seen = seen & spec.mask
+        elif spec.mask is not None:
+            scores = scores + spec.mask.float()
+        return scores.masked_fill(~hide(seen), -math.inf)
+
+    def forward(self, inputs: Inputs, training: bool):
+        scores = self._scores(inputs, self._hide, self._scale)
+        top = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+        p = (scores - top).exp()
+        total = p.sum(-1, keepdim=True)
+        group = inputs.q.size(1) // inputs.k.size(1)
+        values = inputs.v.float().repeat_interleave(group, 1)
+        out = (self._p(p) @ values) / total.clamp(min=1e-30)
+        return self._out(out).to(inputs.q.dtype), (top + total.log())[..., 0]
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec = inputs[:4]
+        group = q.size(1) // k.size(1)
+        scores = self._scores(inputs, self._hide_backward, self._scale)
+        p = (scores - lse.masked_fill(lse.isinf(), 0.0)[..., None]).exp()
+        keys, values = (x.float().repeat_interleave(group, 1) for x in (k, v))
+        d_out = d_out.float()
+        dp = d_out @ values.mT
+        delta = (p * dp).sum(-1) if self._delta_from_p else (d_out * out.float()).sum(-1)
+        ds = self._ds(p * (dp - self._delta(delta)[..., None]))
+        scale = spec.scale * self._scale_backward
+        dq = self._dq(ds @ keys * scale).to(q.dtype)
+        dk, dv = ds.mT @ q.float() * scale, self._backward_p(p).mT @ d_out
+        dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(q.dtype) for x in (dk, dv))
+        return Gradients(dq, dk, dv)
+
+
+class Wrapped(CPUFlash):
+    """PyTorch's kernel for CPUs, whose inputs and results are changed."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        call: Callable[[Inputs], Inputs] = lambda inputs: inputs,
+        results: Callable[[Gradients], Gradients] = lambda gradients: gradients,
+        out: Callable[[Inputs, Tensor], Tensor] | None = None,
+    ) -> None:
+        self.name = name
+        self._call, self._results, self._out = call, results, out
+
+    def forward(self, inputs: Inputs, training: bool):
+        return super().forward(self._call(inputs), training)
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        if self._out is not None:
+            out = self._out(inputs, out)
+        return self._results(super().backward(self._call(inputs), d_out, out, lse))
+
+
+def nan_in_head(gradients: Gradients) -> Gradients:
+    dq = gradients.dq.clone()
+    dq[-1, 3, -1, 0] = math.nan
+    return gradients._replace(dq=dq)
+
+
+class Racing:
+    """Drops a tile's part of dQ every second time."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, gradients: Gradients) -> Gradients:
+        self.count += 1
+        dq = gradients.dq.clone()
+        if self.count % 2:
+            dq[0, 1, 16:32] *= 0.9
+        return gradients._replace(dq=dq)
+
+
+def own_output(inputs: Inputs, out: Tensor) -> Tensor:
+    """What the kernel itself would return, whatever it is given."""
+    return CPUFlash.forward(CPUFlash(), inputs, True)[0]
+
+
+def unmasked(inputs: Inputs) -> Inputs:
+    return inputs._replace(spec=replace(inputs.spec, causal=False, mask=None))
+
+
+def one_key_more(seen: Tensor) -> Tensor:
+    """The key after the last one that row 40 sees, in head 1."""
+    seen = seen.clone()
+    row = seen[:, 1, 40]
+    last = row.size(-1) - 1 - row.flip(-1).float().argmax(-1)
+    row[torch.arange(len(row)), (last + 1).clamp(max=row.size(-1) - 1)] = True
+    return seen
+
+
+def one_key_less(seen: Tensor) -> Tensor:
+    """The first key that row 40 sees, in head 1."""
+    seen = seen.clone()
+    row = seen[:, 1, 40]
+    row[torch.arange(len(row)), row.float().argmax(-1)] = False
+    return seen

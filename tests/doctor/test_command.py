@@ -1,0 +1,108 @@
+"""`guardbit doctor`: what it prints and refuses, and the table of known faults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from guardbit.cli import app
+from guardbit.doctor.call import Shape, document_lengths, parse_shape
+from guardbit.doctor.known import is_within, known_faults
+from guardbit.doctor.preflight import Examiner
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+
+SMALL = ("--shape", "1,2,1,24,16", "--mask", "causal")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_json_holds_machine_rows_and_no_finding():
+    result = invoke(*SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["machine"]["versions"]["torch"]
+    assert told["findings"] == [] and told["is_broken"] is False
+    assert told["chosen"] == {"1,2,1,24,16 causal bf16": "FLASH_ATTENTION"}
+    assert {row["engine"] for row in told["rows"]} == {"FLASH_ATTENTION", "MATH", "guardbit"}
+    assert {row["tensor"] for row in told["rows"]} == {"out", "lse", "dq", "dk", "dv"}
+
+
+def test_the_table_ends_with_a_conclusion():
+    result = invoke(*SMALL)
+    assert result.exit_code == 0
+    assert "MATH" in result.stdout and "varlen_attn does not serve calls" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("Sound: all of the 3 examined")
+
+
+def test_something_broken_is_exit_code_1_and_a_sentence_with_what_to_do(monkeypatch):
+    sound = CPUFlash.backward
+
+    def doubled(self, *arguments):
+        found = sound(self, *arguments)
+        return found._replace(dk=2 * found.dk)
+
+    monkeypatch.setattr(CPUFlash, "backward", doubled)
+    result = invoke("--shape", "1,2,2,80,16", "--mask", "causal")
+    assert result.exit_code == 1
+    assert "dK 2 times the exact one. Turn it off: torch.backends" in result.stdout
+    assert result.stdout.splitlines()[-1] == "Broken: FLASH_ATTENTION."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--shape", "1,2,3"), "a shape is five whole numbers"),
+        (("--shape", "1,3,2,8,8"), "3 is no multiple of 2"),
+        (("--shape", "1,0,1,8,8"), "the numbers of a shape are 1 or more"),
+        (("--mask", "window"), "a window has 1 key or more"),
+        (("--mask", "triangle"), "masks are full, causal"),
+        (("--dtype", "fp8"), "dtypes are bf16 and fp16"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(arguments, sentence):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert sentence in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_what_time_and_memory_do_not_allow_is_said():
+    late = Examiner("cpu", seconds=0)
+    late.shape(parse_shape("1,1,1,8,8"), "causal", "bf16")
+    assert late.result.refused == {"not examined: 0 s are over": ["1,1,1,8,8 causal bf16"]}
+    large = Examiner("cpu", seconds=60)
+    large.shape(Shape(1024, 1024, 1024, 2**20, 128), "causal", "bf16")
+    (why,) = large.result.refused
+    assert "more than half of the free memory" in why
+    assert large.result.examined == late.result.examined == 0
+
+
+def test_documents_fill_the_sequence_and_one_has_one_token():
+    for length in (1, 2, 3, 100):
+        lengths = document_lengths(length)
+        assert sum(lengths) == length and min(lengths) == 1
+
+
+def test_ranges_of_versions():
+    assert is_within("2.11.0+cu128", ">=2.11,<2.12")
+    assert is_within("2.5", "==2.5.0")
+    assert not is_within("9.26.0", "<9.26")
+    assert is_within("4.0.0b9", "<4.0.0b10") and not is_within("4.0.0b10", "<4.0.0b10")
+    assert is_within("4.0.0b36", "<4.0.0")
+    with pytest.raises(ValueError, match="a range is such as"):
+        is_within("2.5", "~2")
+
+
+def test_known_faults_concern_the_machines_that_they_name():
+    faults = known_faults()
+    assert all(fault.source.startswith("https://") and fault.advice for fault in faults)
+    nan = next(fault for fault in faults if "196678" in fault.source)
+    machine = {"torch": "2.13.0+cu130", "cudnn": "9.20.0"}
+    assert nan.concerns(machine, "9.0")
+    assert not nan.concerns(machine, "8.0")
+    assert not nan.concerns(machine, None)
+    assert not nan.concerns({**machine, "cudnn": "9.26.0"}, "9.0")
+    assert not nan.concerns({"torch": "2.13.0"}, "9.0")

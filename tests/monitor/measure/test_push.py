@@ -1,0 +1,75 @@
+"""The push on W_Q against the singular values themselves, and the keys' common part."""
+
+import pytest
+import torch
+
+from guardbit.kernels.switchboard import AttentionCall
+from guardbit.monitor.measure.gradient_audit import gradient_error
+from guardbit.monitor.measure.keys import KeyProbe
+from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("step", [1e-6, -1e-6])
+def test_the_push_is_what_descent_along_the_error_adds_to_sigma(seed, step):
+    generator = torch.Generator().manual_seed(seed)
+    weights, x = (torch.randn(*shape, generator=generator) for shape in ((3, 8, 20), (2, 30, 20)))
+    q = torch.einsum("hdc,bnc->bhnd", weights, x)
+    exact, error = (0.1 * torch.randn(q.shape, generator=generator) for _ in range(2))
+    norms, directions = spectral_norms(gram_matrices(weights))
+    push, sizes = (
+        rows.double().sum((0, 2))
+        for rows in gradient_error(q, exact + error, exact, directions)[-2:]
+    )
+    # Gradient descent goes against the gradient, of which the error's part is this.
+    wrong = torch.einsum("bhnd,bnc->hdc", error.double(), x.double())
+    moved, still = (
+        torch.linalg.matrix_norm(weights.double() - rate * wrong, ord=2) for rate in (step, 0.0)
+    )
+    # First order: the second is step |dW| over the gap of singular values. FP32 sums: 1e-5.
+    torch.testing.assert_close(push / norms.double(), (moved - still) / step, rtol=2e-3, atol=1e-3)
+    # In size, the same of what each row of dQ_fp32 adds by itself.
+    u, s, vh = torch.linalg.svd(weights.double())
+    along = torch.einsum("bhnd,hd->bhn", exact.double(), u[:, :, 0])
+    by_rows = along * torch.einsum("bnc,hc->bhn", x.double(), vh[:, 0])
+    torch.testing.assert_close(sizes, by_rows.abs().sum((0, 2)) * s[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def call_with(k, heads):
+    q = torch.zeros(k.size(0), heads, 3, k.size(3), dtype=k.dtype)
+    return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), "q": q, "k": k})
+
+
+def common_modes(calls, heads):
+    probe = KeyProbe(["key_common_mode"])
+    found = [probe.update(CallView(call_with(k, heads))) for k in calls]
+    assert all(list(one.heads) == list(range(heads)) for one in found)
+    state = dict(
+        zip(probe.sums, map(sum, zip(*(one.values for one in found), strict=True)), strict=True)
+    )
+    return probe.compute(state, 1.0)["key_common_mode"]
+
+
+def test_equal_keys_are_common_and_opposite_ones_are_not():
+    k = torch.ones(2, 3, 6, 4)
+    k[:, 1, ::2] *= -1
+    k[:, 2, 0] = 5.0  # mean 10 / 6 of each, mean square (25 + 5) / 6
+    expected = torch.tensor([1.0, 0.0, 10 / 6 / 5**0.5], dtype=torch.float64)
+    torch.testing.assert_close(common_modes([k, k], 3), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_heads_of_a_group_share_their_keys_and_sequences_their_means():
+    generator = torch.Generator().manual_seed(0)
+    calls = [torch.randn(*size, generator=generator) + 0.5 for size in ((2, 2, 7, 5), (1, 2, 9, 5))]
+    means = squares = 0.0
+    for k in calls:
+        for sequence in k.double():
+            means = means + sequence.mean(1).square().sum(-1)
+            squares = squares + sequence.square().sum((1, 2)) / sequence.size(1)
+    expected = (means / squares).sqrt().repeat_interleave(2)
+    torch.testing.assert_close(common_modes(calls, 4), expected, rtol=1e-6, atol=0)
+
+
+def test_keys_that_are_zero_have_nothing_in_common():
+    assert common_modes([torch.zeros(1, 2, 4, 3)], 2).isnan().all()
