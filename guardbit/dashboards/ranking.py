@@ -110,7 +110,8 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
     if len(alarmed) >= count:
         return list(alarmed)[:count]
     told = min((event.step for event in alarmed.values()), default=None)
-    far = excess(frame, told).dropna(subset=["excess"])
+    far = excess(frame, told)
+    far = rows_of(far, far["excess"] > 1)  # 1 is usual
     far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
     worst = [(int(layer), int(head)) for layer, head in far.index]
     return list(dict.fromkeys([*alarmed, *worst]))[:count]

@@ -58,7 +58,7 @@ def _draw_loss(axes: Axes, loss: pd.Series) -> None:
     axes.plot(smooth(loss), color=INK, linewidth=1.4, label="loss", gid=NAMED)
     axes.set_ylabel("training loss" + scale(axes, loss.to_numpy()).removesuffix(" scale"))
     later = cast(np.ndarray, loss.iloc[len(loss) // 10 :].dropna().to_numpy())
-    if later.size:
+    if later.size and later.min() < later.max():
         # The first steps fall from the loss of an untrained model: they need not all be seen.
         low, high = float(later.min()), float(later.max())
         axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))

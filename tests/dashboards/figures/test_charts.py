@@ -76,14 +76,13 @@ def test_a_colour_is_one_head_in_all_figures(drawn):
             for name, line in lines_of_heads(axes).items():
                 if line.get_color() in HIGHLIGHTS:
                     heads.setdefault(line.get_color(), set()).add(name)
-    assert sorted(heads) == sorted(HIGHLIGHTS)
-    assert all(len(names) == 1 for names in heads.values()), heads
-    assert heads[HIGHLIGHTS[0]] == {"layer 2 · head 7"}  # the first to alarm
+    # In the order of their first alarms; no other head is above its baseline at the first.
+    assert heads == {HIGHLIGHTS[0]: {"layer 2 · head 7"}, HIGHLIGHTS[1]: {"layer 2 · head 3"}}
 
 
 @pytest.mark.parametrize("name", ["w_q_spectral_norm_heads", "max_logit", "story"])
 def test_what_comes_after_the_departure_sets_no_scale(run, name):
-    frame, late = run.frame.copy(), run.frame["step"] > 4500
+    frame, late = run.frame.copy(), run.frame["step"] > 4600
     of_heads = late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
     frame.loc[of_heads & (frame["layer"] == 2), "value"] *= 1e6
     frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
@@ -93,8 +92,8 @@ def test_what_comes_after_the_departure_sets_no_scale(run, name):
     recorded = run.frame[~late & (run.frame["layer"] == 2)]
     is_norm = name == "w_q_spectral_norm_heads"
     largest = recorded[recorded["indicator"] == ("w_q_spectral_norm" if is_norm else "max_logit")]
-    reached = largest["value"].max() * (1e6 if False else 1)
-    assert reached <= axes.get_ylim()[1] < 1e6 * reached
+    reached = largest["value"].max()
+    assert reached <= axes.get_ylim()[1] <= 1.25 * reached
 
 
 @charts
@@ -154,13 +153,11 @@ def test_heads_of_the_alarmed_layer_are_drawn_and_the_alarmed_ones_stand_out(run
         line = lines[f"layer 2 · head {head}"]
         np.testing.assert_array_equal(line.get_xdata(), run.steps)
         np.testing.assert_array_equal(line.get_ydata(), run.values["w_q_spectral_norm"][2, head])
-    peaks = run.values["w_q_spectral_norm"][2].max(axis=1)
-    peaks[[3, 7]] = 0
-    third = f"layer 2 · head {peaks.argmax()}"
+    peak = f"layer 2 · head {run.values['w_q_spectral_norm'][2].max(axis=1).argmax()}"
     assert highlighted(axes) >= {"layer 2 · head 7", "layer 2 · head 3"}
-    # The figure's own peak beside them is never grey.
+    # The figure's own peak is never grey.
     named = [line for line in lines.values() if line.get_gid() == NAMED]
-    assert third in {str(line.get_label()) for line in named}
+    assert peak in {str(line.get_label()) for line in named}
     assert len({line.get_linestyle() for line in named}) == len(named)  # told apart in grey
     assert axes.get_ylim()[0] == 0
 
@@ -188,8 +185,7 @@ def test_max_logit_draws_every_head_on_a_log_axis(run, drawn):
         for head in range(12):
             line = lines[f"layer {layer} · head {head}"]
             np.testing.assert_array_equal(line.get_ydata(), run.values["max_logit"][layer, head])
-    assert {"layer 2 · head 7", "layer 2 · head 3"} < highlighted(axes)
-    assert len(highlighted(axes)) == 3
+    assert {"layer 2 · head 7", "layer 2 · head 3"} == highlighted(axes)
 
 
 def test_max_logit_leaves_out_what_a_log_axis_cannot_show():
