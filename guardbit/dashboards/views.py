@@ -322,7 +322,15 @@ class RunViews:
             if event.kind == "alarm" and event.site in layer_of
             for head in event.heads
         ]
-        worst = [(head["layer"], head["head"]) for head in self._picture["worst"]]
+        # Beside the alarmed heads those that were far above their baseline by then.
+        first = min(
+            (event.step for event in self.events if event.kind == "alarm" and event.site),
+            default=None,
+        )
+        far = self._picture["worst"]
+        if first is not None:
+            far = self._worst(max(self._history.bucket_of(first), 0))
+        worst = [(head["layer"], head["head"]) for head in far]
         return list(dict.fromkeys([*alarmed, *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
