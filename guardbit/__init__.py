@@ -70,6 +70,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("guardbit")
     if name not in _HOMES:
         raise AttributeError(f"module 'guardbit' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

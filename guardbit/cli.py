@@ -33,7 +33,7 @@ app = typer.Typer(
     name="guardbit",
     help="Watches attention heads of low-precision training runs.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -133,6 +133,9 @@ def report(
             show_default=False,
         ),
     ] = None,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the report, as a browser would.")
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -159,7 +162,10 @@ def report(
             format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
         place = _report_path(paths, output, format)
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-        typer.echo(printable(str(write_reports(runs, place, format=format.value))))
+        written = write_reports(runs, place, format=format.value)
+    typer.echo(printable(str(written)))
+    if open_it:
+        typer.launch(written.resolve().as_uri())
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:

@@ -382,6 +382,23 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> No
     check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
 
 
+def test_a_report_is_opened_where_that_is_asked(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    place = tmp_path / "a report.md"
+    assert invoke("report", small_run, "--output", place).exit_code == 0
+    assert opened == []
+    assert invoke("report", small_run, "--output", place, "--open").exit_code == 0
+    assert opened == [place.resolve().as_uri()]
+
+
+def test_help_has_a_short_name() -> None:
+    for command in ((), ("report",), ("live",)):
+        assert invoke(*command, "-h").stdout == invoke(*command, "--help").stdout != ""
+
+
 def test_version_is_the_packages() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
@@ -389,6 +406,7 @@ def test_version_is_the_packages() -> None:
     assert (result.exit_code, result.stdout) == (0, f"guardbit {version}\n")
     module = [sys.executable, "-m", "guardbit", "--version"]
     assert subprocess.run(module, capture_output=True, text=True).stdout == result.stdout
+    assert guardbit.__version__ == version
 
 
 @pytest.mark.parametrize("head", [-3, 2_000_000_000])
