@@ -286,7 +286,6 @@ def replay(
                     "first_alarm": result.first_alarm,
                     "verdict": result.verdict,
                     "outcome": outcome.kind,
-                    "headline": headline(outcome),
                 }
             )
         )

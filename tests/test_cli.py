@@ -82,10 +82,11 @@ def test_replay_of_recorded_runs(
     result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     replay = json.loads(result.stdout)
-    assert list(replay) == ["alarms", "first_alarm", "verdict", "outcome", "headline"]
+    assert list(replay) == ["alarms", "first_alarm", "verdict", "outcome"]
     assert (replay["verdict"], replay["outcome"]) == (verdict, outcome)
     reported = json.loads(invoke("report", RUNS / f"{name}.csv.gz", "--json").stdout)
-    assert (reported["outcome"], reported["headline"]) == (outcome, replay["headline"])
+    assert reported["outcome"] == outcome
+    assert reported["headline"] in invoke("replay", RUNS / f"{name}.csv.gz").stdout
     assert (reported["first_alarm"], reported["end"]) == (replay["first_alarm"], None)
     if earliest is None:
         assert (replay["alarms"], replay["first_alarm"]) == ([], None)
@@ -296,8 +297,8 @@ def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
     assert (result.exit_code, result.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Single heads show the signs of a rounding failure")
-    assert "The first alarm came at step" in text and "found in the samples" in text
+    assert text.startswith("# Alarmed: 2 of 12 layers since step 6,800, none switched")
+    assert "Verdict rounding: " in text and "found in the samples" in text
 
 
 def test_a_warning_about_one_file_is_said_once(small_run: Path, tmp_path: Path) -> None:
