@@ -166,7 +166,8 @@ CATALOG: tuple[Indicator, ...] = (
         probe="gradient_audit",
         label="push of rounding on W_Q",
         meaning="what dQ - dQ_fp32 adds to the head's largest singular value of W_Q in a step of"
-        " gradient descent, over the sum over rows of the size of what dQ_fp32 adds",
+        " gradient descent, over the sum over rows of the sizes of this and of what dQ_fp32 adds:"
+        " from -1 to 1",
         is_signed=True,
     ),
     Indicator(

@@ -17,6 +17,9 @@ from guardbit.store import RunWriter, read_metadata
 
 #: Steps between the losses that are kept, and between all else.
 LOSS_STEPS, HEAD_STEPS = 20, 200
+
+#: Steps between audits that are kept of a run that audits all heads at each sample.
+AUDIT_STEPS = 100
 _KEPT = (
     "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
     "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
@@ -39,12 +42,23 @@ def step_of(checkpoint: str | Path) -> int:
     return int(Path(checkpoint).stem.removeprefix("step=").partition("-")[0])
 
 
+def audits_all(audits: pd.DataFrame) -> bool:
+    """Whether a run audited the same heads at all of its samples, and not one of them in turn.
+
+    Args:
+        audits: The rows of its telemetry that audits gave.
+    """
+    heads = audits.groupby("step")["head"].nunique()
+    return len(heads) > 1 and int(heads.iloc[1:].min()) == audits["head"].nunique()
+
+
 def pack(runs: Path, results: Path) -> None:
     """Thins every run below a folder for the repository.
 
     Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
     sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
-    200th step, what else rules and figures read of all heads. What is written is a run as any
+    200th step, what else rules and figures read of all heads; where all heads were audited at each
+    sample, of every 100th step. What is written is a run as any
     other, for `guardbit report`, `live` and `replay`.
 
     Args:
@@ -62,8 +76,11 @@ def pack(runs: Path, results: Path) -> None:
         scalar = frame["site"] == ""
         thin = scalar & (frame["step"] % LOSS_STEPS == 0)
         thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)
-        # One head of a layer in turn: thinned, some would never be seen.
-        thin |= frame["indicator"].isin(_AUDITED)
+        # One head of a layer in turn: thinned, some would never be seen. Not so of all of them.
+        audited = frame["indicator"].isin(_AUDITED)
+        if audits_all(frame[audited]):
+            audited &= frame["step"] % AUDIT_STEPS == 0
+        thin |= audited
         digits = np.where(scalar, 5, 3)[thin]
         kept = frame[thin].copy()
         kept["value"] = [float(f"{x:.{n}g}") for x, n in zip(kept["value"], digits, strict=True)]

@@ -1,6 +1,6 @@
 """What each engine's rounding adds to every head's sigma, at every step of a stretch of one run.
 
-    python -m studies.rescue.push runs/rescue/RUN/step=6000.ckpt --steps 400 --csv push.csv.gz
+    python -m studies.rescue.push runs/rescue/RUN/step=6000.ckpt --csv push-seed10.csv.gz
 
 sigma is a head's largest singular value of W_Q, u and v its singular vectors. The run goes on from
 the checkpoint with PyTorch's cuDNN attention. At each step the queries, keys, values and output
@@ -14,8 +14,12 @@ through the momentum, in all later ones together,
     -rate * clip * sum over entries of u_d v_c dW_err_dc / d_dc,
 
 and it is this, over sigma, that `growth` holds for each engine: e-folds of sigma by its rounding.
-`growth_all` is the same with the whole gradient as the run had it, `change` what sigma did. `push`
-is what `w_q_push` records (`docs/indicators.md`), which knows nothing of the optimizer.
+`growth_all` is the same with the whole gradient as the run had it, `change` what log sigma did. The
+rest of the change is of second order: steps in all directions lengthen a matrix too.
+
+    python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz
+
+prints and draws what came out.
 """
 
 from __future__ import annotations
@@ -40,12 +44,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import guardbit
 from guardbit.kernels import dispatch
 from guardbit.kernels.switchboard import AttentionCall
-from guardbit.monitor.measure.gradient_audit import gradient_error
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
 from studies.rescue.model import GPT2, Attention, Size
 
+#: Steps that a row of the file is of.
+STEPS = 10
+
 #: dQ of a call's inputs by some engine.
 Engine = Callable[[AttentionCall], Tensor]
+
+#: Makes what an engine runs in.
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Core(nn.Module):
@@ -56,7 +65,7 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def of_function(function: Callable[..., Tensor], context: AbstractContextManager[Any]) -> Engine:
+def of_function(function: Callable[..., Tensor], context: Context) -> Engine:
     """An engine that is a function of q, k and v."""
 
     def engine(call: AttentionCall) -> Tensor:
@@ -68,9 +77,7 @@ def of_function(function: Callable[..., Tensor], context: AbstractContextManager
     return engine
 
 
-def of_stabilizer(
-    name: str, example: AttentionCall, context: AbstractContextManager[Any]
-) -> Engine:
+def of_stabilizer(name: str, example: AttentionCall, context: Context) -> Engine:
     """PyTorch's kernel with all heads switched."""
     model = nn.Sequential(Core())
     model.forward = model[0].__call__
@@ -117,7 +124,6 @@ class Layer(NamedTuple):
         lefts: FP64 `(H, D)`, u.
         rights: FP64 `(H, C)`, v.
         errors: Engine -> FP32 `(H, D, C)`, dW_err.
-        pushes: Engine -> `(H,)`, as `w_q_push`.
     """
 
     weight: nn.Parameter
@@ -125,7 +131,6 @@ class Layer(NamedTuple):
     lefts: Tensor
     rights: Tensor
     errors: dict[str, Tensor]
-    pushes: dict[str, Tensor]
 
 
 def look_at(weight: nn.Parameter, x: Tensor, call: AttentionCall, engines: dict) -> Layer:
@@ -144,14 +149,12 @@ def look_at(weight: nn.Parameter, x: Tensor, call: AttentionCall, engines: dict)
     exact = dispatch.exact_query_gradient(
         call.d_out, call.q, call.k, call.v, spec=call.spec, head_ids=range(heads), dropout=None
     )
-    errors, pushes = {}, {}
+    errors = {}
     gradients = {"run": call.dq} | {name: engine(call) for name, engine in engines.items()}
     for name, dq in gradients.items():
         errors[name] = torch.einsum("bhnd,bnc->hdc", dq.float() - exact, x.float())
-        *_, push, sizes = gradient_error(call.q, dq, exact, directions)
-        pushes[name] = push.double().sum((0, 2)) / sizes.double().sum((0, 2))
     sigmas = norms.double()
-    return Layer(weight, sigmas, directions.double(), rights / sigmas[:, None], errors, pushes)
+    return Layer(weight, sigmas, directions.double(), rights / sigmas[:, None], errors)
 
 
 def query_rows(tensor: Tensor, heads: int) -> Tensor:
@@ -182,7 +185,6 @@ def rows_of(
             "change": (moved / layer.sigmas).log().tolist(),
             "growth_all": growth(query_rows(layer.weight.grad, heads)),
             **{f"growth_{name}": growth(clip * error) for name, error in layer.errors.items()},
-            **{f"push_{name}": push.tolist() for name, push in layer.pushes.items()},
         }
         for head in range(heads):
             cells = {name: values[head] for name, values in columns.items()}
@@ -235,6 +237,15 @@ def go_on(
             return
 
 
+def thinned(frame: pd.DataFrame) -> pd.DataFrame:
+    """Sums over `STEPS` steps at a time, with the first of these and its sigma."""
+    beginning = frame["step"].min()
+    windows = (frame["step"] - beginning) // STEPS * STEPS + beginning
+    sums = {name: "sum" for name in frame if name == "change" or name.startswith("growth_")}
+    grouped = frame.assign(step=windows).groupby(["step", "layer", "head"])
+    return grouped.agg({"sigma": "first", **sums}).reset_index()
+
+
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -257,11 +268,7 @@ def main(arguments: list[str]) -> None:
         1000, about["seed"], compiled=False,
     )  # fmt: skip
     rows = go_on(checkpoint, model, options.device, options.steps, options.minutes)
-    frame = pd.DataFrame(rows)
-    frame.to_csv(options.csv, index=False, float_format="%.4g")
-    total = frame.groupby(["layer", "head"]).sum().drop(columns=["step", "sigma"])
-    print(total.sort_values("change").tail(12).to_string(float_format="{:.3g}".format))
-    print("sums over the steps, of the heads that grew most")
+    thinned(pd.DataFrame(rows)).to_csv(options.csv, index=False, float_format="%.4g")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ def gradient_error(
 
     Returns:
         FP32 `(B, H, N)` each: squared norm of the error, squared norm of `exact`, the error along
-        the head's direction (signed), |exact| along it, and each of these two times q along it:
-        less the error, as descent goes against the gradient, and the size.
+        the head's direction (signed), |exact| along it, less the error times q, both along it, as
+        descent goes against the gradient, and the sizes of that and of exact times q, added up.
     """
     error = dq - exact
     columns = directions[:, :, None]
@@ -101,7 +101,7 @@ def gradient_error(
         error_along,
         exact_along.abs(),
         -error_along * q_along,
-        (exact_along * q_along).abs(),
+        (error_along.abs() + exact_along.abs()) * q_along.abs(),
     )
 
 

@@ -36,6 +36,7 @@ def test_gradient_error_against_loops(batch, heads, rows, width, seed):
                 expected[3] += (exact[b, head, row].double() @ u).abs()
                 query = q[b, head, row].double() @ u
                 expected[4] -= error[b, head, row] @ u * query
+                expected[5] += (error[b, head, row] @ u * query).abs()
                 expected[5] += (exact[b, head, row].double() @ u * query).abs()
         got = torch.stack([values[head] for values in found])
         # FP32 inside a row; up to 27 rows of values of order ten.

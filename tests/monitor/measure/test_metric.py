@@ -208,9 +208,10 @@ def test_audit_compares_dq_with_autograd_in_fp64():
     push, sizes_of_rows = 0.0, 0.0
     for call, one_error, one_exact in zip(calls, errors, exacts, strict=True):
         q_along = torch.einsum("bhnd,hd->bhn", call.q.double()[:, heads], u)
-        push = push - (torch.einsum("bhnd,hd->bhn", one_error, u) * q_along).sum((0, 2))
-        of_rows = torch.einsum("bhnd,hd->bhn", one_exact, u) * q_along
-        sizes_of_rows = sizes_of_rows + of_rows.abs().sum((0, 2))
+        wrong = torch.einsum("bhnd,hd->bhn", one_error, u) * q_along
+        right = torch.einsum("bhnd,hd->bhn", one_exact, u) * q_along
+        push = push - wrong.sum((0, 2))
+        sizes_of_rows = sizes_of_rows + (wrong.abs() + right.abs()).sum((0, 2))
     torch.testing.assert_close(got["w_q_push"][0, heads], push / sizes_of_rows, rtol=1e-3, atol=0)
     assert got["dq_relative_error"][0, [0, 2]].isnan().all()
     assert got["dq_coherent_error"][0, [0, 2]].isnan().all()

@@ -29,11 +29,20 @@ def test_the_push_is_what_descent_along_the_error_adds_to_sigma(seed, step):
     )
     # First order: the second is step |dW| over the gap of singular values. FP32 sums: 1e-5.
     torch.testing.assert_close(push / norms.double(), (moved - still) / step, rtol=2e-3, atol=1e-3)
-    # In size, the same of what each row of dQ_fp32 adds by itself.
+    # In size, the same of what each row adds by itself, by the error and by dQ_fp32.
     u, s, vh = torch.linalg.svd(weights.double())
-    along = torch.einsum("bhnd,hd->bhn", exact.double(), u[:, :, 0])
-    by_rows = along * torch.einsum("bnc,hc->bhn", x.double(), vh[:, 0])
-    torch.testing.assert_close(sizes, by_rows.abs().sum((0, 2)) * s[:, 0], rtol=1e-4, atol=1e-4)
+    by_rows = 0.0
+    for part in (error, exact):
+        along = torch.einsum("bhnd,hd->bhn", part.double(), u[:, :, 0])
+        by_rows = by_rows + (along * torch.einsum("bnc,hc->bhn", x.double(), vh[:, 0])).abs()
+    torch.testing.assert_close(sizes, by_rows.sum((0, 2)) * s[:, 0], rtol=1e-4, atol=1e-4)
+
+
+def test_an_error_without_anything_beside_it_pushes_with_all_it_has():
+    q = torch.ones(1, 2, 4, 3)
+    error = torch.tensor([-1.0, 1.0])[None, :, None, None].expand(1, 2, 4, 3)
+    *_, push, sizes = gradient_error(q, error, torch.zeros_like(q), torch.eye(3)[:2])
+    assert (push.sum((0, 2)) / sizes.sum((0, 2))).tolist() == [1.0, -1.0], "descent: W_Q grows"
 
 
 def call_with(k, heads):

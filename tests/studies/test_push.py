@@ -1,0 +1,67 @@
+"""The growth of sigma by the optimizer's own arithmetic, and what is read off the files."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from studies.rescue.growth import correlation, totals
+from studies.rescue.push import Layer, query_rows, rows_of, thinned
+
+HEADS, WIDTH = 2, 8
+RATE = 1e-6
+
+
+def test_the_growth_of_the_whole_gradient_is_what_sigma_did():
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(3 * WIDTH, WIDTH, dtype=torch.float64))
+    # Without momentum, so that a step is of its own gradient alone.
+    optimizer = torch.optim.AdamW([weight], lr=RATE, betas=(0.0, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    u, sigmas, vh = torch.linalg.svd(query_rows(weight.detach(), HEADS))
+    weight.grad = torch.randn_like(weight)
+    half = 0.5 * query_rows(weight.grad, HEADS)
+    layer = Layer(weight, sigmas[:, 0], u[..., 0], vh[:, 0], {"run": half})
+    optimizer.step()
+    rows = pd.DataFrame(rows_of([layer], optimizer, RATE, 0.5, 7))
+    assert list(rows["head"]) == [0, 1] and set(rows["step"]) == {7}
+    # Of second order is (rate / sigma)^2 over the gap of singular values, 1e-11.
+    np.testing.assert_allclose(rows["growth_all"], rows["change"], rtol=1e-4)
+    # Half of the gradient, clipped to a half.
+    np.testing.assert_allclose(rows["growth_run"], 0.25 * rows["growth_all"], rtol=1e-9)
+
+
+def frame(steps, heads=3):
+    generator = np.random.default_rng(1)
+    rows = [
+        {"step": step, "layer": 0, "head": head, "sigma": 1.0 + step,
+         "change": generator.normal(), "growth_run": float(head)}
+        for step in steps for head in range(heads)
+    ]  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def test_thinned_rows_are_sums_from_the_first_step_on():
+    full = frame(range(103, 128))
+    kept = thinned(full)
+    assert sorted(set(kept["step"])) == [103, 113, 123]
+    last = kept[(kept["step"] == 123) & (kept["head"] == 2)].iloc[0]
+    assert last["growth_run"] == 5 * 2.0 and last["sigma"] == 124.0
+    assert kept["change"].sum() == pytest.approx(full["change"].sum())
+
+
+def test_the_head_that_rounding_pushes_most_is_last():
+    sums = totals(frame(range(4)))
+    assert list(sums.index) == [(0, 0), (0, 1), (0, 2)] and sums["growth_run"].iloc[-1] == 8.0
+
+
+def test_the_correlation_of_a_line_is_one_and_its_interval_holds_it():
+    growth = np.linspace(-1, 1, 40)
+    noise = np.random.default_rng(2).normal(size=40)
+    r, low, high = correlation(pd.DataFrame({"growth_run": growth, "change": 3 * growth}))
+    assert r == pytest.approx(1) and low == pytest.approx(1) and high == pytest.approx(1)
+    r, low, high = correlation(pd.DataFrame({"growth_run": growth, "change": noise}))
+    assert low < r < high and low < 0 < high
