@@ -400,6 +400,7 @@ def test_what_is_not_drawn_is_said_and_an_older_picture_goes(tmp_path):
         "max_logit.png",
         "mine.png",
         "model_map.png",
+        "story.png",
     }
     assert any("multiple_maxima_bf16" in sentence for sentence in page.of("li"))
     assert not any("max_logit" in sentence for sentence in page.of("li"))
