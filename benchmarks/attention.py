@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from guardbit.kernels import backward, compensated, delta, forward, shadow, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import backward, compensated, delta, forward, shadow
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchable import switchable_attention
 
 Shape = tuple[int, int, int, int, int]
 
@@ -168,8 +169,8 @@ def of_switched(name: str, tensors: list[Tensor]) -> Kernel:
     *leaves, d_out = tensors
     q, k, v = (x.detach().requires_grad_() for x in leaves)
     stabilizer, count = SWITCHED[name]
-    number = switchboard.add_site(name)
-    state = switchboard.site_state(number)
+    number = runtime.add_site(name)
+    state = runtime.site(number)
     heads = q.shape[1]
     count = heads if count is None else count
     state.switch((stabilizer,) * count + ("none",) * (heads - count))

@@ -1,4 +1,4 @@
-"""The public attention function, and the one that replaces PyTorch's in watched models.
+"""The public attention function.
 
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
 lse `(B, H, N)` FP32.
@@ -10,75 +10,22 @@ from __future__ import annotations
 
 import math
 import operator
-import sys
-import threading
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Literal, NamedTuple, overload
+from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, execution, op
-from guardbit.kernels.engines import LibraryEngine
-from guardbit.kernels.library import library_attention
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Causal
-from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import NO_SITE
+from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.records import STABILIZERS
 
 #: Head sizes every backend supports.
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-#: The site of the innermost instrumented module that is running; outermost first. It lives here so
-#: that `flash_attention` can find it; the monitor pushes and pops. A 0-d CPU tensor rather than a
-#: number, because the compiler would specialise on a number.
-site_stack: list[Tensor] = []
-
-#: Is told the tensors of every eager `flash_attention` call inside an instrumented module, before
-#: it runs; set by the monitor.
-call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
-
-#: Whether compiled calls reserve room for what "compensated" keeps; one flag, see `keep_residuals`.
-residuals_kept: list[bool] = [True]
-_wishes: list[bool] = []
-
-
-def keep_residuals(is_wanted: bool) -> Callable[[], None]:
-    """Says whether somebody may ask for "compensated" in compiled calls.
-
-    Room is kept as long as one of them may, or nobody has said anything; with dropout always.
-
-    Returns:
-        What takes it back.
-    """
-    _wishes.append(is_wanted)
-    residuals_kept[0] = any(_wishes)
-
-    def take_back() -> None:
-        _wishes.remove(is_wanted)
-        residuals_kept[0] = any(_wishes) or not _wishes
-
-    return take_back
-
-
-class Owner(NamedTuple):
-    """Whose modules `site_stack` is about.
-
-    Attributes:
-        thread: The thread.
-        frame: The Python frame that has called the outermost of them.
-    """
-
-    thread: int
-    frame: FrameType | None
-
-
-#: Whose they are while none is running.
-NOBODY = Owner(0, None)
-_owner = NOBODY
 
 _NO_SITE_TENSOR = torch.tensor(NO_SITE)
 
@@ -209,9 +156,9 @@ def flash_attention(
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(dispatch.BACKENDS)}")
-    inside = is_inside_site()
+    inside = runtime.is_inside_site()
     if inside and not torch.compiler.is_compiling():
-        for listener in call_listeners:
+        for listener in runtime.call_listeners:
             listener(q, k, v)
     out, lse = op.attention(
         execution.Request(
@@ -219,7 +166,7 @@ def flash_attention(
             k,
             v,
             None,
-            site_stack[-1] if inside else _NO_SITE_TENSOR,
+            runtime.current if inside else _NO_SITE_TENSOR,
             [STABILIZERS.index(name) for name in stabilizers],
             causal=execution.causal_code(causal),
             scale=scale,
@@ -229,146 +176,11 @@ def flash_attention(
             seed=seed,
             backend=dispatch.BACKENDS.index(backend),
             native=False,
-            training=_is_training(q, k, v),
+            training=execution.is_training(q, k, v),
             traced=torch.compiler.is_compiling(),
         )
     )
     return (out, lse) if return_lse else out
-
-
-def is_inside_site() -> bool:
-    """Whether the caller runs inside an instrumented module."""
-    return len(site_stack) > 0 and (
-        torch.compiler.is_compiling()
-        or (not is_other_thread() and not is_jit_traced() and is_owner_running())
-    )
-
-
-def is_jit_traced() -> bool:
-    """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
-    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-
-
-def is_other_thread() -> bool:
-    """Whether the caller's thread is not the one whose modules `site_stack` is about.
-
-    Another thread may run another model meanwhile. Autograd's own threads, which recompute under
-    activation checkpointing, count as the model's.
-    """
-    return threading.get_ident() != _owner.thread and torch._C._current_graph_task_id() == -1
-
-
-def is_owner_running() -> bool:
-    """Whether the outermost module on `site_stack` is still running.
-
-    PyTorch runs no hooks after KeyboardInterrupt, so a module that it ends is never taken off.
-    """
-    thread, outermost = _owner
-    if thread == threading.get_ident():
-        frame = sys._getframe()
-    else:
-        frame = sys._current_frames().get(thread)
-    while frame is not None and frame is not outermost:
-        frame = frame.f_back
-    return frame is not None
-
-
-def own_site_stack(owner: Owner) -> Owner:
-    """Says whose modules `site_stack` is about; returns whose they were before."""
-    global _owner
-    before, _owner = _owner, owner
-    return before
-
-
-def calling(frame: FrameType) -> Owner:
-    """Returns the caller's thread with a frame of its own."""
-    return Owner(threading.get_ident(), frame)
-
-
-def switchable_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: Tensor,
-    *,
-    attn_mask: Tensor | None = None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float = 0.0,
-) -> Tensor:
-    """Computes `F.scaled_dot_product_attention`, with heads that can be switched.
-
-    Until a head is switched, the result equals that of PyTorch's own function bit for bit, and the
-    same random numbers are drawn.
-
-    Args:
-        q: Queries `(B, H, N, D)`.
-        k: Keys `(B, H_kv, M, D)`.
-        v: Values, shape of k.
-        site: Number of the site, 0-d CPU tensor.
-        attn_mask: Boolean (True: may attend) or additive, broadcasts to `(B, H, N, M)`.
-        is_causal: Whether the top-left aligned causal mask applies.
-        scale: Factor of the scores; None for 1 / sqrt(D).
-        dropout_p: Probability with which an entry of the softmax is dropped, 0 <= p < 1.
-
-    Returns:
-        The output `(B, H, N, D)`.
-    """
-    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
-    spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
-    return attention_at_site(q, k, v, site, spec)[0]
-
-
-def attention_at_site(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    site: Tensor,
-    spec: AttentionSpec,
-    library: LibraryEngine | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention with heads that can be switched; see `switchable_attention`.
-
-    Args:
-        q: Queries `(B, H, N, D)`.
-        k: Keys `(B, H_kv, M, D)`.
-        v: Values, shape of k.
-        site: Number of the site, 0-d CPU tensor.
-        spec: What the call asks for besides.
-        library: The engine of the library that was called, which casts nothing; None for PyTorch's.
-
-    Returns:
-        The output `(B, H, N, D)` and lse `(B, H, N)`.
-    """
-    if library is not None:
-        return library_attention(q, k, v, site, spec, library)
-    q, k, v = autocast_tensors(q, k, v)
-    mask = spec.mask
-    if mask is not None and mask.is_floating_point() and is_autocast(q):
-        mask = mask.to(torch.get_autocast_dtype(q.device.type))
-    wants_mask = torch.is_grad_enabled() and mask is not None and bool(mask.requires_grad)
-    return op.attention(
-        execution.Request(
-            q,
-            k,
-            v,
-            mask,
-            site,
-            [0] * q.size(1),
-            causal=execution.causal_code(spec.causal),
-            scale=spec.scale,
-            dropout_p=spec.dropout_p,
-            training=wants_mask or _is_training(q, k, v),
-            wants_mask=wants_mask,
-            traced=torch.compiler.is_compiling(),
-            # With dropout `exact_delta` gives way to `compensated`, which needs the room.
-            keeps_residual=residuals_kept[0] or (spec.dropout_p > 0.0 and mask is None),
-        )
-    )
-
-
-def _is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def check_stabilizers(stabilizer: str | Sequence[str], num_heads: int) -> tuple[str, ...]:
@@ -401,20 +213,6 @@ def _whole(name: str, value: int) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{name} is {value!r}; it must be a whole number") from None
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for x's device; on meta, which has none, the question is an error."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
-
-
-def autocast_tensors(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Casts as autocast casts the arguments of `F.scaled_dot_product_attention`."""
-    if not is_autocast(q):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x.to(dtype) if x.dtype in _DTYPES else x for x in (q, k, v))
-    return q, k, v
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

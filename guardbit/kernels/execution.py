@@ -3,7 +3,7 @@
 Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
 lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`.
 
-Each head is computed as `guardbit.kernels.switchboard` says at that moment, see
+Each head is computed as `guardbit.kernels.runtime` says at that moment, see
 `guardbit.kernels.heads`. A head that is not switched keeps its bits.
 """
 
@@ -19,10 +19,11 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.alignment import aligned
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine
 from guardbit.kernels.plan import Call, plan_of
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.records import STABILIZERS
 
 _CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
@@ -71,6 +72,11 @@ class Request(NamedTuple):
     wants_mask: bool = False
     traced: bool = False
     keeps_residual: bool = True
+
+
+def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a gradient of the call will be asked for."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def causal_code(causal: Causal) -> int:
@@ -147,7 +153,7 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     request = Request(*arguments)
     q, traced = request.q, request.traced
     spec = spec_of(q, request.mask, request.causal, request.scale, request.dropout_p)
-    state = site_state(int(request.site))
+    state = runtime.site(int(request.site))
     state.requested = _names(tuple(request.stabilizers))
     state.native_dropout_p = spec.dropout_p if request.native else 0.0
     state.is_masked = spec.mask is not None
@@ -224,7 +230,7 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the backward; arguments as in the op's schema, `traced` as for the forward."""
     number = int(site)
-    state = site_state(number)
+    state = runtime.site(number)
     spec = spec_of(q, mask, causal, scale, dropout_p)
     engine, shared, on_triton, names = read_kernels(kernels, q)
     call = Call(q, k, v, spec, state, native, wants_mask)

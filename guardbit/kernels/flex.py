@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, flex_functions, reference
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import log
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import AttentionCall, log, site_state
 from guardbit.records import STABILIZERS
 
 #: The kernel option that holds the number of the call's attention module, a 0-d CPU tensor.
@@ -116,7 +118,7 @@ def _begin(
         `STABILIZERS`. The kernel reads the copy: otherwise the compiler would move this op to the
         backward.
     """
-    state = site_state(int(site))
+    state = runtime.site(int(site))
     state.requested = ("none",) * q.size(1)
     state.native_dropout_p, state.is_masked = 0.0, False
     # Compiled forwards without gradients, such as a backward runs again, do not come here.
@@ -154,7 +156,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     head_ids = tuple(h for h, name in enumerate(call.stabilizers) if name == "exact_delta")
     if not head_ids:
         return found
-    state = site_state(int(call.site))
+    state = runtime.site(int(call.site))
     try:
         natural = call.lse * _LN2
         delta = dispatch.exact_delta(
@@ -183,7 +185,7 @@ def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -
         arguments: See `_Shared`.
     """
     call = _Shared(*arguments)
-    state = site_state(int(call.site))
+    state = runtime.site(int(call.site))
     state.launches["backward", KERNEL] += 1
     if state.observer is None:
         return

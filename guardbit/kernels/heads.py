@@ -23,7 +23,8 @@ from guardbit.kernels.constants import device_constant
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
-from guardbit.kernels.switchboard import SiteState, is_recomputing, random_offset
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import SiteState, is_recomputing
 
 
 class Options(NamedTuple):
@@ -121,7 +122,7 @@ def forward(
                 beta=options.beta,
                 eps=options.eps,
                 seed=options.seed,
-                offset=random_offset(),
+                offset=runtime.random_offset,
                 head_ids=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )

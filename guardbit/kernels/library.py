@@ -18,12 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.dispatch import is_direct
 from guardbit.kernels.engines import LibraryEngine, library_engine
 from guardbit.kernels.plan import Call
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec, Documents
-from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.records import STABILIZERS
 
 _NAMES = tuple(engines.LIBRARIES)
@@ -137,7 +138,7 @@ def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
         sinks=sinks,
     )
     engine = library_engine(_NAMES[numbers.engine], numbers.deterministic)
-    return Call(q, k, v, spec, site_state(int(site)), True, False, engine)
+    return Call(q, k, v, spec, runtime.site(int(site)), True, False, engine)
 
 
 # --- forward ---------------------------------------------------------------------------------

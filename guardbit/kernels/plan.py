@@ -15,8 +15,8 @@ from torch import Tensor
 
 from guardbit.kernels.engines import Engine, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import SiteState
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
 OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})

@@ -13,7 +13,6 @@ Framework-free: the callbacks drive it, and so can a plain loop.
 from __future__ import annotations
 
 import copy
-import operator
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,9 +21,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
-from guardbit.kernels import switchboard
 from guardbit.kernels.engines.proof import proofs
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
+from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.exchange import PARTS, Exchange
@@ -39,6 +39,7 @@ from guardbit.monitor.measure import (
 )
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
+from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
@@ -47,18 +48,12 @@ from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
 
-# Micro-batches of one step whose random numbers never overlap; more than anybody accumulates.
-_MICRO_BATCHES = 1024
-
 _POLICY_SETTINGS = (
     "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
 )  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
 _WATCHING = "watching"
-
-# Of `MonitorSession.state_dict`: to be raised when states of earlier versions no longer fit.
-_STATE_FORMAT = 2
 
 
 class MonitorSession:
@@ -160,20 +155,25 @@ class MonitorSession:
         )
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
-        self._step: int | None = None
-        self._last_ended: int | None = None
-        self._micro_batch = 0
-        self._is_sampled = False
+        self._schedule = Schedule(every_n_train_steps)
         self._findings = Findings()
         self._coverage = Coverage(self.instrumentation)
         self._running = Running(self.instrumentation)
-        self._is_first_step = True
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
         self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
+        self._checkpoint = Checkpoint(
+            self._schedule,
+            self._measurement,
+            self.detectors,
+            self.policy,
+            dry_run,
+            self._switching,
+            self._findings,
+        )
         self._said: set[str] = set()
         self._closed = False
         self._has_given_up = False
@@ -206,8 +206,8 @@ class MonitorSession:
         Raises:
             ValueError: If the step is no whole number from 0.
         """
-        step = _checked_step(step)
-        is_new = step != self._step
+        step = checked_step(step)
+        is_new = step != self._schedule.step
         if is_new:
             self._do_deferred()
         if self._closed:
@@ -216,36 +216,31 @@ class MonitorSession:
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
         # By itself, before anything can fail: all ranks have to agree on which steps are sampled.
-        if is_new:
-            self._is_sampled = self._is_due(step)
-            self._step, self._micro_batch = step, 0
-        else:
-            self._micro_batch += 1
+        self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
-        # The same in a recomputed forward, another one for every micro-batch.
-        offset = step * _MICRO_BATCHES + self._micro_batch
-        self.attempt("random numbers", lambda: switchboard.set_random_offset(offset))
+        offset = self._schedule.random_offset
+        self.attempt("random numbers", lambda: runtime.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
         verdict = self._journal.open(
             step,
             lambda: self._remembered(step),
-            is_resumed=self._last_ended is not None,
-            try_again=self._is_sampled and is_new,
+            is_resumed=self._schedule.last_ended is not None,
+            try_again=self._schedule.is_sampled and is_new,
         )
         if verdict is not None:
             # A new verdict is recorded only if it differs from the one the folder ends with.
             self._findings.verdict = verdict
         if is_new:
             self.instrumentation.begin_step()
-        if is_new and self._rest_unless(self._is_sampled):
+        if is_new and self._rest_unless(self._schedule.is_sampled):
             self._measurement.begin()
             self._capture.arm()
 
     @property
     def is_sampled(self) -> bool:
         """Whether the current step is sampled."""
-        return self._is_sampled
+        return self._schedule.is_sampled
 
     @property
     def alarmed_heads(self) -> Mapping[str, Collection[int]]:
@@ -272,13 +267,13 @@ class MonitorSession:
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        step = self._step
+        step = self._schedule.step
         if step is not None and self._takes_scalars():
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
-        step = self._step
+        step = self._schedule.step
         if step is not None and self._takes_scalars():
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
 
@@ -295,11 +290,10 @@ class MonitorSession:
         Returns:
             The alarms raised now.
         """
-        if self._step is None:
+        ended = self._schedule.end()
+        if ended is None:
             return []
-        step = self._last_ended = self._step
-        was_sampled, self._is_sampled = self._is_sampled, False
-        self._is_first_step = False
+        step, was_sampled = ended
         if not self._closed:
             self.attempt("switch", self.instrumentation.end_step)
             self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
@@ -371,7 +365,7 @@ class MonitorSession:
             samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
         # A rank may have had another kind of batch; what is switched is switched on all. A batch
         # whose calls cannot be switched is no reason to leave the next ones alone.
-        known = self._exchange.share(samples, self._last_ended or 0)
+        known = self._exchange.share(samples, self._schedule.last_ended or 0)
         self._switching.refusals = known.refusals
         self._switching.asked_elsewhere = known.asked_elsewhere
         if ranks.world_size() > 1:
@@ -386,7 +380,7 @@ class MonitorSession:
         def decide() -> None:
             self.attempt("policy", lambda: self._decide(alarms, step))
 
-        if self._is_within_step():
+        if self._schedule.is_within_step:
             self._deferred.append(decide)  # a forward and its recomputation must be alike
         else:
             decide()
@@ -408,9 +402,10 @@ class MonitorSession:
 
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
-        if not self._is_within_step():
+        step = self._schedule.step
+        if step is None or not self._schedule.is_within_step:
             return
-        step, self._step, self._is_sampled = self._step, None, False
+        self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
         self.attempt("samples", lambda: self._measurement.forget_step(step))
@@ -425,8 +420,8 @@ class MonitorSession:
         Args:
             end: How the run ended, which the report and the live page say.
         """
-        is_within_step = self._is_within_step() and not self._closed
-        self._closed, self._is_sampled = True, False
+        is_within_step = self._schedule.is_within_step and not self._closed
+        self._closed, self._schedule.is_sampled = True, False
         with ExitStack() as each:  # the last one first, and all of them whatever one raises
             if is_within_step:
                 self._deferred.append(self._let_go)
@@ -443,15 +438,12 @@ class MonitorSession:
             ):
                 each.callback(self._stages.always, "close", last)
 
-    def _is_within_step(self) -> bool:
-        return self._step is not None and self._step != self._last_ended
-
     def _drop_calls(self) -> None:
         self._capture.disarm()
         self._measurement.discard()
 
     def _write_what_is_left(self) -> None:
-        step = self._last_ended or 0
+        step = self._schedule.last_ended or 0
         left = self.attempt("samples", lambda: self._measurement.send({}, step))
         if left is not None:
             self._journal.add(
@@ -459,8 +451,8 @@ class MonitorSession:
             )
 
     def _tell_what_ran_last(self) -> None:
-        if self._last_ended is not None:
-            self._tell_what_ran(self._last_ended, is_last=True)
+        if self._schedule.last_ended is not None:
+            self._tell_what_ran(self._schedule.last_ended, is_last=True)
 
     def _let_go(self) -> None:
         self._stages.always("close", self.instrumentation.remove)
@@ -491,13 +483,14 @@ class MonitorSession:
             IndexError: If a head is out of range.
         """
         self.instrumentation.check_switch(site, stabilizer, heads)
-        if self._is_within_step():
+        if self._schedule.is_within_step:
             self._deferred.append(lambda: self._switch(site, stabilizer, heads, why))
         else:
             self._switch(site, stabilizer, heads, why)
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
-        step = self._step if self._step is not None else self._last_ended or 0
+        begun, ended = self._schedule.step, self._schedule.last_ended
+        step = begun if begun is not None else ended or 0
         self._switching.switch(site, stabilizer, heads, why, step)
 
     def record(self, event: Event) -> None:
@@ -532,22 +525,13 @@ class MonitorSession:
         """
         self.catch_up()
         switched = self._stages.always("stabilizers", self._switching.switched) or {}
-        state = self._stages.always("state", lambda: self._state(switched))
+        state = self._stages.always(
+            "state",
+            lambda: self._checkpoint.state_dict(
+                switched, self.attempt("samples", self._measurement.state_dict)
+            ),
+        )
         return {"stabilizers": switched} if state is None else state
-
-    def _state(self, switched: dict[str, list[str]]) -> dict[str, Any]:
-        return {
-            "format": _STATE_FORMAT,
-            "last_step": self._last_ended,
-            "detectors": self.detectors.state_dict(),
-            "policy": None if self.policy is None else self.policy.state_dict(),
-            "dry_run": self.dry_run,
-            "stabilizers": switched,
-            "is_of_parts": bool(self._switching.asked_elsewhere),
-            "running": {name: list(names) for name, names in self._switching.running().items()},
-            "measurement": self.attempt("samples", self._measurement.state_dict),
-            **self._findings.state_dict(),
-        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where the session stood whose `state_dict` this is.
@@ -558,44 +542,19 @@ class MonitorSession:
             ValueError: If the state belongs to other rules or another model.
         """
         try:
-            self._load(state)
+            if self._checkpoint.load_state_dict(state):
+                self._unjudged = None
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        if state.get("format") != _STATE_FORMAT:
-            stabilizers = state.get("stabilizers", {})
-            self._switching.load(stabilizers)
-            log.warning(
-                "the state is of another version of GuardBit: the heads it has switched stay"
-                " switched (%s), detectors and sums begin anew",
-                ", ".join(stabilizers) or "none",
-            )
-            return
-        self.detectors.load_state_dict(state["detectors"])
-        # What a dry run decided was not done: the policy begins anew.
-        same_mode = state["dry_run"] == self.dry_run
-        if self.policy is not None and state["policy"] is not None and same_mode:
-            self.policy.load_state_dict(state["policy"])
-        self._switching.load(state["stabilizers"], state.get("is_of_parts", False))
-        self._last_ended, self._unjudged = state["last_step"], None
-        if state["measurement"] is not None:
-            self._measurement.load_state_dict(state["measurement"])
-        self._findings.load_state_dict(state, self.detectors.roles)
-
     def _is_due(self, step: int) -> bool:
-        """Whether a step is to be sampled: the first at or after each multiple of the cadence.
+        return self._schedule.is_due(step, self._wants_first_step())
 
-        So is the session's first step, where the policy waits for nothing but sites. No later one:
-        ranks that call attention at different times have to agree on it.
-        """
-        if self._is_first_step and self.policy is not None and self.policy.is_due:
-            return True
-        previous = step - 1 if self._last_ended is None else self._last_ended
-        cadence = self.every_n_train_steps
-        return step % cadence == 0 or step // cadence != previous // cadence
+    def _wants_first_step(self) -> bool:
+        """Whether the policy waits for nothing but sites, so that the first step is sampled."""
+        return self.policy is not None and self.policy.is_due
 
     def _rest_unless(self, is_sampled: bool) -> bool:
         """Leaves calls alone unless the step is sampled; returns whether they are wanted.
@@ -619,7 +578,7 @@ class MonitorSession:
                 raise NoAttentionSeenError(why) from error
             if "unseen" not in self._said:
                 self._said.add("unseen")
-                self.record(Event(self._step or 0, "monitor_error", "", (), why))
+                self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
             return {}
         self._exchange.metadata = metadata_of(self.instrumentation.sites)
         if ranks.world_size() == 1:  # else once they know of one another's
@@ -653,10 +612,10 @@ class MonitorSession:
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
-        self._switching.decide(alarms, step, self._last_ended or 0)
+        self._switching.decide(alarms, step, self._schedule.last_ended or 0)
 
     def _judge(self, alarms: list[Alarm]) -> None:
-        step = self._last_ended or 0
+        step = self._schedule.last_ended or 0
         event = self._findings.judge(alarms, self._measurement.num_sites, step)
         if event is not None:
             self.record(event)
@@ -666,7 +625,7 @@ class MonitorSession:
     def _remembered(self, step: int) -> Iterator[Event]:
         """The alarms and switches so far; a run that goes on in a new folder records them first."""
         yield from self._findings.events()
-        yield from self._switching.events(step, is_resumed=self._last_ended is not None)
+        yield from self._switching.events(step, is_resumed=self._schedule.last_ended is not None)
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -685,7 +644,7 @@ class MonitorSession:
     def _tell_failure(self, stage: str, error: Exception) -> None:
         if stage != "store":
             why = f"{stage}: {error}" if str(error) else f"{stage}: {type(error).__name__}"
-            self.record(Event(self._step or 0, "monitor_error", "", (), why))
+            self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
 
     def _capture_failed(self, error: Exception) -> None:
         """Takes an error of what runs inside a forward or backward."""
@@ -696,16 +655,6 @@ class MonitorSession:
 
 def _failed_elsewhere() -> None:
     raise FailedElsewhereError("the stage failed on another rank")
-
-
-def _checked_step(step: int) -> int:
-    try:
-        checked = operator.index(step)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
-    return checked
 
 
 def _largest(samples: list[Sample]) -> dict[str, float]:

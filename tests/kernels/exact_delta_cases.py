@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import round_nearest, split
 
 
@@ -87,17 +88,17 @@ class Case(NamedTuple):
             lambda *x, **options: F.scaled_dot_product_attention(*x, enable_gqa=grouped, **options)
         )
 
-    def switched(self, names: tuple[str, ...]) -> tuple[tuple[Tensor, ...], switchboard.SiteState]:
+    def switched(self, names: tuple[str, ...]) -> tuple[tuple[Tensor, ...], SiteState]:
         """What the op gives with the heads switched so, and what it noted."""
-        number = switchboard.add_site("tested")
+        number = runtime.add_site("tested")
         try:
-            state = switchboard.site_state(number)
+            state = runtime.site(number)
             state.switch(names)
             site = torch.tensor(number)
             found = self.run(lambda *x, **o: switchable_attention(*x, site, scale=None, **o))
             return found, state
         finally:
-            switchboard.remove_site(number)
+            runtime.remove_site(number)
 
 
 def make(

@@ -14,17 +14,18 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, execution, op, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import dispatch, execution, op
+from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.switchable import switchable_attention
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
 
 
 @pytest.fixture
 def site():
-    number = switchboard.add_site()
+    number = runtime.add_site()
     yield torch.tensor(number)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
 
 
 def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=0):
@@ -193,7 +194,7 @@ def test_vmap_computes_what_a_loop_computes():
 
 
 def switch(site, names):
-    switchboard.site_state(int(site)).stabilizers = tuple(names)
+    runtime.site(int(site)).stabilizers = tuple(names)
 
 
 def switched(site):
@@ -242,18 +243,18 @@ def test_shared_key_heads_get_the_sum_of_both_shares(site):
 
 def test_random_bits_do_not_depend_on_which_heads_are_switched(site):
     q, k, v, d_out = inputs(2, 6, 3, 33, 33, 16, torch.bfloat16)
-    switchboard.set_random_offset(5)
+    runtime.set_random_offset(5)
     try:
         whole = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
         for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
             switch(site, ["stochastic" if h in heads else "none" for h in range(6)])
             out, *_ = gradients(switched(site), (q, k, v), d_out)
             assert torch.equal(out[:, heads], whole[:, heads])
-        switchboard.set_random_offset(6)
+        runtime.set_random_offset(6)
         again = flash_attention(q, k, v, causal="top-left", stabilizer="stochastic")
         assert not torch.equal(again, whole)
     finally:
-        switchboard.set_random_offset(0)
+        runtime.set_random_offset(0)
 
 
 def test_a_nan_in_a_switched_head_stays_there(site):
@@ -298,7 +299,7 @@ def test_several_forwards_before_a_backward(site):
 
 def test_launches_and_observer_tell_what_ran(site):
     q, k, v, d_out = inputs(1, 4, 2, 9, 9, 16)
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     calls = []
     state.observer = calls.append
     gradients(switched(site), (q, k, v), d_out)
@@ -335,16 +336,16 @@ def test_a_switch_for_another_number_of_heads_is_not_in_force(site):
     switch(site, ["compensated"] * 3)
     found = gradients(switched(site), (q, k, v), d_out)
     assert all(torch.equal(a, b) for a, b in zip(found, native, strict=True))
-    assert switchboard.site_state(int(site)).in_force == ("none",) * 4
+    assert runtime.site(int(site)).in_force == ("none",) * 4
 
 
 def test_numbers_of_sites_do_not_repeat():
-    numbers = [switchboard.add_site() for _ in range(3)]
+    numbers = [runtime.add_site() for _ in range(3)]
     assert len(set(numbers)) == 3
     for number in numbers:
-        switchboard.remove_site(number)
-    assert switchboard.add_site() not in numbers
-    assert switchboard.site_state(numbers[0]) is switchboard.site_state(switchboard.NO_SITE)
+        runtime.remove_site(number)
+    assert runtime.add_site() not in numbers
+    assert runtime.site(numbers[0]) is runtime.site(NO_SITE)
 
 
 # ---- dispatch ----
@@ -404,7 +405,7 @@ def test_triton_takes_single_heads_of_a_site(dropout_p, site):
     assert_close_as_bf16(*results)
     for mine, other in zip(results[0][:2], results[1][:2], strict=True):
         assert torch.equal(mine[:, [0, 2, 3]], other[:, [0, 2, 3]])
-    launches = switchboard.site_state(int(site)).launches
+    launches = runtime.site(int(site)).launches
     assert launches["forward", "triton"] == 1
     assert launches["forward", "compensated"] == launches["backward", "compensated"] == 2
     # Without dropout one backward of PyTorch's kernel serves all heads.
@@ -419,7 +420,7 @@ def test_auto_is_torch_without_a_gpu_and_counts_no_triton(site):
     ours = gradients(switched(site), (q, k, v), d_out)
     forced = gradients(op_with("torch", site), (q, k, v), d_out)
     assert all(torch.equal(a, b) for a, b in zip(ours, forced, strict=True))
-    assert switchboard.site_state(int(site)).launches == {
+    assert runtime.site(int(site)).launches == {
         ("forward", "compensated"): 2, ("backward", "compensated"): 2,
         ("backward", "FLASH_ATTENTION"): 2,
     }  # fmt: skip

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from guardbit import flash_attention
-from guardbit.kernels import reference, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import reference
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchable import switchable_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,9 +50,9 @@ def assert_close_as_bf16(found, expected) -> None:
 
 @pytest.fixture
 def site():
-    number = switchboard.add_site()
+    number = runtime.add_site()
     yield torch.tensor(number)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
 
 
 def next_word() -> Tensor:
@@ -80,7 +81,7 @@ def test_auto_is_triton_and_computes_what_torch_computes(causal, dropout_p) -> N
 
 
 def test_the_launch_counter_names_triton_and_whose_backward_ran(site) -> None:
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     state.stabilizers = MIX
     for dtype, count in ((torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2)):
         *tensors, d_out = inputs(dtype=dtype)
@@ -118,7 +119,7 @@ def test_the_mask_is_that_of_the_reference(stabilizer) -> None:
 
 def test_compiled_bits_are_the_eager_ones_and_a_switch_compiles_nothing(site) -> None:
     counter = CompileCounterWithBackend("inductor")
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
 
     def model(q, k, v):
         ours = flash_attention(q, k, v, causal=True, stabilizer=MIX, dropout_p=0.2)
@@ -141,7 +142,7 @@ def test_compiled_bits_are_the_eager_ones_and_a_switch_compiles_nothing(site) ->
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_a_captured_graph_replays_and_draws_anew(dropout_p, site) -> None:
-    switchboard.site_state(int(site)).stabilizers = MIX
+    runtime.site(int(site)).stabilizers = MIX
     q, k, v, d_out = inputs((2, 4, 4, 128, 128, 64))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     options = {"is_causal": False, "scale": None, "dropout_p": dropout_p}
@@ -177,7 +178,7 @@ def test_a_captured_graph_replays_and_draws_anew(dropout_p, site) -> None:
 def test_nothing_waits_for_the_device(site) -> None:
     *tensors, d_out = inputs()
     for names in (("none",) * 4, ("compensated",) * 4, MIX):
-        switchboard.site_state(int(site)).stabilizers = names
+        runtime.site(int(site)).stabilizers = names
         for dropout_p in (0.0, 0.3):
             options = {"is_causal": True, "scale": None, "dropout_p": dropout_p}
 

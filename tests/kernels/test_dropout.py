@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import reference, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import reference
 from guardbit.kernels.reference import Dropout
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import decode_residual
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -191,7 +192,7 @@ def test_the_seed_decides_and_dropout_zero_draws_nothing():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
     *tensors, d_out = inputs(2, 6, 3, 33, 35, 16, dtype)
-    number = switchboard.add_site()
+    number = runtime.add_site()
     options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
     torch.manual_seed(0)
     native = torch.nn.functional.scaled_dot_product_attention(
@@ -206,7 +207,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
     )  # fmt: skip
     for heads in ([0], [5], [1, 4], [0, 2, 3, 5]):
         names = tuple("stochastic" if h in heads else "none" for h in range(6))
-        switchboard.site_state(number).stabilizers = names
+        runtime.site(number).stabilizers = names
         torch.manual_seed(0)
         site = torch.tensor(number)
         out, _, dq, *_ = run(
@@ -216,7 +217,7 @@ def test_a_heads_mask_does_not_depend_on_the_other_heads(dtype):
         assert torch.equal(out[:, heads], whole[0][:, heads])
         assert torch.equal(dq[:, heads], whole[2][:, heads])
         assert torch.equal(out[:, rest], native[:, rest])
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
 
 
 def test_the_residual_is_of_the_output_with_dropout():

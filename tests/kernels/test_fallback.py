@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from guardbit import flash_attention
-from guardbit.kernels import dispatch, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import dispatch
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.switchable import switchable_attention
 
 SOME = ("none", "compensated", "stochastic", "row_max")
 ALL = ("compensated",) * 4
@@ -17,9 +18,9 @@ EXACT = ("exact_delta",) * 4
 
 @pytest.fixture
 def site():
-    number = switchboard.add_site("h.2.attn")
+    number = runtime.add_site("h.2.attn")
     yield torch.tensor(number)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def same(first, second):
 
 @pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
 def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, caplog):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     calls = []
     state.observer = calls.append
     state.switch(names)
@@ -104,7 +105,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_pytorch(names, site, broken, cap
 
 
 def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     state.switch(ALL)
     healthy = switched(site)
     with caplog.at_level(logging.WARNING, "guardbit"):
@@ -122,7 +123,7 @@ def test_memory_may_be_there_at_the_next_call(site, broken, caplog):
 
 @pytest.mark.parametrize("names", [SOME, ALL, EXACT], ids=["some", "all", "exact"])
 def test_a_backward_that_fails_takes_pytorch_s(names, site, broken):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     calls = []
     state.observer = calls.append
     state.switch(names)
@@ -142,7 +143,7 @@ def test_a_backward_that_fails_takes_pytorch_s(names, site, broken):
 
 
 def test_what_cannot_fall_back_raises(site, broken):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     state.switch(ALL)
     broken["backward"] = RuntimeError("no such instruction")
     with pytest.raises(RuntimeError, match="no such instruction"):
@@ -157,7 +158,7 @@ def test_what_cannot_fall_back_raises(site, broken):
 
 @pytest.mark.parametrize("names", [SOME, ALL], ids=["some", "all"])
 def test_with_dropout_the_forward_falls_back(names, site, broken):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     state.switch(names)
     broken["forward"] = RuntimeError("no such instruction")
     torch.manual_seed(1)
@@ -170,7 +171,7 @@ def test_with_dropout_the_forward_falls_back(names, site, broken):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_a_request_to_stop_is_no_failure(error, site, broken):
-    state = switchboard.site_state(int(site))
+    state = runtime.site(int(site))
     state.switch(ALL)
     broken["forward"] = error()
     with pytest.raises(error):

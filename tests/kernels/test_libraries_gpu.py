@@ -13,8 +13,8 @@ import guardbit
 from guardbit.kernels.engines import library_engine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import add_site, remove_site, site_state
 from tests.kernels.spec_cases import dense, packed
 
 pytestmark = [
@@ -76,9 +76,9 @@ def relative(found, exact):
 
 @pytest.fixture
 def site():
-    number = add_site("library")
+    number = runtime.add_site("library")
     yield number
-    remove_site(number)
+    runtime.remove_site(number)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_the_forward_keeps_its_bits_and_dq_comes_nearer_to_fp64(
     native = run(engine, spec, inputs, site)
     proof = proof_of(library_engine(engine, True), *inputs[1:], spec, False)
     assert not proof.failure, proof
-    state = site_state(site)
+    state = runtime.site(site)
     state.switch(("none", "exact_delta", "exact_delta", "none"))
     found = run(engine, spec, inputs, site)
     assert state.ran == ("none", "exact_delta", "exact_delta", "none"), state.substituted

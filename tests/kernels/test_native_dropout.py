@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from guardbit.kernels import engines, switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels import engines
+from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import NO_SITE
+from guardbit.kernels.switchable import switchable_attention
 
 SITE = torch.tensor(NO_SITE)
 
@@ -90,11 +90,11 @@ def test_something_is_dropped_and_the_math_kernel_does_it():
 
 @pytest.fixture
 def mixed_site():
-    number = switchboard.add_site()
+    number = runtime.add_site()
     names = ("none", "compensated", "row_max", "stochastic")
-    switchboard.site_state(number).stabilizers = names
+    runtime.site(number).stabilizers = names
     yield torch.tensor(number)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -194,7 +194,7 @@ def test_two_equal_calls_in_a_graph_are_two():
 def test_dropout_costs_no_further_compilation():
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, backend=counter, fullgraph=True)
-    number = switchboard.site_state(NO_SITE)
+    number = runtime.site(NO_SITE)
     for rows in (12, 12, 17, 30):
         *tensors, d_out = inputs((2, 4, 2, rows, rows, 16))
         results(compiled, tensors, d_out)

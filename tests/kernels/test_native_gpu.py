@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.switchable import switchable_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_unswitched_calls_keep_every_bit(
         torch.randn(b, n, h, d, generator=generator, device="cuda", dtype=dtype).transpose(1, 2)
         for _ in range(4)
     )
-    number = switchboard.add_site()
+    number = runtime.add_site()
     site = torch.tensor(number)
 
     def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,8 +68,8 @@ def test_unswitched_calls_keep_every_bit(
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
         repeated = [run(native, q, k, v, d_out) for _ in range(8)]
         actual = run(ours, q, k, v, d_out)
-    launches = switchboard.site_state(number).launches
-    switchboard.remove_site(number)
+    launches = runtime.site(number).launches
+    runtime.remove_site(number)
     assert launches == {("forward", backend.name): 1, ("backward", backend.name): 1}
     for index, name in enumerate(("out", "dq", "dk", "dv")):
         spread = max((run[index] - expected[index]).abs().max().item() for run in repeated)
@@ -91,7 +91,7 @@ def test_dropout_keeps_every_bit_and_every_random_number(
         torch.randn(2, 128, 4, width, generator=generator, device="cuda").bfloat16().transpose(1, 2)
         for _ in range(4)
     )
-    number = switchboard.add_site()
+    number = runtime.add_site()
     site = torch.tensor(number)
     padded = backend == SDPBackend.FLASH_ATTENTION and width % 8 != 0
     if captured and (padded or backend == SDPBackend.MATH):
@@ -130,7 +130,7 @@ def test_dropout_keeps_every_bit_and_every_random_number(
             pytest.skip(f"PyTorch has no such kernel for these inputs: {str(error)[:60]}")
         spread = [results(native) for _ in range(3)]
         actual = results(ours)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
     for index, name in enumerate(("out", "dq", "dk", "dv", "generator state")):
         if all(torch.equal(run[index], expected[index]) for run in spread):
             assert torch.equal(actual[index], expected[index]), name

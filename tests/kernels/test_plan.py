@@ -6,8 +6,8 @@ import torch
 from guardbit.kernels import engines, plan
 from guardbit.kernels.engines.proof import Proof
 from guardbit.kernels.plan import Call, resolve
+from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import SiteState
 from tests.kernels.spec_cases import packed
 
 SPECS = {

@@ -9,8 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, flash_attention, read_events
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor import findings as findings_module
 from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
@@ -90,7 +89,7 @@ def hooks_and_patches(model):
     left = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
     left += [m for m in model.modules() if hooks.SITE_ATTRIBUTE in vars(m)]
     left += [installation._installations] if installation._installations else []
-    left += installation._restore + doors.listeners + site_stack + frame_stack
+    left += installation._restore + doors.listeners + runtime.running + frame_stack
     ours = (
         sdpa.scaled_dot_product_attention, checkpointing.checkpoint,
         multi_head.multi_head_attention_forward,
@@ -100,12 +99,13 @@ def hooks_and_patches(model):
     return left + [f for f in (F.multi_head_attention_forward,) if f in ours]
 
 
-#: Entry -> what lies below it, and is made to fail.
+#: Entry -> what lies below it, and is made to fail; of the runtime, which all files share, one
+#: method as one file sees it.
 BELOW = {
     "begin_batch: sampling": (sites.Instrumentation, "rest"),
     "begin_batch: measuring": (Measurement, "begin"),
     "begin_batch: listening": (sites.Instrumentation, "observe"),
-    "begin_batch: random numbers": (switchboard, "set_random_offset"),
+    "begin_batch: random numbers": (runtime, "set_random_offset"),
     "begin_batch: opening the journal": (journal, "is_run"),
     "begin_batch: the folder": (journal, "RunWriter"),
     "begin_batch: what is remembered": (session_module.MonitorSession, "_remembered"),
@@ -131,12 +131,12 @@ BELOW = {
     "close: the journal": (journal.Journal, "close"),
     "hook: entering": (hooks, "push"),
     "hook: leaving": (hooks, "pop"),
-    "hook: threads": (hooks, "is_other_thread"),
-    "call: its site": (base, "is_inside_site"),
+    "hook: threads": (hooks, "runtime", "is_other_thread"),
+    "call: its site": (base, "runtime", "is_inside_site"),
     "call: its refusal": (sdpa.SDPA, "bind"),
     "call: noting it": (base, "note_call"),
     "call: noting it first": (records, "describe_inputs"),
-    "call: its state": (base, "site_state"),
+    "call: its state": (base, "runtime", "site"),
     "call: recomputing": (checkpointing, "push"),
     "call in backward": (AttentionMetric, "update"),
     "watched call: its refusal": (multi_head, "why_head"),
@@ -150,6 +150,23 @@ def fails_with(error):
         raise error
 
     return fail
+
+
+class FailingIn:
+    """An object, one method of which fails."""
+
+    def __init__(self, whole, method, error):
+        self._whole = whole
+        setattr(self, method, fails_with(error))
+
+    def __getattr__(self, name):
+        return getattr(self._whole, name)
+
+
+def make_fail(monkeypatch, entry, error):
+    owner, name, *method = BELOW[entry]
+    failing = FailingIn(getattr(owner, name), *method, error) if method else fails_with(error)
+    monkeypatch.setattr(owner, name, failing)
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
@@ -167,7 +184,7 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
             dirpath=tmp_path,
             num_rows=1,
         )
-        monkeypatch.setattr(*BELOW[entry], fails_with(error))
+        make_fail(monkeypatch, entry, error)
         return session
 
     model = train(session_of)
@@ -246,7 +263,7 @@ def test_a_logging_handler_that_raises_costs_nothing(unwatched, tmp_path):
 def test_a_strict_session_raises(entry, monkeypatch):
     def session_of(model):
         session = MonitorSession(model, every_n_train_steps=1, strict=True)
-        monkeypatch.setattr(*BELOW[entry], fails_with(OverflowError("on purpose")))
+        make_fail(monkeypatch, entry, OverflowError("on purpose"))
         made.append(session)
         return session
 
@@ -307,7 +324,7 @@ def test_after_an_interruption_others_do_not_run_the_modules_kernel(interrupt, c
     with session.step(1):
         model(x).float().square().mean().backward()
     assert site.launches["forward", "row_max"] == launches["forward", "row_max"] + 1
-    assert not site_stack and not frame_stack
+    assert not runtime.running and not frame_stack
     session.close()
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import guardbit
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.runtime import runtime
 
 
 class Taking(nn.Module):
@@ -100,7 +100,7 @@ def test_a_trace_is_that_of_the_uninstrumented_model(tiny):
         ]
         assert traced == expected
         assert not inst.sites  # nothing was learned from it
-        assert not site_stack
+        assert not runtime.running
         tiny.step(model, x)
         assert list(inst.sites) == ["own", "of_torch"]
         inst.switch("*", "compensated")

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import io
 import pickle
 import subprocess
@@ -20,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import sdpa
 from guardbit.monitor.interception.frames import frame_stack
@@ -40,7 +41,7 @@ def nothing_is_left():
     yield
     torch._dynamo.reset()
     assert F.scaled_dot_product_attention is STOCK[0]
-    assert not site_stack
+    assert not runtime.running
     assert not frame_stack
 
 
@@ -686,7 +687,7 @@ def test_graph_breaks_inside_attention(tiny, tokens, instrument):
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(2):
         assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
-        assert not site_stack
+        assert not runtime.running
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     weight = model.h[1].attn.qkv.weight
     assert torch.equal(inst.sites["h.1.attn"].query_weight(0), weight[:16])
@@ -797,10 +798,10 @@ def test_an_interrupted_forward_leaves_nothing(error, tiny, tokens, instrument):
     with pytest.raises(error, match="stop"):
         model(tokens)
     if error is RuntimeError:
-        assert not site_stack
+        assert not runtime.running
     Failing.fails = False
     assert tiny.equal(tiny.step(model, tokens), before)
-    assert not site_stack
+    assert not runtime.running
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
 
 
@@ -820,7 +821,7 @@ def test_another_hook_that_fails_first_moves_no_site(tiny, tokens, instrument):
         def forward(self, tokens):
             with contextlib.suppress(RuntimeError):
                 self.gpt.h[0].attn(torch.zeros(1, 2, 64))
-            assert len(site_stack) == 1
+            assert len(runtime.running) == 1
             handle.remove()
             return self.gpt(tokens)
 
@@ -919,7 +920,7 @@ def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens
         assert torch.equal(result, expected[i % 3])
     assert [(site.num_heads, site.refusal) for site in inst.sites.values()] == [(4, None)] * 2
     assert list(twin_inst.sites) == ["h.0.attn"], "it was seen before the thread ran"
-    assert site_stack == []
+    assert runtime.running == []
 
 
 def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
@@ -954,3 +955,25 @@ def test_libraries_that_are_looked_for_are_not_compiled(tiny, tokens, instrument
     tiny.step(model, tokens, run=compiled)
     assert looked
     assert torch._dynamo.utils.counters["frames"] == frames
+
+
+def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny, instrument):
+    collections, name = 0, "imported_by_a_destructor"
+
+    def imports(phase, info):
+        nonlocal collections
+        collections += 1
+        if collections % 50 == 0 and sys.modules.pop(name, None) is None:
+            sys.modules[name] = types.ModuleType(name)
+
+    model, thresholds = tiny.GPT(), gc.get_threshold()
+    gc.callbacks.append(imports)
+    gc.set_threshold(1, 10**6, 10**6)  # the youngest alone, at every allocation
+    try:
+        instrument(model)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(imports)
+        sys.modules.pop(name, None)
+    assert collections > 1000
+    assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention

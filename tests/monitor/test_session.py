@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.catalog import HEAD_INDICATORS, of_probe
-from guardbit.kernels import dispatch, switchboard
+from guardbit.kernels import dispatch
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor import journal
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
@@ -158,7 +159,7 @@ def test_micro_batches_of_a_step_add_up(tmp_path):
     offsets, losses = [], []
     for part in range(3):
         loop.session.begin_batch(4)
-        offsets.append(switchboard.random_offset())
+        offsets.append(runtime.random_offset)
         losses.append(loop.backward(part, scale=1 / 3))
         loop.session.loss(losses[-1].detach() / 3, factor=3)
     loop.session.end_step()
@@ -184,7 +185,7 @@ def test_random_offsets_depend_on_step_and_micro_batch_only():
         for step in (3, 4, 2**21 + 5):
             for micro_batch in range(2):
                 loop.session.begin_batch(step)
-                offset = switchboard.random_offset()
+                offset = runtime.random_offset
                 assert seen.setdefault((step, micro_batch), offset) == offset
                 assert 0 <= offset < 2**63
             loop.session.end_step()
@@ -201,7 +202,7 @@ def test_an_error_inside_a_step_goes_its_way_and_the_step_can_begin_again(tmp_pa
         raise ZeroDivisionError
     assert not loop.session.is_sampled
     sites = loop.session.instrumentation.sites.values()
-    assert [switchboard.site_state(site.number).observer for site in sites] == [None, None]
+    assert [runtime.site(site.number).observer for site in sites] == [None, None]
     loop.run([2, 3])
     Loop(every_n_train_steps=2, dirpath=tmp_path / "clean", strict=True).run(range(4))
     pd.testing.assert_frame_equal(read_run(tmp_path / "retried"), read_run(tmp_path / "clean"))
@@ -235,9 +236,7 @@ def test_steps_that_are_not_sampled_run_no_kernel(tmp_path):
         with Operations() as operations:
             loop.session.begin_batch(step)
         assert operations.names == []
-        state = switchboard.site_state(
-            next(iter(loop.session.instrumentation.sites.values())).number
-        )
+        state = runtime.site(next(iter(loop.session.instrumentation.sites.values())).number)
         assert state.observer is None
         loss = loop.backward(step)
         with Operations() as operations:
@@ -1097,7 +1096,7 @@ def test_one_value_that_is_not_finite_does_not_stay_in_the_running_sum(tmp_path,
 
     def delta_bias(*tensors, **which):
         bias, bias_abs = original(*tensors, **which)
-        return bias + bad.get(loop.session._step, 0.0), bias_abs
+        return bias + bad.get(loop.session._schedule.step, 0.0), bias_abs
 
     monkeypatch.setattr(dispatch, "delta_bias", delta_bias)
     loop.run(range(7))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import guardbit
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.runtime import runtime
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_replicas_made_later_are_not_watched(model, inst, tiny, tokens):
     assert torch.equal(model(tokens), before)
     assert inst.sites["h.0.attn"].launches == launches
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
-    assert not site_stack
+    assert not runtime.running
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")
@@ -189,7 +189,7 @@ def test_calls_of_our_own_function_are_sites(tiny):
         assert inst.sites["0"].launches["backward", "compensated"] == 1
     finally:
         inst.remove()
-    assert not site_stack
+    assert not runtime.running
 
 
 # ---- weights ----
@@ -262,7 +262,7 @@ def test_settling_leaves_no_trace(tiny, tokens):
         assert all(torch.equal(now[name].grad, grad) for name, grad in gradients.items())
         assert len(model.h[0].attn._forward_hooks) == hooks
         assert inst.sites["h.0.attn"].launches == launches
-        assert not site_stack
+        assert not runtime.running
         assert model.training
     finally:
         inst.remove()

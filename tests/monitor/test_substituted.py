@@ -11,8 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import MonitorSession, instrument, read_events
 from guardbit.kernels import dispatch
-from guardbit.kernels.attention import residuals_kept
 from guardbit.kernels.engines import proof
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor import running
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
@@ -294,9 +294,9 @@ def test_a_later_run_of_the_process_tells_what_it_relies_on(tmp_path, monkeypatc
 
 
 def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
-    assert residuals_kept == [True]
+    assert runtime.keeps_residuals
     plain = instrument(Model())
-    assert residuals_kept == [True]
+    assert runtime.keeps_residuals
     plain.remove()
     expected = [("exact_delta", False), (None, False), ("compensated", True), ("row_max", True)]
     sessions = []
@@ -304,11 +304,11 @@ def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
         sessions.append(
             MonitorSession(Model(), policy=Policy(name, scope="head") if name else None)
         )
-        assert residuals_kept == [kept]
+        assert runtime.keeps_residuals == kept
     for session, kept in zip(reversed(sessions), (True, False, False, True), strict=True):
         session.close()
         session.close()
-        assert residuals_kept == [kept]
+        assert runtime.keeps_residuals == kept
 
 
 @pytest.mark.parametrize("refused", ["model", "setting"])
@@ -317,7 +317,7 @@ def test_a_session_that_is_refused_leaves_the_room_alone(refused):
     settings = {} if refused == "model" else {"every_n_train_steps": 0}
     with pytest.raises(ValueError):
         MonitorSession(model, **settings)
-    assert residuals_kept == [True]
+    assert runtime.keeps_residuals
 
 
 @pytest.mark.parametrize("name", ["exact_delta", "compensated"])

@@ -59,7 +59,7 @@ def home_of(label: str) -> str:
     """The name of the module of a version, or "" as long as none is imported."""
     if _homes.get(label) not in sys.modules:
         found_now = (
-            name for name, module in list(sys.modules.items()) if _label(name, module) == label
+            name for name, module in sys.modules.copy().items() if _label(name, module) == label
         )
         _homes[label] = next(found_now, "")
     return _homes[label]

@@ -16,7 +16,7 @@ class StepCalls:
     """The calls of a site in one step.
 
     Attributes:
-        step: The step, as `switchboard.Clock` counts; -1 before the first.
+        step: The step, as `kernels.site_state.Clock` counts; -1 before the first.
         heads: Those of the calls, of ones that can be switched where there are any.
         is_switchable: Whether any call can be switched.
         bypass: Why some call kept PyTorch's function, or None.

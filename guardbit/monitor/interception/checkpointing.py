@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from guardbit.kernels.attention import is_inside_site, site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.frames import Frame, drop_stale, frame_stack, pop, push
 from guardbit.monitor.interception.rerunning import probe
@@ -60,4 +60,4 @@ def _leave_again(frame: Frame) -> None:
 @guarded
 def _here() -> tuple[Tensor, Frame] | None:
     """The innermost module that is running eagerly, and the number of its site."""
-    return (site_stack[-1], frame_stack[-1]) if is_inside_site() and frame_stack else None
+    return (runtime.current, frame_stack[-1]) if runtime.is_inside_site() and frame_stack else None

@@ -12,8 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from torch._dynamo.eval_frame import skip_code
 
-from guardbit.kernels.attention import site_stack
-from guardbit.monitor.interception.frames import frame_stack
+from guardbit.monitor.interception.frames import drop_all
 from guardbit.monitor.stages import log
 
 P = ParamSpec("P")
@@ -36,8 +35,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            frame_stack.clear()
-            site_stack.clear()
+            drop_all()
             _tell(error)
             return None
 

@@ -8,13 +8,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import (
-    NOBODY,
-    calling,
-    is_owner_running,
-    own_site_stack,
-    site_stack,
-)
+from guardbit.kernels.runtime import runtime
 
 #: Where an instrumented module keeps the number of its site, a 0-d CPU tensor.
 SITE_ATTRIBUTE = "_guardbit_site"
@@ -53,7 +47,7 @@ class Entries:
 #: The modules that ran, by number of the site.
 entries = Entries()
 
-#: Modules that are running eagerly, outermost first, in step with `site_stack`.
+#: Modules that are running eagerly, outermost first, in step with `runtime.running`.
 frame_stack: list[Frame] = []
 
 
@@ -65,22 +59,27 @@ def site_number(module: nn.Module) -> int:
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
     """Notes that a module begins to run, called by `caller`; `drop_stale` is to come first."""
     if not frame_stack:
-        own_site_stack(calling(caller))
+        runtime.begin(caller)
     frame_stack.append(frame)
-    site_stack.append(site)
+    runtime.enter(site)
 
 
 def pop(module: nn.Module) -> None:
     """Notes that a module has ended, if it is the one that began last."""
     if frame_stack and frame_stack[-1].module is module:
         frame_stack.pop()
-        site_stack.pop()
+        runtime.leave()
         if not frame_stack:
-            own_site_stack(NOBODY)  # a frame keeps the inputs and the output of its module
+            runtime.end()
 
 
 def drop_stale() -> None:
     """Forgets modules that were never left: PyTorch runs no hooks after KeyboardInterrupt."""
-    if frame_stack and not is_owner_running():
-        frame_stack.clear()
-        site_stack.clear()
+    if frame_stack and not runtime.is_owner_running():
+        drop_all()
+
+
+def drop_all() -> None:
+    """Forgets all modules that are running: calls are outside any until one begins."""
+    frame_stack.clear()
+    runtime.leave_all()

@@ -10,20 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import (
-    calling,
-    is_jit_traced,
-    is_other_thread,
-    is_owner_running,
-    own_site_stack,
-    site_stack,
-)
+from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, runtime
+from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception import records
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Frame,
+    drop_all,
     drop_stale,
     entries,
     frame_stack,
@@ -41,7 +35,7 @@ def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         note_traced_inputs(module, args, kwargs)
         # One function for all modules, which reads the number off the module: the compiler then
         # sees an input of the graph and can serve many layers with one.
-        site_stack.append(getattr(module, SITE_ATTRIBUTE))
+        runtime.enter(getattr(module, SITE_ATTRIBUTE))
     else:
         _enter_eagerly(sys._getframe(1), module, args, kwargs)
 
@@ -55,7 +49,7 @@ def _enter_eagerly(
     if "_is_replica" in vars(module):
         return  # `nn.DataParallel` runs replicas in threads at once; the stack has room for one
     drop_stale()
-    if frame_stack and is_other_thread():
+    if frame_stack and runtime.is_other_thread():
         return  # as above: calls of the model that came second keep PyTorch's function
     if not frame_stack:
         look_again()
@@ -67,14 +61,14 @@ def _enter_eagerly(
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
     if torch.compiler.is_compiling():
-        site_stack.pop()
+        runtime.leave()
     else:
         _leave_eagerly(module)
 
 
 @guarded
 def _leave_eagerly(module: nn.Module) -> None:
-    if is_other_thread():
+    if runtime.is_other_thread():
         return
     is_outermost = len(frame_stack) == 1 and frame_stack[0].module is module
     pop(module)
@@ -83,14 +77,14 @@ def _leave_eagerly(module: nn.Module) -> None:
 
 
 def _begin_step(module: nn.Module) -> None:
-    clock = switchboard.site_state(site_number(module)).clock
+    clock = runtime.site(site_number(module)).clock
     # A forward that is recomputed in the backward belongs to the step of the first one.
-    if not clock.is_told and torch._C._current_graph_task_id() == -1:
+    if not clock.is_told and not is_recomputing():
         clock.begin()
 
 
 def _end_step(module: nn.Module) -> None:
-    clock = switchboard.site_state(site_number(module)).clock
+    clock = runtime.site(site_number(module)).clock
     if not clock.is_told:
         clock.end()
 
@@ -99,9 +93,10 @@ def _end_step(module: nn.Module) -> None:
 # compiled, they would be compiled anew for every shape, and so would what they call. Inside a
 # compiled module they are inlined.
 for _function in (
-    *(_enter, _leave, _begin_step, _end_step, calling, drop_stale, is_jit_traced, is_other_thread),
-    *(is_owner_running, own_site_stack, pop, push, site_number, switchboard.site_state),
-    *(switchboard.Clock.begin, switchboard.Clock.end),
+    *(_enter, _leave, _begin_step, _end_step, push, pop, drop_stale, drop_all, site_number),
+    *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
+    *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
+    *(Clock.begin, Clock.end),
 ):
     skip_code(_function.__code__)
 
@@ -125,7 +120,7 @@ class _Copies:
         self.site = site
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
-        site = torch.tensor(switchboard.NO_SITE)
+        site = torch.tensor(NO_SITE)
         memo[id(self.site)] = site
         return _Copies(site)
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch._dynamo import trace_rules
 
-from guardbit.kernels.attention import call_listeners
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import checkpointing
 from guardbit.monitor.interception.compiler_rules import without
 from guardbit.monitor.interception.doors import guarded
@@ -50,8 +50,7 @@ def install() -> None:
     _put_in_place(found)
     _replace_everywhere({id(checkpointing.original_checkpoint): checkpointing.checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    call_listeners.append(note_flash_call)
-    _restore.append(lambda: call_listeners.remove(note_flash_call))
+    _restore.append(runtime.listen(note_flash_call))
 
 
 @guarded
@@ -179,7 +178,8 @@ def _replace_everywhere(replacements: dict[int, Any]) -> None:
 
 
 def _modules_of_others() -> Iterator[Any]:
-    for name, module in list(sys.modules.items()):
+    # A copy, because a list of the items may collect garbage, which may import.
+    for name, module in sys.modules.copy().items():
         if name != "guardbit" and not name.startswith("guardbit."):
             yield module
 

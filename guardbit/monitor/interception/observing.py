@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import is_inside_site, is_jit_traced, site_stack
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.centering import center_keys
+from guardbit.kernels.runtime import is_jit_traced, runtime
+from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
-from guardbit.kernels.switchboard import AttentionCall, is_recomputing, site_state
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points.base import (
@@ -270,14 +271,14 @@ def _number(module: nn.Module | None) -> int | None:
         is_known = hasattr(module, SITE_ATTRIBUTE)
         number = site_number(module) if is_known else None
         return number if number is not None and site_modules.get(number) is module else None
-    return int(site_stack[-1]) if is_inside_site() else None
+    return int(runtime.current) if runtime.is_inside_site() else None
 
 
 def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:
     if module is not None and hasattr(module, SITE_ATTRIBUTE):
         note_traced_call(getattr(module, SITE_ATTRIBUTE), heads, _COMPILED, entry)
-    elif is_inside_site():
-        note_traced_call(site_stack[-1], heads, _COMPILED, entry)
+    elif runtime.is_inside_site():
+        note_traced_call(runtime.current, heads, _COMPILED, entry)
 
 
 @guarded
@@ -304,7 +305,7 @@ def _hear(
     if why is not None:
         return None
     spec = AttentionSpec(1.0 / math.sqrt(q.size(-1)) if scale is None else scale, causal, mask)
-    state = site_state(number)
+    state = runtime.site(number)
     state.requested = ("none",) * q.size(1)
     state.begin_forward()
     is_training = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -337,7 +338,7 @@ def _tell(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Tells the observer of a call in its forward: once, also under activation checkpointing."""
     if is_recomputing() and heard.number not in _to_be_heard:
         return
-    observer = site_state(heard.number).observer
+    observer = runtime.site(heard.number).observer
     if observer is not None:
         observer(
             AttentionCall(

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from guardbit.kernels.switchboard import site_state
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.calls import Heads, StepCalls
 from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
@@ -103,7 +103,7 @@ def note_call(
     if with_gradients == record.with_gradients:
         record.entry = entry
         watched = watched and record.sharded is None
-        record.calls.note(site_state(number).clock.now, heads, refusal, watched)
+        record.calls.note(runtime.site(number).clock.now, heads, refusal, watched)
     return refusal
 
 
@@ -126,7 +126,7 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
     """Tells the op which heads of a site are here; returns why that is not known, or None."""
     _parts[number] = num_parts
     is_known = isinstance(share, Share)
-    site_state(number).share = share if is_known else WHOLE
+    runtime.site(number).share = share if is_known else WHOLE
     return None if is_known else share
 
 
@@ -200,7 +200,7 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
             first.
     """
     number, module = enclosing[0]
-    state = site_state(number)
+    state = runtime.site(number)
     num_heads = len(state.requested)
     record = _records.get(number)
     if record is not None:

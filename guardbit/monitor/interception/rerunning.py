@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import calling, own_site_stack, site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.interception.inputs import ModuleInputs, make_up
 from guardbit.monitor.layouts import LayoutUnavailable
@@ -120,21 +119,17 @@ def _probing(number: int, module: nn.Module, caller: FrameType) -> Iterator[None
         module: Its module.
         caller: The Python frame in which the module is to run.
     """
-    depth, num_frames = len(site_stack), len(frame_stack)
-    state = switchboard.site_state(number)
+    num_frames = len(frame_stack)
+    state = runtime.site(number)
     before = replace(state, launches=state.launches.copy())
-    owner = own_site_stack(calling(caller))
     probe.site = number
     probe.calls.clear()
-    site_stack.append(torch.tensor(number))
     frame_stack.append(Frame(module, (), {}))
     try:
-        with torch.enable_grad():
+        with runtime.apart(torch.tensor(number), caller), torch.enable_grad():
             yield
     finally:
         probe.site = None
         for each in fields(state):
             setattr(state, each.name, getattr(before, each.name))
-        del site_stack[depth:]
         del frame_stack[num_frames:]
-        own_site_stack(owner)

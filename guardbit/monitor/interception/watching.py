@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guardbit.kernels.attention import autocast_tensors
+from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout, float_carrier
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import AttentionCall, site_state
 from guardbit.monitor.interception.doors import guarded
 
 #: Why attention that is written out is not switched.
@@ -130,7 +131,7 @@ class Watch:
     def _tell(self, dq: Tensor | None) -> None:
         saved, d_out, delta = self._saved, self._d_out, self._delta
         self._saved, self._d_out, self._delta = (), None, None
-        observer = site_state(self._number).observer
+        observer = runtime.site(self._number).observer
         if observer is None or d_out is None:
             return
         q, k, v = (x.detach() for x in saved[:3])

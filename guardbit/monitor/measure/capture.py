@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.sites import Instrumentation
 
 

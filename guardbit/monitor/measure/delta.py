@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.measure.probes import CallView, Found, counted_rows
 from guardbit.monitor.measure.running_sums import measured
 

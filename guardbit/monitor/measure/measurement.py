@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.gradient_audit import heads_in_turn
 from guardbit.monitor.measure.metric import AttentionMetric

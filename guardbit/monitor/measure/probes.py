@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
-from guardbit.kernels.switchboard import AttentionCall
 
 #: Distance from the row maximum, in logits, within which scores count as maxima.
 EPS = 1e-3

@@ -14,8 +14,8 @@ from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
 from guardbit.kernels.engines.library import to_library_layout
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import add_site, remove_site, site_state
 from tests import flash_stand_in
 from tests.kernels.spec_cases import dense
 from tests.kernels.spec_cases import packed as packed_on
@@ -47,9 +47,9 @@ def libraries(monkeypatch):
 
 @pytest.fixture
 def site():
-    number = add_site("library")
+    number = runtime.add_site("library")
     yield number
-    remove_site(number)
+    runtime.remove_site(number)
 
 
 #: What can be asked for -> the spec and the shape B, H, H_kv, N, M, and who takes it.
@@ -113,7 +113,7 @@ def test_the_forward_keeps_its_bits_and_switched_heads_come_nearer_to_fp64(case,
     spec, kv_heads, _ = CASES[case]
     inputs = tensors(spec, kv_heads)
     exact = dense(*inputs, spec)
-    state = site_state(site)
+    state = runtime.site(site)
     native = run(engine, spec, inputs, site)
     # The forward rounds P and O to BF16, 2^-9 each at most; the errors add up as independent ones.
     assert relative(native[0], exact.out) < 4e-3
@@ -158,7 +158,7 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
     monkeypatch.setattr(module, "_flash_attn_backward", uses_more)
     inputs = tensors(spec, 2, width=48)
     native = run("flash_attn_3", spec, inputs, site)
-    state = site_state(site)
+    state = runtime.site(site)
     state.switch(("exact_delta",) * 4)
     assert all(map(torch.equal, run("flash_attn_3", spec, inputs, site), native))
     assert state.ran == ("none",) * 4
@@ -169,7 +169,7 @@ def test_an_engine_that_uses_o_for_more_than_delta_is_not_trusted(monkeypatch, s
 def test_what_needs_kernels_of_ours_gives_way_and_says_so(name, site):
     spec, kv_heads, _ = CASES["documents"]
     inputs = tensors(spec, kv_heads)
-    state = site_state(site)
+    state = runtime.site(site)
     state.switch((name,) * 4)
     run("varlen_attn", spec, inputs, site)
     assert state.ran == ("exact_delta" if name == "compensated" else "none",) * 4
@@ -183,7 +183,7 @@ def test_centred_keys_leave_the_softmax_alone_over_all_documents(site):
     inputs = [d_out, q, k.bfloat16(), v]
     exact = dense(*inputs, spec)
     native = run("varlen_attn", spec, inputs, site)
-    state = site_state(site)
+    state = runtime.site(site)
     state.switch(("centered_keys",) * 4)
     found = run("varlen_attn", spec, inputs, site)
     assert state.ran == ("centered_keys",) * 4
@@ -202,7 +202,7 @@ def test_dropout_drops_the_same_again_and_is_not_switched(site):
     out.backward(inputs[0].transpose(1, 2))
     stock = [out, *(x.grad for x in leaves)]
     assert all(torch.equal(a.transpose(1, 2), b) for a, b in zip(native, stock, strict=True))
-    state = site_state(site)
+    state = runtime.site(site)
     state.switch(("exact_delta",) * 4)
     run("flash_attn", spec, inputs, site)
     assert state.ran == ("none",) * 4
@@ -212,7 +212,7 @@ def test_dropout_drops_the_same_again_and_is_not_switched(site):
 def test_what_an_observer_is_told_is_the_call(site):
     spec, kv_heads, _ = CASES["window"]
     inputs = tensors(spec, kv_heads)
-    state, told = site_state(site), []
+    state, told = runtime.site(site), []
     state.observer = told.append
     native = run("varlen_attn", spec, inputs, site)
     (call,) = told

@@ -6,7 +6,7 @@ import transformers
 from transformers import modeling_flash_attention_utils as flash_utils
 
 import guardbit
-from guardbit.kernels.switchboard import site_state
+from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests import flash_stand_in
 from tests.kernels.spec_cases import dense
@@ -99,7 +99,7 @@ def test_models_are_watched_and_switched(case, is_loaded, tiny):
         q_proj = model.model.layers[0].self_attn.q_proj.weight
         for head in range(4):
             assert torch.equal(site.query_weight(head), q_proj[16 * head : 16 * head + 16].float())
-        site_state(site.number).observer = calls.append
+        runtime.site(site.number).observer = calls.append
         tiny.step(model, **inputs)
         inst.switch("*", "exact_delta")
         switched = tiny.step(model, **inputs)

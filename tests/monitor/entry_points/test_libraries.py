@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import guardbit
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels.engines import proof
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.entry_points import libraries
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
@@ -384,7 +384,7 @@ def test_indicators_of_packed_documents_are_those_of_the_documents_one_by_one(bo
     attention, together, alone = model[0], [], []
     inst = guardbit.instrument(model)
     try:
-        state = site_state(inst.candidates["0"].number)
+        state = runtime.site(inst.candidates["0"].number)
         state.observer = together.append
         model(x).float().square().mean().backward()
         state.observer = alone.append
@@ -422,7 +422,7 @@ def test_what_else_a_call_asks_for_is_in_its_indicators(options, borrower):
     model, x = build(by_name("flash_attn.cute.flash_attn_varlen_func"), **options)
     inst, calls = guardbit.instrument(model), []
     try:
-        site_state(inst.candidates["0"].number).observer = calls.append
+        runtime.site(inst.candidates["0"].number).observer = calls.append
         model(x).float().square().mean().backward()
     finally:
         inst.remove()
@@ -444,7 +444,7 @@ def test_a_switched_site_comes_nearer_to_fp64_with_empty_documents(name, borrowe
     model[0].documents = packed(lengths, lengths, "cpu")
     inst, calls = guardbit.instrument(model), []
     try:
-        state = site_state(inst.candidates["0"].number)
+        state = runtime.site(inst.candidates["0"].number)
         state.observer = calls.append
         for name in ("none", "exact_delta"):
             torch.manual_seed(5)

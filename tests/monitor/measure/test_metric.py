@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from guardbit.catalog import HEAD_INDICATORS
-from guardbit.kernels import switchboard
-from guardbit.kernels.attention import switchable_attention
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.switchable import switchable_attention
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
@@ -38,14 +38,14 @@ def sink_inputs(batch=2, heads=4, kv_heads=2, rows=48, width=16, seed=0, dtype=t
 
 def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
     """One forward and backward through the op; what the observer was handed."""
-    number, calls = switchboard.add_site(), []
-    state = switchboard.site_state(number)
+    number, calls = runtime.add_site(), []
+    state = runtime.site(number)
     state.observer, state.stabilizers = calls.append, stabilizers
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     options = {"is_causal": is_causal, "scale": None, "dropout_p": dropout_p}
     out = switchable_attention(q, k, v, torch.tensor(number), **options)
     out.backward(d_out)
-    switchboard.remove_site(number)
+    runtime.remove_site(number)
     (call,) = calls
     return call
 

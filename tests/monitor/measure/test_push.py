@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from guardbit.kernels.switchboard import AttentionCall
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.measure.gradient_audit import gradient_error
 from guardbit.monitor.measure.keys import KeyProbe
 from guardbit.monitor.measure.probes import CallView

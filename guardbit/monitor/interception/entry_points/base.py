@@ -20,16 +20,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import engines
-from guardbit.kernels.attention import (
-    attention_at_site,
-    autocast_tensors,
-    is_inside_site,
-    site_stack,
-)
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import site_state
+from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.records import note_call
@@ -182,7 +178,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
     q, k, v, spec, layout, library, shared = found
-    out, lse = attention_at_site(q, k, v, site_stack[-1], spec, library)
+    out, lse = attention_at_site(q, k, v, runtime.current, spec, library)
     out = as_given(out, layout)
     if shared is not None:
         given = shared[0]
@@ -194,9 +190,9 @@ def is_unread() -> bool:
     """Whether of the eager call that is being bound only its heads and its refusal count."""
     return (
         not torch.compiler.is_compiling()
-        and is_inside_site()
+        and runtime.is_inside_site()
         and probe.site is None
-        and site_state(int(site_stack[-1])).is_idle
+        and runtime.site(int(runtime.current)).is_idle
     )
 
 
@@ -207,14 +203,14 @@ def heard(
     if not torch.compiler.is_compiling():
         return _eager(entry, args, kwargs)
     drop_stale_traced()
-    if not is_inside_site():
+    if not runtime.is_inside_site():
         return None
     found = entry.bind(*args, **kwargs)
     refusal = found.why if isinstance(found, Refusal) else None
     if isinstance(found, Refusal) and found.bound is not None:
         refusal = f"{found.why}; compiled it is not watched either"
     heads = heads_of(found.q, found.k)
-    note_traced_call(site_stack[-1], heads, refusal, entry.name)
+    note_traced_call(runtime.current, heads, refusal, entry.name)
     return found if isinstance(found, Bound) else None
 
 
@@ -223,10 +219,10 @@ def _eager(
     entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Bound | _Watched | None:
     """Notes an eager call; returns it if the op is to run it, or it is to be heard of."""
-    if not is_inside_site():
+    if not runtime.is_inside_site():
         return None
-    number = int(site_stack[-1])
-    state = site_state(number)
+    number = int(runtime.current)
+    state = runtime.site(number)
     if probe.site is None:
         state.begin_forward()
     found = entry.bind(*args, **kwargs)
@@ -294,6 +290,6 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
 @guarded
 def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
-    number = int(site_stack[-1])
+    number = int(runtime.current)
     if not probe.note_call(number, q, k):
         note_call(number, heads_of(q, k), None, "guardbit.flash_attention")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import flex
-from guardbit.kernels.attention import site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, heard
 from guardbit.monitor.interception.entry_points.refusals import (
@@ -82,7 +82,7 @@ def flex_attention(*args: Any, **kwargs: Any) -> Any:
     if heard(FLEX, args, kwargs) is not None and torch.is_grad_enabled():
         given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
         options = {} if given is None else dict(given)
-        options[flex.SITE] = site_stack[-1]
+        options[flex.SITE] = runtime.current
         if len(args) > _OPTIONS:
             args = (*args[:_OPTIONS], options, *args[_OPTIONS + 1 :])
         else:

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.kernels.attention import is_inside_site, is_jit_traced, site_stack
+from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
@@ -68,8 +67,8 @@ def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Ten
         watched = _watched(args, kwargs)
         if watched is not None:
             return watched.run(args, kwargs)
-    elif is_inside_site() and _given("need_weights", args, kwargs, True):
-        note_traced_call(site_stack[-1], _heads_of_module(args, kwargs), _COMPILED, _NAME)
+    elif runtime.is_inside_site() and _given("need_weights", args, kwargs, True):
+        note_traced_call(runtime.current, _heads_of_module(args, kwargs), _COMPILED, _NAME)
     return _traceable(*args, **kwargs)
 
 
@@ -86,7 +85,7 @@ def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
 @guarded
 def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     """Notes an eager call; returns what hears of it where somebody listens."""
-    if not is_inside_site():
+    if not runtime.is_inside_site():
         return None
     if probe.site is not None:
         if len(args) <= _positions["need_weights"]:
@@ -95,13 +94,13 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
         return None
     if not _given("need_weights", args, kwargs, True):
         return None
-    number = int(site_stack[-1])
+    number = int(runtime.current)
     heads = _heads_of_module(args, kwargs)
     query = _given("query", args, kwargs)
     why = _why_misread or why_head(query, heads[2]) or why_now(query)
     refusal = _RETURNS_WEIGHTS if why is None else f"{_RETURNS_WEIGHTS}; nor is it watched: {why}"
     note_call(number, heads, refusal, _NAME, watched=why is None)
-    state = site_state(number)
+    state = runtime.site(number)
     state.begin_forward()
     if why is not None or state.is_unheard or not torch.is_grad_enabled():
         return None

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM, is_autocast
+from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
+from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
 from guardbit.monitor.interception.calls import CAPTURED
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from guardbit.kernels import engines
-from guardbit.kernels.attention import autocast_tensors
+from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call

@@ -12,9 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import is_inside_site, site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
@@ -68,8 +67,8 @@ def split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert SPLIT.original is not None
     q, k, v = SPLIT.original(self, fused_qkv)
     if torch.compiler.is_compiling():
-        if is_inside_site():
-            note_traced_call(site_stack[-1], heads_of(q, k), _COMPILED, _NAME)
+        if runtime.is_inside_site():
+            note_traced_call(runtime.current, heads_of(q, k), _COMPILED, _NAME)
         return q, k, v
     watch = _watched(self, q, k, v)
     return (q if watch is None else watch.query(q)), k, v
@@ -79,16 +78,16 @@ def split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None:
     """Notes an eager call; returns what is to hear of it where somebody listens."""
     _running.pop(module, None)
-    if not is_inside_site() or is_empty(q, k):
+    if not runtime.is_inside_site() or is_empty(q, k):
         return None
-    number = int(site_stack[-1])
+    number = int(runtime.current)
     if probe.note_call(number, q, k):
         return None
     found = bind(module, q, k, v)
     why = found.why if isinstance(found, Refusal) else None
     refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
     note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
-    state = site_state(number)
+    state = runtime.site(number)
     state.begin_forward()
     if isinstance(found, Refusal) or state.is_unheard:
         return None

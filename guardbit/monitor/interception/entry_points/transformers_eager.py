@@ -17,9 +17,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from guardbit.kernels.attention import is_inside_site, site_stack
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchboard import site_state
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
@@ -94,7 +93,7 @@ def get_interface(self: Any, attn_implementation: str, default: Callable[..., An
     """Stands in for `AttentionInterface.get_interface`; see there."""
     assert EAGER.original is not None
     found = EAGER.original(self, attn_implementation, default)
-    if found is default and is_inside_site():
+    if found is default and runtime.is_inside_site():
         return functools.partial(attend, found)
     return found
 
@@ -110,8 +109,8 @@ def attend(
 ) -> Any:
     """Stands in for a model's `eager_attention_forward`."""
     if torch.compiler.is_compiling():
-        if is_inside_site():
-            note_traced_call(site_stack[-1], heads_of(query, key), _COMPILED, _NAME)
+        if runtime.is_inside_site():
+            note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
         return original(module, query, key, value, *args, **kwargs)
     watched = _watched(original, module, (query, key, value, *args), kwargs)
     if watched is None:
@@ -131,9 +130,9 @@ def _watched(
     kwargs: dict[str, Any],
 ) -> tuple[Watch, Bound] | None:
     """Notes an eager call; returns what is to hear of it where somebody listens."""
-    if not is_inside_site():
+    if not runtime.is_inside_site():
         return None
-    number = int(site_stack[-1])
+    number = int(runtime.current)
     found = bind(module, *args, **kwargs)
     q, k = found.q, found.k
     if q is not None and k is not None and (is_empty(q, k) or probe.note_call(number, q, k)):
@@ -144,7 +143,7 @@ def _watched(
         why = _why_other(original, module, found, args, kwargs)
     refusal = WRITTEN_OUT if why is None else f"{WRITTEN_OUT}; nor is it watched: {why}"
     note_call(number, heads_of(q, k), refusal, _NAME, watched=why is None)
-    state = site_state(number)
+    state = runtime.site(number)
     state.begin_forward()
     if why is not None or isinstance(found, Refusal) or state.is_unheard:
         return None

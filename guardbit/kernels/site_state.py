@@ -1,75 +1,21 @@
-"""Which stabilizer each head of each attention site uses right now, and who is listening.
+"""What the op looks up about one attention module: its heads' stabilizers, and who is listening.
 
-The attention op is opaque to the compiler and looks its site up here when it *runs*, so a switch
-takes effect at the next call, forward and backward, without a graph break or a recompilation.
-Kernels know sites only as numbers; names, modules and meaning belong to the layers above.
+`guardbit.kernels.runtime` has one for each module.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from guardbit.kernels.reference import Dropout
-from guardbit.kernels.spec import AttentionSpec
+from guardbit.kernels.attention_call import AttentionCall
 
 log = logging.getLogger("guardbit")
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """Everything one attention call saw and returned, handed to the observer in its backward.
-
-    Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v, dk, dv `(B, H_kv, M, D)`.
-
-    Attributes:
-        site: Number of the site.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        out: What the backward took delta from: the output of the kernel in use, or in stabilized
-            heads the O' that carries the delta which was used instead. None where it took delta
-            from the probabilities themselves, or that is not known.
-        residual: Rounding residual of `out` in the heads that keep one, else None.
-        d_out: Gradient of the loss with respect to the output; None where it is not known.
-        dq: Gradient of q by the kernel in use; None where it is not known.
-        dk: Gradient of k by the kernel in use; None where it is not known.
-        dv: Gradient of v by the kernel in use; None where it is not known.
-        spec: Mask, scale and dropout of the call.
-        stabilizers: One name a head.
-        dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
-            PyTorch's, the mask cannot be known.
-    """
-
-    site: int
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor | None
-    residual: Tensor | None
-    d_out: Tensor | None
-    dq: Tensor | None
-    dk: Tensor | None
-    dv: Tensor | None
-    spec: AttentionSpec
-    stabilizers: tuple[str, ...]
-    dropout: Dropout | None = None
-
-    @property
-    def known_heads(self) -> tuple[int, ...]:
-        """The heads whose output can be recomputed: all, or with dropout those that are ours."""
-        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
-
-    def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
-        """What was dropped in some of the known heads, for a recomputation of just these."""
-        return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))
 
 
 class _Setting(NamedTuple):
@@ -270,52 +216,3 @@ class SiteState:
 def is_recomputing() -> bool:
     """Whether the caller runs inside a backward, as forwards do under activation checkpointing."""
     return torch._C._current_graph_task_id() != -1
-
-
-#: Number of calls outside any instrumented model.
-NO_SITE = -1
-
-_sites: dict[int, SiteState] = {NO_SITE: SiteState()}
-# Copies of an instrumented model carry its numbers, into other processes too when they are pickled:
-# there they must not be taken for sites of that process.
-_next_number = int.from_bytes(os.urandom(6))
-_random_offset = 0
-
-
-def add_site(name: str = "", clock: Clock | None = None) -> int:
-    """Registers a new site and returns its number, unique in this process.
-
-    Args:
-        name: What messages call it.
-        clock: Counts the steps of the site's model; None for one of its own.
-    """
-    global _next_number
-    number = _next_number
-    _next_number += 1
-    _sites[number] = SiteState(name, clock=clock or Clock())
-    return number
-
-
-def remove_site(number: int) -> None:
-    """Forgets a site; calls that still carry its number behave as outside any site."""
-    _sites.pop(number, None)
-
-
-def site_state(number: int) -> SiteState:
-    """Returns the state of a site, or that of `NO_SITE` if it was removed."""
-    return _sites.get(number) or _sites[NO_SITE]
-
-
-def set_random_offset(offset: int) -> None:
-    """Sets where stochastic rounding's counter starts.
-
-    It must differ between steps and stay the same within one, so that a forward recomputed under
-    activation checkpointing draws the same bits.
-    """
-    global _random_offset
-    _random_offset = offset
-
-
-def random_offset() -> int:
-    """Returns where stochastic rounding's counter starts now."""
-    return _random_offset

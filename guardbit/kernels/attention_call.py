@@ -1,0 +1,60 @@
+"""What is handed to the observer of an attention module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from guardbit.kernels.reference import Dropout
+from guardbit.kernels.spec import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """Everything one attention call saw and returned, handed to the observer in its backward.
+
+    Shapes: q, out, d_out, dq `(B, H, N, D)`; k, v, dk, dv `(B, H_kv, M, D)`.
+
+    Attributes:
+        site: Number of the site.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        out: What the backward took delta from: the output of the kernel in use, or in stabilized
+            heads the O' that carries the delta which was used instead. None where it took delta
+            from the probabilities themselves, or that is not known.
+        residual: Rounding residual of `out` in the heads that keep one, else None.
+        d_out: Gradient of the loss with respect to the output; None where it is not known.
+        dq: Gradient of q by the kernel in use; None where it is not known.
+        dk: Gradient of k by the kernel in use; None where it is not known.
+        dv: Gradient of v by the kernel in use; None where it is not known.
+        spec: Mask, scale and dropout of the call.
+        stabilizers: One name a head.
+        dropout: With dropout, what our kernels dropped, and which heads are ours. Of the others,
+            PyTorch's, the mask cannot be known.
+    """
+
+    site: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    residual: Tensor | None
+    d_out: Tensor | None
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    spec: AttentionSpec
+    stabilizers: tuple[str, ...]
+    dropout: Dropout | None = None
+
+    @property
+    def known_heads(self) -> tuple[int, ...]:
+        """The heads whose output can be recomputed: all, or with dropout those that are ours."""
+        return tuple(range(self.q.size(1))) if self.dropout is None else self.dropout.head_ids
+
+    def dropout_of(self, head_ids: Sequence[int]) -> Dropout | None:
+        """What was dropped in some of the known heads, for a recomputation of just these."""
+        return None if self.dropout is None else self.dropout._replace(head_ids=tuple(head_ids))

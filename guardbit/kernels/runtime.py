@@ -1,0 +1,216 @@
+"""What this process knows about running models: one object, `runtime`, for the ops and the monitor.
+
+The attention op is opaque to the compiler and looks its attention module up here when it *runs*, so
+a switch takes effect at the next call, forward and backward, without a graph break or a
+recompilation. The kernels know attention modules only as numbers; names, modules and meaning belong
+to the layers above. These enter a module and leave it, and set its observer.
+
+`torch.compile` traces `enter`, `leave` and whatever asks for the module that is running. So the
+number of a module is a 0-d CPU tensor: the compiler would specialise on a Python number.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.site_state import Clock, SiteState, is_recomputing
+
+#: Number of calls outside any instrumented model.
+NO_SITE = -1
+
+
+class _Owner(NamedTuple):
+    """Whose modules are running.
+
+    Attributes:
+        thread: The thread.
+        frame: The Python frame that has called the outermost of them.
+    """
+
+    thread: int
+    frame: FrameType | None
+
+
+_NOBODY = _Owner(0, None)
+
+
+class Runtime:
+    """The attention modules of this process, which of them are running, and what all calls share.
+
+    Attributes:
+        running: Numbers of the modules that are running, outermost first, 0-d CPU tensors.
+        call_listeners: Are told the tensors of every eager `flash_attention` call inside an
+            instrumented module, before it runs.
+        keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
+            `keep_residuals`.
+        random_offset: Where stochastic rounding's counter starts.
+    """
+
+    def __init__(self) -> None:
+        self._sites: dict[int, SiteState] = {NO_SITE: SiteState()}
+        # Copies of an instrumented model carry its numbers, into other processes too when they are
+        # pickled: there they must not be taken for modules of that process.
+        self._next_number = int.from_bytes(os.urandom(6))
+        self.running: list[Tensor] = []
+        self._owner = _NOBODY
+        self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
+        self.keeps_residuals = True
+        self._wishes: list[bool] = []
+        self.random_offset = 0
+
+    def __reduce__(self) -> str:
+        # Copies of what refers to it refer to the one of the process that they are in.
+        return "runtime"
+
+    # --- the attention modules -------------------------------------------------------------------
+
+    def add_site(self, name: str = "", clock: Clock | None = None) -> int:
+        """Registers an attention module and returns its number, unique in this process.
+
+        Args:
+            name: What messages call it.
+            clock: Counts the steps of the module's model; None for one of its own.
+        """
+        number = self._next_number
+        self._next_number += 1
+        self._sites[number] = SiteState(name, clock=clock or Clock())
+        return number
+
+    def remove_site(self, number: int) -> None:
+        """Forgets a module; calls that still carry its number behave as outside any module."""
+        self._sites.pop(number, None)
+
+    def site(self, number: int) -> SiteState:
+        """Returns the state of a module, or that of `NO_SITE` if it was removed."""
+        return self._sites.get(number) or self._sites[NO_SITE]
+
+    # --- which of them are running ---------------------------------------------------------------
+
+    def enter(self, site: Tensor) -> None:
+        """Notes that a module begins to run.
+
+        Args:
+            site: Its number, 0-d CPU tensor.
+        """
+        self.running.append(site)
+
+    def leave(self) -> None:
+        """Notes that the module that began last has ended."""
+        self.running.pop()
+
+    def begin(self, caller: FrameType) -> None:
+        """Notes whose modules run from now on, before the outermost that runs eagerly.
+
+        Args:
+            caller: The Python frame that calls it.
+        """
+        self._owner = _Owner(threading.get_ident(), caller)
+
+    def end(self) -> None:
+        """Notes that the outermost module has ended."""
+        self._owner = _NOBODY  # a frame keeps the inputs and the output of its module
+
+    def leave_all(self) -> None:
+        """Forgets the modules that are running: calls are outside any until one begins."""
+        self.running.clear()
+
+    @contextmanager
+    def apart(self, site: Tensor, caller: FrameType) -> Iterator[None]:
+        """Runs one module by itself, whatever else is running.
+
+        Args:
+            site: Its number, 0-d CPU tensor.
+            caller: The Python frame in which it is to run.
+        """
+        depth, owner = len(self.running), self._owner
+        self.begin(caller)
+        self.enter(site)
+        try:
+            yield
+        finally:
+            del self.running[depth:]
+            self._owner = owner
+
+    @property
+    def current(self) -> Tensor:
+        """Number of the innermost module that is running; there must be one."""
+        return self.running[-1]
+
+    def is_inside_site(self) -> bool:
+        """Whether the caller runs inside an instrumented module."""
+        return len(self.running) > 0 and (
+            torch.compiler.is_compiling()
+            or (not self.is_other_thread() and not is_jit_traced() and self.is_owner_running())
+        )
+
+    def is_other_thread(self) -> bool:
+        """Whether the caller's thread is not the one whose modules are running.
+
+        Another thread may run another model meanwhile. Autograd's own threads, which recompute
+        under activation checkpointing, count as the model's.
+        """
+        return threading.get_ident() != self._owner.thread and not is_recomputing()
+
+    def is_owner_running(self) -> bool:
+        """Whether the outermost module is still running.
+
+        PyTorch runs no hooks after KeyboardInterrupt, so a module that it ends is never left.
+        """
+        thread, outermost = self._owner
+        if thread == threading.get_ident():
+            frame = sys._getframe()
+        else:
+            frame = sys._current_frames().get(thread)
+        while frame is not None and frame is not outermost:
+            frame = frame.f_back
+        return frame is not None
+
+    # --- what all calls share --------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[], None]:
+        """Adds one of `call_listeners`; returns what takes it back."""
+        self.call_listeners.append(listener)
+        return lambda: self.call_listeners.remove(listener)
+
+    def keep_residuals(self, is_wanted: bool) -> Callable[[], None]:
+        """Says whether somebody may ask for "compensated" in compiled calls.
+
+        Room is kept as long as one of them may, or nobody has said anything; with dropout always.
+
+        Returns:
+            What takes it back.
+        """
+        self._wishes.append(is_wanted)
+        self.keeps_residuals = any(self._wishes)
+
+        def take_back() -> None:
+            self._wishes.remove(is_wanted)
+            self.keeps_residuals = any(self._wishes) or not self._wishes
+
+        return take_back
+
+    def set_random_offset(self, offset: int) -> None:
+        """Sets `random_offset`.
+
+        It must differ between steps and stay the same within one, so that a forward recomputed
+        under activation checkpointing draws the same bits.
+        """
+        self.random_offset = offset
+
+
+def is_jit_traced() -> bool:
+    """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
+    return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+
+
+#: The one of this process. Ops get numbers and tensors and no objects, so they find it here.
+runtime = Runtime()

@@ -1,0 +1,93 @@
+"""What a checkpoint holds of a session, for a run that goes on later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from guardbit.monitor.detectors import Detectors
+from guardbit.monitor.findings import Findings
+from guardbit.monitor.measure import Measurement
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.schedule import Schedule
+from guardbit.monitor.stages import log
+from guardbit.monitor.switching import Switching
+
+# To be raised when states of earlier versions no longer fit.
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The parts of a session that have a state.
+
+    Attributes:
+        schedule: Where the run stands.
+        measurement: Sums over steps.
+        detectors: What the rules remember.
+        policy: What it has decided; None to watch only.
+        dry_run: Whether its decisions are recorded only.
+        switching: Which heads are switched.
+        findings: The first alarms, and the verdict.
+    """
+
+    schedule: Schedule
+    measurement: Measurement
+    detectors: Detectors
+    policy: Policy | None
+    dry_run: bool
+    switching: Switching
+    findings: Findings
+
+    def state_dict(
+        self, switched: dict[str, list[str]], measurement: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Returns what `load_state_dict` takes; plain Python only.
+
+        Args:
+            switched: The stabilizers asked for, one name a head, by module.
+            measurement: State of `measurement`; None where it cannot be had.
+        """
+        return {
+            "format": _FORMAT,
+            "last_step": self.schedule.last_ended,
+            "detectors": self.detectors.state_dict(),
+            "policy": None if self.policy is None else self.policy.state_dict(),
+            "dry_run": self.dry_run,
+            "stabilizers": switched,
+            "is_of_parts": bool(self.switching.asked_elsewhere),
+            "running": {name: list(names) for name, names in self.switching.running().items()},
+            "measurement": measurement,
+            **self.findings.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Goes on where another session stood; see `MonitorSession.load_state_dict`.
+
+        Returns:
+            Whether it does; if not, only the switched heads were taken over.
+
+        Raises:
+            ValueError: If the state belongs to other rules or another model.
+        """
+        if state.get("format") != _FORMAT:
+            stabilizers = state.get("stabilizers", {})
+            self.switching.load(stabilizers)
+            log.warning(
+                "the state is of another version of GuardBit: the heads it has switched stay"
+                " switched (%s), detectors and sums begin anew",
+                ", ".join(stabilizers) or "none",
+            )
+            return False
+        self.detectors.load_state_dict(state["detectors"])
+        # What a dry run decided was not done: the policy begins anew.
+        same_mode = state["dry_run"] == self.dry_run
+        if self.policy is not None and state["policy"] is not None and same_mode:
+            self.policy.load_state_dict(state["policy"])
+        self.switching.load(state["stabilizers"], state.get("is_of_parts", False))
+        self.schedule.last_ended = state["last_step"]
+        if state["measurement"] is not None:
+            self.measurement.load_state_dict(state["measurement"])
+        self.findings.load_state_dict(state, self.detectors.roles)
+        return True

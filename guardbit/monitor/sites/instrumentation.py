@@ -1,0 +1,262 @@
+"""A model whose attention is routed through GuardBit, and the switch of its heads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+
+from torch import nn
+
+from guardbit.kernels.attention import check_stabilizers
+from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import Clock
+from guardbit.monitor import interception
+from guardbit.monitor.sites.candidates import around, candidates_of, is_of_fabric
+from guardbit.monitor.sites.selecting import is_pattern, select, with_switched
+from guardbit.monitor.sites.site import Site
+from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
+
+
+class Instrumentation:
+    """A model whose attention calls are routed through GuardBit; made by `instrument`."""
+
+    def __init__(self, model: nn.Module, sites: Sequence[str] | None) -> None:
+        candidates = dict(candidates_of(model))
+        if sites is not None:
+            candidates = select(candidates, sites, "module")
+        else:
+            refuse_unseen(candidates)
+        if not candidates:
+            raise UnseenAttentionError(
+                f"{type(model).__name__} has no module that could call attention; GuardBit watches"
+                " calls of F.scaled_dot_product_attention inside a model's own modules"
+            )
+        self._model = model
+        self._sites: dict[str, Site] = {}
+        self._at_rest = False
+        self._clock = Clock()
+        self._switched: list[Site] = []
+        # What is to be undone, last first; what fails is tried again by the next `remove`.
+        self._installed: list[Callable[[], None]] = []
+        try:
+            self._installed += [interception.restore, interception.release]
+            interception.install()
+            for name, module in candidates.items():
+                outer = [self._sites[o] for o in around(name, model) if o in self._sites]
+                number = runtime.add_site(name, self._clock)
+                self._attach(Site(name, module, number, outer))
+        except BaseException:
+            self.remove()
+            raise
+
+    def _attach(self, site: Site) -> None:
+        self._sites[site.name] = site
+        self._installed.append(functools.partial(runtime.remove_site, site.number))
+        self._installed.append(functools.partial(interception.detach, site.module, site.number))
+        interception.attach(site.module, site.number)
+
+    @property
+    def modules(self) -> list[str]:
+        """Names of the modules that may call attention, in the order of the model."""
+        return list(self._sites)
+
+    @property
+    def sites(self) -> dict[str, Site]:
+        """The sites that were called at least once, by name, in the order of the model."""
+        return {name: site for name, site in self._present().items() if site.was_called}
+
+    @property
+    def candidates(self) -> dict[str, Site]:
+        """All modules that could call attention, be it that they did or not."""
+        return dict(self._sites)
+
+    @property
+    def switched(self) -> list[Site]:
+        """The sites at which a stabilizer is asked for, be it in use or not."""
+        return list(self._switched)
+
+    def lost(self) -> list[Site]:
+        """The called sites whose module is no longer in the model: it was replaced or removed."""
+        present = self._present()
+        return [s for name, s in self._sites.items() if name not in present and s.was_called]
+
+    def alike(self, names: Iterable[str]) -> list[str]:
+        """Names of all modules of the same types as some sites', in the order of the model."""
+        types = {type(self._sites[name].module) for name in names}
+        return [name for name, site in self._sites.items() if type(site.module) in types]
+
+    def check_switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> dict[int, tuple[str, ...]]:
+        """Returns what `switch` would make of each site, by number, or raises what it would."""
+        if not isinstance(site, str):
+            raise TypeError(f"site is {site!r}; it must be a name or a pattern")
+        matching = select(self.sites, [site], "attention site")
+        # Whatever a site is like now, its heads can go back.
+        refused = [
+            target
+            for target in matching.values()
+            if target.refusal is not None and stabilizer != "none"
+        ]
+        if refused and (not is_pattern(site) or len(refused) == len(matching)):
+            raise ValueError(f"site '{refused[0].name}' cannot be switched: {refused[0].refusal}")
+        return with_switched(stabilizer, heads, [t for t in matching.values() if t not in refused])
+
+    def ask(self, site: str, stabilizer: str, heads: Iterable[int]) -> None:
+        """Switches heads of one site from the next call on that can be switched, see `switch`."""
+        self._ask(with_switched(stabilizer, heads, [self._sites[site]]))
+
+    def switch(
+        self, site: str, stabilizer: str | Sequence[str], heads: Iterable[int] | None = None
+    ) -> None:
+        """Switches heads to a kernel, from the next call of the site on.
+
+        A forward that activation checkpointing runs again keeps the kernels of the last ordinary
+        one.
+
+        Args:
+            site: Name of a site, or a pattern (`*`, `?`); `"*"` is all that can be switched.
+            stabilizer: One name of `guardbit.STABILIZERS`, or one for each of `heads`. "none"
+                gives heads back to PyTorch's own kernel, wherever they are.
+            heads: The heads to switch; None for all.
+
+        Raises:
+            ValueError: If the site, the stabilizer, or the switch itself is impossible.
+            IndexError: If a head is out of range.
+            TypeError: If the site is no text.
+        """
+        self._ask(self.check_switch(site, stabilizer, heads))
+
+    def give_back(self, site: Site) -> None:
+        """Forgets what is asked for at a site, whatever it is like now."""
+        self._ask({site.number: None})
+
+    def stabilizers(self) -> dict[str, list[str]]:
+        """Returns the stabilizer in use: name of the site -> one name a head.
+
+        A switched head whose latest call could not run what it is asked to, because of a mask say,
+        is what took its place, or "none"; `asked` tells what it goes back to.
+        """
+        in_use = {name: site.stabilizers for name, site in self._present().items()}
+        return {name: names for name, names in in_use.items() if names}
+
+    def asked(self) -> dict[str, list[str]]:
+        """Returns the stabilizer asked for: name of the site -> one name a head.
+
+        A switch that does not fit the latest calls, which have other heads, is asked for still.
+        """
+        asked = {n: list(site.outgrown or site.asked) for n, site in self._present().items()}
+        return {name: names for name, names in asked.items() if names}
+
+    def load_stabilizers(self, stabilizers: Mapping[str, Sequence[str]]) -> None:
+        """Asks for what `asked()` returned earlier, before or after the first forward.
+
+        Raises:
+            ValueError: If the model has no such module, or a name or the number of heads is wrong.
+        """
+        checked: dict[int, tuple[str, ...]] = {}
+        for name, names in stabilizers.items():
+            if name not in self._sites:
+                raise ValueError(f"the model has no module '{name}' to switch")
+            site = self._sites[name]
+            checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
+        self._ask(checked)
+
+    def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
+        for number, names in stabilizers.items():
+            runtime.site(number).switch(names)
+        asked = ((s, runtime.site(s.number).stabilizers) for s in self._sites.values())
+        self._switched = [site for site, names in asked if set(names or ()) - {"none"}]
+
+    def _present(self) -> dict[str, Site]:
+        """The sites whose module is still in the model."""
+        modules = set(self._model.modules())
+        return {name: site for name, site in self._sites.items() if site.module in modules}
+
+    def begin_step(self) -> None:
+        """Is told that a training step begins; without, each call of the model is one."""
+        self._clock.tell()
+
+    def end_step(self) -> None:
+        """Is told that the step is over."""
+        self._clock.end_told()
+
+    @property
+    def latest_step(self) -> int:
+        """Number of the step that was over last, as `StepCalls` counts."""
+        return self._clock.done
+
+    def observe(self, observer: Callable[[AttentionCall], None] | None) -> None:
+        """Calls `observer` in every attention backward from now on; None for no longer."""
+        for site in self._sites.values():
+            runtime.site(site.number).observer = observer
+
+    def rest(self, at_rest: bool) -> None:
+        """Says whether calls need not be seen from now on, see `SiteState.at_rest`."""
+        if at_rest != self._at_rest:  # said twice a step, to hundreds of modules
+            self._at_rest = at_rest
+            for site in self._sites.values():
+                runtime.site(site.number).at_rest = at_rest
+
+    def remove(self) -> None:
+        """Takes everything out of the model again; calling it twice is harmless.
+
+        What cannot be taken out is left for the next call, and the error is raised once all else is
+        out.
+        """
+        to_undo, self._installed = self._installed, []
+        try:
+            with ExitStack() as each:  # the last one first
+                for undo in to_undo:
+                    each.callback(self._undo, undo)
+        finally:
+            self._sites.clear()
+            self._switched.clear()
+
+    def _undo(self, undo: Callable[[], None]) -> None:
+        try:
+            undo()
+        except BaseException:
+            self._installed.append(undo)
+            raise
+
+    def keep_residuals(self, is_wanted: bool) -> None:
+        """Says whether compiled graphs are to have room for "compensated", until `remove`.
+
+        They have, unless everybody in the process who says so does not want it.
+        """
+        self._installed.append(runtime.keep_residuals(is_wanted))
+
+    def listen(self, listener: Callable[[Exception], None]) -> None:
+        """Tells a listener of errors of GuardBit's inside a forward, until `remove`."""
+        interception.listeners.append(listener)
+        self._installed.append(functools.partial(interception.listeners.remove, listener))
+
+
+def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:
+    """Routes a model's attention calls through GuardBit, without changing what they compute.
+
+    Args:
+        model: Any model; call it before the first forward, before or after `torch.compile`.
+        sites: Names or patterns of the modules to consider; None for all.
+
+    Raises:
+        ValueError: If the model has no module that could call attention where GuardBit sees it, a
+            name matches none, or the model is instrumented already.
+        TypeError: If the model is no `nn.Module`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is a {type(model).__name__}; expected an nn.Module")
+    if is_of_fabric(model):
+        model = model.get_submodule("_original_module")
+    for name, module in model.named_modules():
+        if interception.is_attached(module):
+            raise ValueError(f"the model is instrumented already (module '{name}')")
+        if isinstance(module, nn.DataParallel):
+            raise ValueError(
+                f"module '{name}' is an nn.DataParallel, whose threads run one module at the same"
+                " time, so calls cannot be told apart; use DistributedDataParallel"
+            )
+    return Instrumentation(model, sites)

@@ -1,0 +1,68 @@
+"""Choosing modules by name or pattern, and their heads by number."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from guardbit.kernels.attention import check_stabilizers
+from guardbit.monitor.sites.site import Site
+
+T = TypeVar("T")
+
+
+def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
+    """Returns what goes by some names or patterns; each has to match something.
+
+    Args:
+        named: What there is, by name.
+        patterns: Names, or patterns (`*`, `?`).
+        kind: What messages call it.
+
+    Raises:
+        ValueError: If one of them matches nothing.
+    """
+    selected: dict[str, T] = {}
+    for pattern in patterns:
+        matches = fnmatch.filter(named, pattern) if is_pattern(pattern) else [pattern]
+        matches = [name for name in matches if name in named]
+        if not matches:
+            known = ", ".join(list(named)[:8]) or "none: no call of attention has been seen so far"
+            raise ValueError(f"no {kind} is called '{pattern}'; there are {known}")
+        selected.update({name: named[name] for name in matches})
+    return selected
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for all that match it."""
+    return any(character in name for character in "*?[")
+
+
+def with_switched(
+    stabilizer: str | Sequence[str], heads: Iterable[int] | None, targets: Iterable[Site]
+) -> dict[int, tuple[str, ...]]:
+    """What is asked for at each of some sites, by number, once heads of theirs are switched."""
+    switched: dict[int, tuple[str, ...]] = {}
+    for target in targets:
+        chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
+        for head in chosen:
+            if not 0 <= head < target.num_heads:
+                raise IndexError(
+                    f"head {head} is out of range; site '{target.name}' has heads 0 to"
+                    f" {target.num_heads - 1}"
+                )
+        names = target.asked
+        given = check_stabilizers(stabilizer, len(chosen))
+        for head, name in zip(chosen, given, strict=True):
+            names[head] = name
+        switched[target.number] = tuple(names)
+    return switched
+
+
+def _listed(heads: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(head) for head in heads]
+    except TypeError:
+        raise ValueError(f"heads is {heads!r}; expected a list of whole numbers") from None

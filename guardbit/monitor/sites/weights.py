@@ -1,0 +1,188 @@
+"""W_Q and W_K of each head of one attention module, read from the current weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from guardbit.monitor import interception
+from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
+from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
+from guardbit.monitor.sites.called import CalledModule
+
+T = TypeVar("T")
+
+
+class WeightedModule(CalledModule):
+    """An attention module whose heads' rows of W_Q and W_K can be read.
+
+    Where they lie is found out when they are first asked for, and again when the module has other
+    parameters.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, number: int, enclosing: Sequence[CalledModule] = ()
+    ) -> None:
+        super().__init__(name, module, number, enclosing)
+        self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
+        self._settled_for: Sequence[tuple[object, ...]] = ()
+        self._unread: dict[Side, str] = {}
+
+    def query_weight(self, head: int) -> Tensor:
+        """Returns head `head`'s rows of W_Q from the current weights.
+
+        Args:
+            head: Query head, from 0.
+
+        Returns:
+            FP32 `(d_head, d_model)`.
+
+        Raises:
+            IndexError: If there is no such head.
+            TypeError: If the head is no whole number.
+            LayoutUnavailable: If it cannot be known which rows they are, saying why, or if the head
+                is on another rank.
+        """
+        rows, parameters = self._rows("query")
+        own = self.own_heads
+        if len(own) == self.num_heads:
+            return rows.weight(parameters, head)
+        if head in own or head not in range(self.num_heads):
+            return rows.weight(parameters, head - own.start)
+        raise LayoutUnavailable(
+            self._why(f"head {head} is on another rank, this one has {own.start} to {own.stop - 1}")
+        )
+
+    def query_weights(self) -> Tensor:
+        """Returns W_Q of this rank's heads, FP32 `(H, d_head, d_model)`; see `query_weight`."""
+        rows, parameters = self._rows("query")
+        return rows.weights(parameters)
+
+    def key_weights(self) -> Tensor:
+        """Returns W_K of this rank's key heads, FP32 `(H_kv, d_head, d_model)`."""
+        rows, parameters = self._rows("key")
+        return rows.weights(parameters)
+
+    def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
+        """Gram matrices of the heads of a weight that FSDP shards; all its ranks call it together.
+
+        Args:
+            side: Of which heads.
+            of: See `HeadShards.gram_matrices`.
+
+        Returns:
+            What `of` makes of `query_weights`, or of `key_weights`, from the shards of the ranks;
+            or None where these are read as a whole.
+
+        Raises:
+            LayoutUnavailable: As they do.
+        """
+        return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
+
+    def settle_layout(self) -> str | None:
+        """Finds out where W_Q and W_K lie, if that was not done yet.
+
+        Returns:
+            Why they cannot be known, or could not be read when they were last asked for; or None.
+        """
+        try:
+            layout, _ = self._settled_layout()
+        except LayoutUnavailable as unavailable:
+            return str(unavailable)
+        if isinstance(layout.key, LayoutUnavailable):
+            return str(layout.key)
+        return next(iter(self._unread.values()), None)
+
+    @property
+    def normalises_queries(self) -> bool:
+        """Whether the size of a head's rows of W_Q is known not to reach the scores (QK norm)."""
+        try:
+            return self._settled_layout()[0].normalises_queries
+        except LayoutUnavailable:
+            return False
+
+    @property
+    def query_of_latent(self) -> str | None:
+        """Name of the matrix that is W_Q where it is applied to a normalised latent vector."""
+        try:
+            layout = self._settled_layout()[0]
+        except LayoutUnavailable:
+            return None
+        return layout.query.parameter if layout.is_latent else None
+
+    def _rows(self, side: Side) -> tuple[HeadRows, dict[str, Tensor]]:
+        """The heads' rows, and the current matrix that they are rows of."""
+        return self._read(side, lambda rows, weights: (rows, weights.of(rows.parameter)))
+
+    def _read(self, side: Side, read: Callable[[HeadRows, Weights], T]) -> T:
+        """What somebody reads of the current weights, once it is known where the heads' rows lie.
+
+        What goes wrong is remembered.
+        """
+        layout, weights = self._settled_layout()
+        rows = layout.query if side == "query" else layout.key_rows
+        try:
+            found = read(rows, weights)
+        except Exception as error:
+            self._unread[side] = str(error)
+            if isinstance(error, LayoutUnavailable):
+                raise
+            raise LayoutUnavailable(self._why(f"it could not be read: {error}")) from error
+        self._unread.pop(side, None)
+        return found
+
+    def _settled_layout(self) -> tuple[Layout, Weights]:
+        if self.sharded is not None:
+            raise LayoutUnavailable(self._why(self.sharded))
+        parameters = self._parameters()
+        if self._layout is None or parameters != self._settled_for:
+            if self.record is None:
+                raise LayoutUnavailable(
+                    f"site '{self.name}' has not been called yet; run a training step first"
+                )
+            self._layout, self._settled_for = self._find_layout(), parameters
+            self._unread.clear()
+        if isinstance(self._layout, LayoutUnavailable):
+            raise self._layout
+        return self._layout
+
+    def _parameters(self) -> Sequence[tuple[object, ...]]:
+        """What pruning, adapters and the like change, so that W_Q has to be looked for anew."""
+        for _, module in self.enclosing:
+            found = [
+                (name, type(p), None if is_lazy(p) else p.shape)
+                for name, p in module.named_parameters()
+            ]
+            if found:
+                return found
+        return []
+
+    @torch.inference_mode(False)  # which would leave no history to read
+    def _find_layout(self) -> tuple[Layout, Weights] | LayoutUnavailable:
+        """Asks the innermost module that has weight matrices, then those around it."""
+        reason = why_sharded([module for _, module in self.enclosing])
+        if reason is not None:
+            return LayoutUnavailable(self._why(reason))
+        record = self.record
+        for module, inputs in record.modules if record else []:
+            if not any(p.dim() >= 2 for p in module.parameters()):
+                continue
+            rerun = functools.partial(interception.rerun, self.number, module, inputs)
+            try:
+                return settle(module, rerun, is_shared=len(self.own_heads) < self.num_heads)
+            except LayoutUnavailable as unavailable:
+                reason = reason or str(unavailable)
+            except Exception as error:
+                reason = reason or f"the module could not be run by itself: {error}"
+        reason = why_quantised(self.module) or reason
+        return LayoutUnavailable(
+            self._why(reason or "the inputs of its module could not be recorded")
+        )
+
+    def _why(self, reason: str) -> str:
+        return f"W_Q of site '{self.name}' is unavailable: {reason}"
