@@ -225,7 +225,8 @@ class AttentionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Writes what is left; the exception goes its way."""
-        self._close("interrupted" if isinstance(exception, KeyboardInterrupt) else "crashed")
+        # Ctrl-C and a scheduler's SIGTERM are no errors of the run.
+        self._close("crashed" if isinstance(exception, Exception) else "interrupted")
 
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
@@ -587,6 +588,21 @@ def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
     assert sorted(values(frame, "loss")) == [0, 1, 2, 3, 4]
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
     assert torch.nn.functional.scaled_dot_product_attention is original
+    assert read_end(tmp_path / "run") == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "error, end", [(RuntimeError, "crashed"), (SIGTERMException, "interrupted")]
+)
+def test_a_run_that_ends_early_says_how(trains, tmp_path, error, end):
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                raise error
+
+    with pytest.raises(error):
+        trains.fit(Ends(), AttentionMonitor(2, dirpath=tmp_path))
+    assert read_end(tmp_path) == end
 
 
 @pytest.mark.parametrize(
