@@ -257,7 +257,7 @@ def replay(
         list[str] | None,
         typer.Option(
             metavar="RULE.NAME=NUMBER",
-            help="A rule's threshold, such as norm_growth.rise=0.5; may be repeated.",
+            help="A rule's threshold, such as head_growth.norm=0.5; may be repeated.",
             show_default=False,
         ),
     ] = None,

@@ -23,8 +23,10 @@ STABILIZERS: tuple[str, ...] = (
     "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
 )
 
-EventKind = Literal["alarm", "switch", "refusal", "verdict", "monitor_error"]
-EVENT_KINDS: tuple[EventKind, ...] = ("alarm", "switch", "refusal", "verdict", "monitor_error")
+EventKind = Literal["alarm", "advisory", "switch", "refusal", "verdict", "monitor_error"]
+EVENT_KINDS: tuple[EventKind, ...] = (
+    "alarm", "advisory", "switch", "refusal", "verdict", "monitor_error"
+)  # fmt: skip
 
 #: What a rule can judge: single heads, the whole model at once, or the loss.
 Subject = Literal["head", "model", "loss"]
@@ -85,10 +87,13 @@ class Role(NamedTuple):
         judges: One of `SUBJECTS`.
         measures_cause: Whether the rule measures the cause of a rounding failure, which is a bias.
             Other rules see its consequences, such as growth.
+        is_advisory: Whether what the rule finds is no alarm: it is recorded and audited more
+            closely, and neither switches a head nor changes the verdict.
     """
 
     judges: Subject = "head"
     measures_cause: bool = False
+    is_advisory: bool = False
 
 
 _OF_HEADS = Role()
@@ -140,11 +145,12 @@ class Event:
 
     Attributes:
         step: Optimizer step.
-        kind: One of `EVENT_KINDS`. "refusal" is a switch that was decided and not made.
+        kind: One of `EVENT_KINDS`. "refusal" is a switch that was decided and not made, "advisory"
+            what a rule found that is no alarm.
         site: Name of the attention module; "" where the event concerns the whole run.
         heads: The heads concerned, ascending; empty where it concerns all or none.
         why: One sentence a person understands.
-        rule: Of an alarm: the rule that fired; else "".
+        rule: Of an alarm or an advisory: the rule that fired; else "".
         stabilizer: Of a switch: what runs from now on. Of a refusal: what was to run. Else "".
         verdict: Of a verdict: one of `Verdict`; else "".
     """

@@ -125,26 +125,26 @@ def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> N
 
 def test_replay_takes_other_thresholds() -> None:
     path = RUNS / "fails-sdpa-lr1.5e-3.csv.gz"
-    # An infinite rise and level switch the two rules off that see this run first.
-    arguments = ["--threshold", "norm_growth.rise=inf", "--threshold", "logit_outlier.level=inf"]
+    # Infinite thresholds switch the rule off that sees this run first.
+    arguments = ["--threshold", "head_growth.norm=inf", "--threshold", "head_growth.logit=inf"]
     rules = {
         alarm["rule"] for alarm in json.loads(invoke("replay", path, "--json").stdout)["alarms"]
     }
     result = invoke("replay", path, "--json", *arguments)
     remaining = {alarm["rule"] for alarm in json.loads(result.stdout)["alarms"]}
-    assert {"norm_growth", "logit_outlier"} <= rules
-    assert remaining == rules - {"norm_growth", "logit_outlier"}
+    assert "head_growth" in rules
+    assert remaining == rules - {"head_growth"}
 
 
 @pytest.mark.parametrize(
     ("threshold", "message"),
     [
-        ("norm_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'norm_growth=3'; there are "),
-        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are norm_growth."),
-        ("norm_growth.name=3", "got 'norm_growth.name=3'"),
-        ("norm_growth.rise=steep", "norm_growth.rise must be a number, got 'steep'"),
-        ("norm_growth.rise=nan", "norm_growth.rise must be a number, got 'nan'"),
-        ("norm_growth.window=2.5", "norm_growth.window must be a whole number, got '2.5'"),
+        ("head_growth=3", "--threshold must be RULE.NAME=NUMBER, got 'head_growth=3'; there are "),
+        ("no_rule.slope=3", "got 'no_rule.slope=3'; there are common_mode."),
+        ("head_growth.name=3", "got 'head_growth.name=3'"),
+        ("head_growth.norm=steep", "head_growth.norm must be a number, got 'steep'"),
+        ("head_growth.norm=nan", "head_growth.norm must be a number, got 'nan'"),
+        ("loss_departure.samples=2.5", "loss_departure.samples must be a whole number, got '2.5'"),
     ],
 )
 def test_bad_thresholds_are_refused(small_run: Path, threshold: str, message: str) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, LossDeparture, NormGrowth
+from guardbit.monitor.detectors import DEFAULT_RULES, HeadGrowth, LossDeparture
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 ARGUMENTS = {"lightning_cli": ["fit", "--config", str(EXAMPLES[0].parent / "lightning_cli.yaml")]}
@@ -56,8 +56,8 @@ trainer:
         dirpath: runs/mine
         strict: true
         rules:
-          - class_path: guardbit.monitor.detectors.NormGrowth
-            init_args: {name: growth_of_mine, rise: 0.25, window: 500}
+          - class_path: guardbit.monitor.detectors.HeadGrowth
+            init_args: {name: growth_of_mine, norm: 0.25, logit: 5}
           - class_path: guardbit.monitor.detectors.LossDeparture
     - class_path: guardbit.AutoStabilizer
       init_args: {stabilizer: row_max, agreeing_rules: 2, quiet_steps: null, dry_run: true}
@@ -82,7 +82,7 @@ def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     assert list(monitor.indicators) == ["max_logit", "loss"]
     assert (monitor.num_rows, monitor.num_audited_heads, monitor.strict) == (16, 3, True)
     assert str(monitor.dirpath) == "runs/mine"
-    assert monitor.rules == (NormGrowth("growth_of_mine", rise=0.25, window=500), LossDeparture())
+    assert monitor.rules == (HeadGrowth("growth_of_mine", norm=0.25, logit=5), LossDeparture())
     policy = stabilizer.policy
     assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)
     assert stabilizer.dry_run

@@ -33,14 +33,14 @@ PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, image_every_n_samples=None, rules, dirpath=None, strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, quiet_steps=None, dry_run=False, calm_steps=None",
+    " agreement_steps=2000, escalate=True, quiet_steps=None, dry_run=False, calm_steps=None",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, policy=None, dry_run=False, sites=None,"
     " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None, strict=False",
     "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
     " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, quiet_steps=None, calm_steps=None",
+    " agreement_steps=2000, escalate=True, quiet_steps=None, calm_steps=None",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
@@ -59,7 +59,9 @@ MEMBERS = {
     "Site": ["key_weights", "launches", "num_heads", "query_weight", "query_weights", "refusal"],
     "MonitorSession": [
         "abandon_step",
+        "alarmed_heads",
         "begin_batch",
+        "catch_up",
         "close",
         "end_step",
         "grad_norm",
@@ -71,8 +73,13 @@ MEMBERS = {
         "stages_off",
         "state_dict",
         "step",
+        "switch",
     ],
+    "Policy": ["calm_steps", "decide", "is_due", "load_state_dict", "state_dict"],
 }
+
+#: What GuardBit's own callbacks call besides.
+INTERNAL = {"always", "attempt"}
 
 
 def test_the_public_names_are_these():
@@ -133,3 +140,9 @@ def test_the_members_are_there_and_documented(name):
     kind = getattr(guardbit, name)
     for member in MEMBERS[name]:
         assert inspect.getdoc(inspect.getattr_static(kind, member)), f"{name}.{member}"
+
+
+@pytest.mark.parametrize("name", ["MonitorSession", "Policy"])
+def test_there_are_no_other_members(name):
+    public = {member for member in vars(getattr(guardbit, name)) if not member.startswith("_")}
+    assert public - INTERNAL == set(MEMBERS[name])

@@ -26,6 +26,8 @@ class AutoStabilizer(pl.Callback):
             that. Scope and agreement do not matter then, and nothing is undone.
         agreeing_rules: Number of different rules that must name a head.
         agreement_steps: Steps within which they must do so.
+        escalate: Whether the scope widens where a switch does not help: to the layer, then to the
+            model. What no switch helps is told, with the checkpoint to go back to.
         quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
             never. It must be longer than 1,000, the steps after which a lasting alarm is repeated,
             or heads that still diverge are switched back.
@@ -45,6 +47,7 @@ class AutoStabilizer(pl.Callback):
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
+        escalate: bool = True,
         quiet_steps: int | None = None,
         dry_run: bool = False,
         calm_steps: int | None = None,
@@ -56,6 +59,7 @@ class AutoStabilizer(pl.Callback):
             always=always,
             agreeing_rules=agreeing_rules,
             agreement_steps=agreement_steps,
+            escalate=escalate,
             quiet_steps=quiet_period(quiet_steps, calm_steps),
         )
 

@@ -15,7 +15,7 @@ from guardbit.monitor.stages import log
 from guardbit.monitor.switching import Switching
 
 # To be raised when states of earlier versions no longer fit.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Checkpoint:
             switched: The stabilizers asked for, one name a head, by module.
             measurement: State of `measurement`; None where it cannot be had.
         """
+        self.findings.state_is_taken(self.schedule.last_ended)
         return {
             "format": _FORMAT,
             "last_step": self.schedule.last_ended,

@@ -37,5 +37,13 @@ def policy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of a policy with all keys that this version writes.
 
     The first states did not say which rules measure the cause, and knew no groups but the model.
+    Later ones knew no widening.
     """
-    return {"causes": _CAUSES, "groups": {"": state.get("model", "")}, **state}
+    return {
+        "causes": _CAUSES,
+        "groups": {"": state.get("model", "")},
+        "since": {},
+        "widened": {},
+        "advice": None,
+        **state,
+    }

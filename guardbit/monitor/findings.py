@@ -16,20 +16,41 @@ class Findings:
 
     Attributes:
         verdict: The latest one that was recorded.
+        alarmed: Attention module -> the heads that an alarm has named.
+        sound_step: Step of the last state that was taken, for a checkpoint, before any of them.
     """
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, str], Alarm] = {}
         self.verdict = "stable"
+        self.alarmed: dict[str, set[int]] = {}
+        self.sound_step: int | None = None
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
-        """The first alarm of each rule and attention module."""
+        """The first alarm, or advisory, of each rule and attention module."""
         return tuple(self._first.values())
 
     def add(self, alarm: Alarm) -> None:
-        """Takes an alarm."""
+        """Takes an alarm or an advisory."""
         self._first.setdefault((alarm.rule, alarm.site), alarm)
+        if not alarm.role.is_advisory:
+            self.alarmed.setdefault(alarm.site, set()).update(alarm.heads)
+
+    def state_is_taken(self, step: int | None) -> None:
+        """Takes the last step, or None before the first, of a state for a checkpoint."""
+        if not self.alarmed:
+            self.sound_step = step
+
+    @property
+    def way_back(self) -> str:
+        """Names the checkpoint to go back to where no switch has helped."""
+        if self.sound_step is None:
+            return "no checkpoint from before the first alarm is known; begin anew with always=True"
+        return (
+            f"go back to the checkpoint of step {self.sound_step}, the last one before the first "
+            "alarm, and resume with always=True, or at a lower learning rate"
+        )
 
     def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:
         """Returns the verdict, where it is to be recorded.
@@ -52,14 +73,19 @@ class Findings:
 
     def events(self) -> Iterator[Event]:
         """Yields the alarms so far, for a run that goes on in a new folder."""
-        for alarm in self.alarms:
-            yield Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
+        yield from map(event_of, self.alarms)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `load_state_dict` takes."""
         # Plain tuples only: PyTorch loads no other with weights_only.
         alarms = [(*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self.alarms]
-        return {"first_alarms": alarms, "verdict": self.verdict}
+        alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
+        return {
+            "first_alarms": alarms,
+            "verdict": self.verdict,
+            "alarmed": alarmed,
+            "sound_step": self.sound_step,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
         """Goes on where another run stood.
@@ -71,3 +97,11 @@ class Findings:
         alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
         self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self.verdict = state["verdict"]
+        self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
+        self.sound_step = state["sound_step"]
+
+
+def event_of(alarm: Alarm, more: str = "") -> Event:
+    """Returns an alarm, or an advisory, as an event, its sentence followed by `more`."""
+    kind = "advisory" if alarm.role.is_advisory else "alarm"
+    return Event(alarm.step, kind, alarm.site, alarm.heads, alarm.why + more, rule=alarm.rule)

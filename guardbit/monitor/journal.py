@@ -301,7 +301,7 @@ def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
 
 
 def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:
-    """The events that a folder lacks: alarms, switches, and undoings of switches that no more hold.
+    """The events that a folder lacks: what rules found, switches, and undoings of others.
 
     Args:
         remembered: The alarms so far, and the switches that hold now.
@@ -309,7 +309,7 @@ def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) 
         step: Step of the undoings.
     """
     remembered = list(remembered)
-    alarms = {(event.step, event.site, event.rule) for event in recorded if event.kind == "alarm"}
+    found = {(event.step, event.site, event.rule) for event in recorded if event.rule}
     runs = {
         (event.site, head): event.stabilizer
         for event in recorded
@@ -330,8 +330,8 @@ def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) 
         event
         for event in remembered
         if (
-            (event.step, event.site, event.rule) not in alarms
-            if event.kind == "alarm"
+            (event.step, event.site, event.rule) not in found
+            if event.rule
             else any(runs.get((event.site, head)) != event.stabilizer for head in event.heads)
         )
     ]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from guardbit.monitor import earlier
@@ -19,6 +20,13 @@ SCOPES: tuple[str, ...] = ("head", "layer", "model")
 
 #: For so many steps after an alarm on the whole model only a measured cause qualifies heads.
 HOLD_STEPS = 5000
+
+#: What is switched has so many steps to show an effect: in all switched copies of the rescue study
+#: the median of the switched heads' logits fell within them (docs/evidence.md).
+SETTLING_STEPS = 1500
+
+#: So many heads of one attention module, alarmed within so many steps, are the module's.
+HEADS_OF_ONE_MODULE, WITHIN_STEPS = 3, 1000
 
 
 class Policy:
@@ -34,16 +42,22 @@ class Policy:
     its attention module; "model", all heads of the model, with those of modules that are called
     later as soon as they are known. Heads that somebody else has switched are left alone.
 
+    The scope widens where that is not enough, unless `escalate` is False: to the layer once three
+    heads of it are alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was
+    switched; from the layer to the model likewise, once a switched head is alarmed. What has been
+    widened is not undone. When all heads of the model are switched and one is alarmed after as many
+    steps, `advice` says that it did not help.
+
     With `always` all heads are switched at the end of the first step, without an alarm. Heads of
     modules that are called later follow at the first sampled step after that. Scope and agreement
     do not matter then.
 
     A switch lasts, unless `quiet_steps` is given. A head then goes back to "none" once no rule has
-    named it for so long; with a wider scope, once no rule has named any of the heads that were
-    switched together. That happens once: heads that are alarmed again afterwards stay switched, so
-    that nothing swings to and fro. `quiet_steps` must be longer than the detectors' cool-down,
-    after which a rule repeats itself. Undoing gains one or two per cent of speed; after two of
-    three undoings in the rescue study logits grew again.
+    named it for so long, and it is not restless; with a wider scope, once that holds for all heads
+    that were switched together. That happens once: heads that are alarmed again afterwards stay
+    switched, so that nothing swings to and fro. `quiet_steps` must be longer than the detectors'
+    cool-down, after which a rule repeats itself. Undoing gains one or two per cent of speed; after
+    two of three undoings in the rescue study logits grew again.
 
     Args:
         stabilizer: What heads are switched to, one of `guardbit.records.STABILIZERS`.
@@ -51,9 +65,13 @@ class Policy:
         always: Whether to switch all heads from the start, without an alarm.
         agreeing_rules: Number of different rules that must name a head, at least 1.
         agreement_steps: Steps within which they must do so.
+        escalate: Whether the scope widens where a switch does not help.
         quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
             never.
         calm_steps: Old name of `quiet_steps`; it goes with the next release.
+
+    Attributes:
+        advice: What to tell the user once no wider switch is left; None before.
 
     Raises:
         ValueError: If an argument is outside its range, or `quiet_steps` is given with `always`.
@@ -67,6 +85,7 @@ class Policy:
         always: bool = False,
         agreeing_rules: int = 1,
         agreement_steps: int = 2000,
+        escalate: bool = True,
         quiet_steps: int | None = None,
         calm_steps: int | None = None,
     ) -> None:
@@ -76,8 +95,9 @@ class Policy:
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
         if scope not in SCOPES:
             raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-        if not isinstance(always, bool):
-            raise ValueError(f"always must be True or False, got {always!r}")
+        for name, value in {"always": always, "escalate": escalate}.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         if always and quiet_steps is not None:
             raise ValueError(
                 f"quiet_steps is {quiet_steps} and always is True: with always no switch is ever"
@@ -100,6 +120,8 @@ class Policy:
         self.always = always
         self.agreeing_rules = agreeing_rules
         self.agreement_steps = agreement_steps
+        self.escalate = escalate
+        self.advice: str | None = None
         self.quiet_steps = quiet_steps
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
@@ -111,9 +133,17 @@ class Policy:
         # The same for groups of heads that are switched together: site, or "" for the model.
         self._groups: dict[str, str] = {}
         self._model_alarm: int | None = None
+        # Site -> head -> step since which it is to be stabilized by this policy.
+        self._since: dict[str, dict[str, int]] = {}
+        # Site, or "" for the model -> step and reason of the widening.
+        self._widened: dict[str, tuple[int, str]] = {}
 
     def decide(
-        self, alarms: Iterable[Alarm], step: int, stabilizers: Mapping[str, Sequence[str]]
+        self,
+        alarms: Iterable[Alarm],
+        step: int,
+        stabilizers: Mapping[str, Sequence[str]],
+        restless: Mapping[str, Collection[int]] = MappingProxyType({}),
     ) -> list[Decision]:
         """Takes the alarms raised since the last call and returns what to do now.
 
@@ -122,11 +152,13 @@ class Policy:
             step: The current optimizer step, not before the last call's.
             stabilizers: What is asked for now: attention module -> one stabilizer a head, for the
                 modules called so far. Nothing is decided about other modules.
+            restless: Attention module -> heads whose indicators speak against undoing a switch.
 
         Returns:
             At most one decision a module to switch heads and one to undo that, in the order of
             `stabilizers`.
         """
+        alarms = [alarm for alarm in alarms if not alarm.role.is_advisory]
         for alarm in alarms:
             if alarm.role.judges == "model":
                 self._model_alarm = alarm.step
@@ -136,17 +168,21 @@ class Policy:
                 for head in alarm.heads:
                     rules = self._alarmed.setdefault(alarm.site, {}).setdefault(str(head), {})
                     rules[alarm.rule] = alarm.step
+        if self.escalate:
+            self._widen(alarms, step)
         if self.always:
             return list(self._switch_all(step, stabilizers, "kept", "from the start (always=True)"))
+        if "" in self._widened:
+            return list(self._switch_all(step, stabilizers, "kept", self._widened[""][1]))
         if self.scope == "head":
-            return list(self._of_heads(step, stabilizers))
+            return list(self._of_heads(step, stabilizers, restless))
         groups = {"": stabilizers}
         if self.scope == "layer":
             groups = {site: {site: names} for site, names in stabilizers.items()}
         return [
             decision
             for group, sites in groups.items()
-            for decision in self._of_group(group, step, sites)
+            for decision in self._of_group(group, step, sites, restless)
         ]
 
     @property
@@ -173,6 +209,9 @@ class Policy:
             "groups": self._groups,
             "model_alarm": self._model_alarm,
             "causes": sorted(self._causes),
+            "since": self._since,
+            "widened": self._widened,
+            "advice": self.advice,
         }
         return copy.deepcopy(state)
 
@@ -190,14 +229,72 @@ class Policy:
         self._alarmed = state["alarmed"]
         self._switched = state["switched"]
         self._groups = state["groups"]
+        self._since = state["since"]
+        self._widened = {site: (step, why) for site, (step, why) in state["widened"].items()}
+        self.advice = state["advice"]
 
     @property
     def _kind(self) -> str:
         return "always" if self.always else self.scope
 
-    def _of_heads(self, step: int, stabilizers: Mapping[str, Sequence[str]]) -> Iterator[Decision]:
+    def _widen(self, alarms: Iterable[Alarm], step: int) -> None:
+        """Widens what is switched by the alarms of this step, where it has not been enough."""
+        for alarm in alarms:
+            if alarm.role.judges != "head":
+                continue
+            known = self._alarmed[alarm.site]
+            agreed = [head for head in alarm.heads if self._agreeing(known[str(head)], step)]
+            if again := [head for head in agreed if self._has_settled(alarm, head)]:
+                head = again[0]
+                since = self._since[alarm.site][str(head)]
+                why = (
+                    f"head {head} of {alarm.site} is alarmed {alarm.step - since:,} steps after it"
+                    f" was to run {self.stabilizer}"
+                )
+                self._widen_from(alarm, step, why)
+            elif agreed and self.scope == "head" and not self.always:
+                recent = [
+                    head
+                    for head, rules in known.items()
+                    if max(rules.values(), default=-WITHIN_STEPS - 1) >= alarm.step - WITHIN_STEPS
+                ]
+                if len(recent) >= HEADS_OF_ONE_MODULE and alarm.site not in self._widened:
+                    why = (
+                        f"{len(recent)} heads of {alarm.site} are alarmed within {WITHIN_STEPS:,}"
+                        " steps, so all of its heads are switched"
+                    )
+                    self._widened[alarm.site] = step, why
+
+    def _has_settled(self, alarm: Alarm, head: int) -> bool:
+        """Whether an alarm comes long after this policy has switched the head."""
+        since = self._since.get(alarm.site, {}).get(str(head))
+        return since is not None and alarm.step - since >= SETTLING_STEPS
+
+    def _widen_from(self, alarm: Alarm, step: int, why: str) -> None:
+        """Goes one step wider than what a head was switched with, once that has settled."""
+        is_layer = self.scope == "layer" or alarm.site in self._widened
+        if self.always or self.scope == "model" or "" in self._widened:
+            last, _ = self._widened.get("", (-SETTLING_STEPS, ""))
+            if alarm.step - last >= SETTLING_STEPS and self.advice is None:
+                self.advice = f"{why}, and all heads are"
+        elif not is_layer:
+            self._widened[alarm.site] = step, f"{why}, so all of its layer's heads are switched"
+        else:
+            last, _ = self._widened.get(alarm.site, (-SETTLING_STEPS, ""))
+            if alarm.step - last >= SETTLING_STEPS:
+                self._widened[""] = step, f"{why}, so all heads of the model are switched"
+
+    def _of_heads(
+        self,
+        step: int,
+        stabilizers: Mapping[str, Sequence[str]],
+        restless: Mapping[str, Collection[int]],
+    ) -> Iterator[Decision]:
         for site, names in stabilizers.items():
             if site not in self._alarmed:
+                continue
+            if site in self._widened:
+                yield from self._switch_all(step, {site: names}, "kept", self._widened[site][1])
                 continue
             states = self._switched.setdefault(site, {})
             taken = {str(head) for head, name in enumerate(names) if name != "none"}
@@ -211,7 +308,11 @@ class Policy:
                         states[head] = "on" if state is None else "kept"
                         switch.append(head)
                         reasons |= agreeing
-                elif state == "on" and self._is_quiet([rules], step):
+                elif (
+                    state == "on"
+                    and self._is_quiet([rules], step)
+                    and int(head) not in restless.get(site, ())
+                ):
                     states[head] = "undone"
                     rules.clear()
                     undo.append(head)
@@ -221,7 +322,11 @@ class Policy:
                 yield self._undo(step, site, undo)
 
     def _of_group(
-        self, group: str, step: int, stabilizers: Mapping[str, Sequence[str]]
+        self,
+        group: str,
+        step: int,
+        stabilizers: Mapping[str, Sequence[str]],
+        restless: Mapping[str, Collection[int]],
     ) -> Iterator[Decision]:
         """Decides about heads that are switched, and switched back, together.
 
@@ -229,12 +334,18 @@ class Policy:
             group: Name of the attention module, or "" for the model.
             step: The current step.
             stabilizers: Those of the group's modules.
+            restless: See `decide`.
         """
         what = f"the heads of {group} are" if group else "the model is"
         sites = [group] if group else list(self._alarmed)
         alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]
         state, why = self._groups.get(group, ""), f"{what} switched"
-        if state == "on" and self._is_quiet(alarmed, step):
+        are_restless = any(
+            head in restless.get(site, ())
+            for site in sites
+            for head in map(int, self._switched.get(site, {}))
+        )
+        if state == "on" and self._is_quiet(alarmed, step) and not are_restless:
             state = self._groups[group] = "undone"
             for rules in alarmed:
                 rules.clear()
@@ -259,6 +370,9 @@ class Policy:
         """Switches the heads of some modules, except those known already or taken."""
         for site, names in stabilizers.items():
             known = self._switched.setdefault(site, {})
+            if site in self._widened or "" in self._widened:
+                for head in [head for head in known if known[head] == "undone"]:
+                    del known[head]
             switch = []
             for head, name in enumerate(names):
                 if str(head) not in known:
@@ -267,10 +381,13 @@ class Policy:
             if switch:
                 yield self._switch(step, site, switch, why)
 
-    def _switch(self, step: int, site: str, heads: Iterable[str], why: str) -> Decision:
+    def _switch(self, step: int, site: str, heads: Collection[str], why: str) -> Decision:
+        self._since.setdefault(site, {}).update({head: step for head in heads})
         return Decision(step, site, _ascending(heads), self.stabilizer, why)
 
-    def _undo(self, step: int, site: str, heads: Iterable[str]) -> Decision:
+    def _undo(self, step: int, site: str, heads: Collection[str]) -> Decision:
+        for head in heads:
+            self._since.get(site, {}).pop(head, None)
         why = f"no alarm for {self.quiet_steps} steps"
         return Decision(step, site, _ascending(heads), "none", why)
 

@@ -31,12 +31,14 @@ class Replay:
         verdict: What kind of run it was; "unclear" only where no rule of heads could judge it, as
             the run has ended.
         why: The evidence in one sentence, and which rules could not judge it.
+        advisories: What rules found that is no alarm, in the order of their steps.
     """
 
     alarms: list[Alarm]
     first_alarm: int | None
     verdict: Verdict
     why: str
+    advisories: list[Alarm]
 
 
 def normalised_sites(metadata: Mapping[str, Any]) -> frozenset[str]:
@@ -78,17 +80,23 @@ def replay(
     frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
     detectors = Detectors(rules)
     detectors.normalised = normalised
-    alarms = detectors.update(samples(frame))
+    found = detectors.update(samples(frame))
+    alarms = [alarm for alarm in found if not alarm.role.is_advisory]
+    advisories = [alarm for alarm in found if alarm.role.is_advisory]
     sites = frame.loc[frame["site"] != "", "site"].nunique()
-    verdict, why = judge(alarms, sites, ended=True)
+    verdict, why = judge(found, sites, ended=True)
     unjudged = detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"]))
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
         why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
-    of_heads = {name for name, role in detectors.roles.items() if role.judges == "head"}
+    of_heads = {
+        name
+        for name, role in detectors.roles.items()
+        if role.judges == "head" and not role.is_advisory
+    }
     if of_heads and of_heads <= unjudged.keys():
         verdict = "unclear"
-    return Replay(alarms, alarms[0].step if alarms else None, verdict, why)
+    return Replay(alarms, alarms[0].step if alarms else None, verdict, why, advisories)
 
 
 def samples(frame: pd.DataFrame) -> Iterator[Sample]:

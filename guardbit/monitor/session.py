@@ -28,7 +28,7 @@ from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.findings import Findings
+from guardbit.monitor.findings import Findings, event_of
 from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measure import (
     Capture,
@@ -49,7 +49,7 @@ from guardbit.records import Alarm, Event, RunEnd, Sample
 T = TypeVar("T")
 
 _POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "quiet_steps"
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps"
 )  # fmt: skip
 
 # The stage of all that no other stage holds; without it nothing more is watched.
@@ -244,8 +244,8 @@ class MonitorSession:
 
     @property
     def alarmed_heads(self) -> Mapping[str, Collection[int]]:
-        """The heads a rule has named so far, by site."""
-        return self._measurement.suspects
+        """The heads an alarm has named so far, by site."""
+        return self._findings.alarmed
 
     @property
     def stages_off(self) -> frozenset[str]:
@@ -254,8 +254,8 @@ class MonitorSession:
 
     @property
     def num_alarmed_heads(self) -> int:
-        """Number of heads a rule has named so far."""
-        return sum(len(heads) for heads in self._measurement.suspects.values())
+        """Number of heads an alarm has named so far."""
+        return sum(len(heads) for heads in self._findings.alarmed.values())
 
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
         """Takes the loss of the current micro-batch.
@@ -373,9 +373,10 @@ class MonitorSession:
         samples = self.samples = joined(known.samples)
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
-        alarms = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
+        found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
+        alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
-        self.attempt("alarms", lambda: self._tell(alarms))
+        self.attempt("alarms", lambda: self._tell(found))
 
         def decide() -> None:
             self.attempt("policy", lambda: self._decide(alarms, step))
@@ -393,12 +394,12 @@ class MonitorSession:
             name for name, known in facts.items() if known["normalises_queries"]
         )
 
-    def _tell(self, alarms: list[Alarm]) -> None:
-        for alarm in alarms:
+    def _tell(self, found: list[Alarm]) -> None:
+        """Records alarms and advisories; their heads are audited at each sampled step from now."""
+        for alarm in found:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             self._findings.add(alarm)
-            why = alarm.why + self._switching.already(alarm)
-            self.record(Event(alarm.step, "alarm", alarm.site, alarm.heads, why, rule=alarm.rule))
+            self.record(event_of(alarm, self._switching.already(alarm)))
 
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
@@ -612,7 +613,13 @@ class MonitorSession:
     # --- acting ----------------------------------------------------------------------------------
 
     def _decide(self, alarms: list[Alarm], step: int) -> None:
-        self._switching.decide(alarms, step, self._schedule.last_ended or 0)
+        self._switching.decide(
+            alarms,
+            step,
+            self._schedule.last_ended or 0,
+            self.detectors.restless(),
+            self._findings.way_back,
+        )
 
     def _judge(self, alarms: list[Alarm]) -> None:
         step = self._schedule.last_ended or 0

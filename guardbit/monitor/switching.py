@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.sites import Instrumentation
@@ -93,20 +93,33 @@ class Switching:
             if switched:
                 self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
 
-    def decide(self, alarms: list[Alarm], step: int, last_ended: int) -> None:
+    def decide(
+        self,
+        alarms: list[Alarm],
+        step: int,
+        last_ended: int,
+        restless: Mapping[str, Collection[int]],
+        way_back: str,
+    ) -> None:
         """Lets the policy decide, and does what it decides.
 
         Args:
             alarms: Those of the sampled step.
             step: The sampled step.
             last_ended: The last step that ran without a new switch, which may be a later one.
+            restless: Attention module -> heads whose indicators speak against undoing a switch.
+            way_back: Where to go back to, for the advice that follows when nothing helps.
         """
         if self._policy is None:
             return
         called = self._instrumentation.sites
         own = {name: site.asked for name, site in called.items()}
-        for decision in self._policy.decide(alarms, step, {**self.asked_elsewhere, **own}):
+        asked, advice = {**self.asked_elsewhere, **own}, self._policy.advice
+        for decision in self._policy.decide(alarms, step, asked, restless):
             self._act(decision, self._policy.stabilizer, last_ended)
+        if self._policy.advice != advice:
+            why = f"{self._policy.advice}; {way_back}"
+            self._record(Event(last_ended, "advisory", "", (), why))
 
     def _act(self, decision: Decision, stabilizer: str, step: int) -> None:
         site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
@@ -125,7 +138,7 @@ class Switching:
             for head in heads:
                 asked[head] = decision.stabilizer
         else:
-            why = f"not switched to {decision.stabilizer}: {refusal}"
+            why = f"not switched to {decision.stabilizer}: {refusal} ({decision.why})"
         kind = "refusal" if refusal else "switch"
         self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 

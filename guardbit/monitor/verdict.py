@@ -30,7 +30,7 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     2510.04212, section 3.2). Too high a learning rate moves all layers at once, together with the
     loss. "At once" means within `AT_ONCE` steps:
 
-    - "stable": there is no alarm.
+    - "stable": there is no alarm; advisories are none.
     - "learning-rate": an alarm on the whole model comes before the first alarm on a head, or at
       once with it.
     - "rounding": the first alarms are on heads of at most a third of the attention modules (of
@@ -41,7 +41,7 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     - "learning-rate", once the run has ended: the same, as no later alarm can blame single heads.
 
     A measured cause in most modules is no sign of rounding: where the rate is too high, heads of
-    all layers end with a delta bias.
+    all layers end with large errors.
 
     Args:
         alarms: All alarms of the run, or at least the first of each rule and attention module.
@@ -51,8 +51,16 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     Returns:
         The verdict and the evidence in words.
     """
+    advised = {alarm.site for alarm in alarms if alarm.role.is_advisory}
+    alarms = [alarm for alarm in alarms if not alarm.role.is_advisory]
     if not alarms:
-        return Judgement("stable", f"no rule has fired in any of {sites} attention modules")
+        why = f"no rule has fired in any of {sites} attention modules"
+        if advised:
+            why = (
+                f"no alarm in any of {sites} attention modules, but rounding has taken hold in "
+                f"{', '.join(sorted(advised))}"
+            )
+        return Judgement("stable", why)
     undecided: Verdict = "learning-rate" if ended else "unclear"
     of_heads = [alarm for alarm in alarms if alarm.role.judges == "head"]
     first_model = min((a.step for a in alarms if a.role.judges == "model"), default=None)
@@ -91,8 +99,8 @@ def _heads_of(alarms: Sequence[Alarm], *, cause: bool) -> set[tuple[str, int]]:
 def _agreement(biased: set[tuple[str, int]], grown: set[tuple[str, int]]) -> str:
     """Says whether the measured bias is where the growth is."""
     if not biased:
-        return "no one-sided delta bias is established"
+        return "no rule has measured the cause"
     if not grown:
-        return "a one-sided delta bias is measured"
+        return "a rounding error of dQ that adds up is measured"
     where = "in the heads that grow" if biased & grown else "in other heads than those that grow"
-    return f"a one-sided delta bias is measured {where}"
+    return f"a rounding error of dQ that adds up is measured {where}"

@@ -3,20 +3,14 @@
 PyTorch's ring is its own, around the kernel of the CPU, which it does not know by itself.
 """
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-path = Path(__file__).with_name("context_parallel_run.py")
-specification = importlib.util.spec_from_file_location("context_parallel_run", path)
-script = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(script)
+from tests.callbacks import context_parallel_run as script
+from tests.callbacks.several_ranks import launch
 
 REASON = (
     "context parallelism spreads its tokens over several ranks, so that no rank has whole rows of"
@@ -28,12 +22,7 @@ NORMS = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
-    finished = subprocess.run(
-        [sys.executable, *command, folder],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    launch(script.__file__, 2, folder)
     return folder
 
 

@@ -4,9 +4,6 @@ On the CPU with gloo; on two GPUs with NCCL by `benchmarks/two_gpus.py`.
 """
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +11,7 @@ import pytest
 import torch
 
 from guardbit import read_events, read_run
+from tests.callbacks.several_ranks import launch
 
 SITE = "net.h.1.attn"
 
@@ -36,13 +34,8 @@ def run(request, tmp_path_factory):
         pytest.skip("needs two GPUs")
     folder = tmp_path_factory.mktemp(strategy)
     script = Path(__file__).with_name("distributed_run.py")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
-    finished = subprocess.run(
-        [sys.executable, *command, strategy, accelerator, folder],
-        env={**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # else cuBLAS need not repeat
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    # Without the workspace setting cuBLAS need not repeat itself.
+    launch(script, 2, strategy, accelerator, folder, CUBLAS_WORKSPACE_CONFIG=":4096:8")
     ranks = [torch.load(folder / f"{strategy}-{rank}.pt") for rank in range(2)]
     assert [rank["backend"] for rank in ranks] == ["nccl" if accelerator == "cuda" else "gloo"] * 2
     return strategy, folder, ranks

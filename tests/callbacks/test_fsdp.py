@@ -1,18 +1,12 @@
 """Norms of weights that FSDP2 shards, from the shards: what is exchanged are no whole weights."""
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-path = Path(__file__).with_name("fsdp_run.py")
-specification = importlib.util.spec_from_file_location("fsdp_run", path)
-script = importlib.util.module_from_spec(specification)
-specification.loader.exec_module(script)
+from tests.callbacks import fsdp_run as script
+from tests.callbacks.several_ranks import launch
 
 HEAD = script.SIZE * script.WIDTH
 #: Rows of heads that lie on both ranks of two, which are put together: of W_Q and of W_K.
@@ -23,12 +17,7 @@ PUT_TOGETHER = {
 
 
 def run(folder, ranks):
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), path]
-    finished = subprocess.run(
-        [sys.executable, *command, folder],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    launch(script.__file__, ranks, folder)
     return folder
 
 

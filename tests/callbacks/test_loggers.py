@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from guardbit import AttentionMonitor, read_run
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.catalog import LOGGED_KEYS
-from guardbit.monitor.detectors import LogitOutlier
+from guardbit.monitor.detectors import HeadGrowth
 from guardbit.records import Alarm, Sample
 from guardbit.store import is_run
 
@@ -93,7 +93,7 @@ def test_a_run_in_tensorboard_is_read_back(trains, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board, table = TensorBoardLogger(tmp_path / "board"), CSVLogger(tmp_path / "table")
-    rule = LogitOutlier(level=1e-9, ratio=0.0, growth=0.0)  # always
+    rule = HeadGrowth(norm=0.0, logit=0.0)  # always
     monitor = AttentionMonitor(
         2, strict=True, image_every_n_samples=2, rules=(rule,), dirpath=tmp_path / "run"
     )
@@ -105,7 +105,7 @@ def test_a_run_in_tensorboard_is_read_back(trains, tmp_path):
     assert images[0].width == 1000
     (texts,) = [tag for tag in log.Tags()["tensors"] if tag.startswith("guardbit/alarms")]
     told = log.Tensors(texts)[0].tensor_proto.string_val[0].decode()
-    assert told.startswith("logit_outlier at net.h.")
+    assert told.startswith("head_growth at net.h.")
 
     assert not is_run(board.log_dir)
     read = read_run(board.log_dir)

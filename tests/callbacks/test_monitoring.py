@@ -75,6 +75,7 @@ def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
     def model():
         torch._dynamo.reset()
         gpt = trains.TinyGPT()
+        gpt.net.h = gpt.net.h[:1]  # the C++ compiler takes seconds for each kernel
         gpt.net.compile(fullgraph=True)
         return gpt
 

@@ -1,34 +1,21 @@
 """Three gloo processes with a stage of a model each: all are watched, and rank 0 records all."""
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from guardbit import read_events, read_run
 from guardbit.store import read_metadata
-
-path = Path(__file__).with_name("pipeline_run.py")
-specification = importlib.util.spec_from_file_location("pipeline_run", path)
-script = importlib.util.module_from_spec(specification)
-sys.modules[specification.name] = script  # where a dataclass looks for its module
-specification.loader.exec_module(script)
+from tests.callbacks import pipeline_run as script
+from tests.callbacks.several_ranks import launch
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The folder, and what the ranks saw."""
     folder = tmp_path_factory.mktemp("run")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", path]
-    finished = subprocess.run(
-        [sys.executable, *command, folder],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    launch(script.__file__, 3, folder)
     return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
 
 

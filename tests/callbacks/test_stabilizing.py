@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, DeltaBias, Finding, LossDeparture
+from guardbit.monitor.detectors import DEFAULT_RULES, Finding, GradientError, LossDeparture
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -127,7 +127,7 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: dry run"
+    assert why == "not switched to compensated: dry run (alarmed by fires_at_sample)"
 
 
 def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
@@ -196,7 +196,8 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: it computes in torch.float64"
+    refused = "not switched to compensated: it computes in torch.float64"
+    assert why == f"{refused} (alarmed by fires_at_sample)"
     trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
@@ -239,8 +240,8 @@ def resumable(trains):
 
 def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
     # Sampled are 0, 3, 6, ...; the second sample fires, so the switch is from step 4 on. The rule
-    # for the delta bias remembers every sample, that for the loss the last eight.
-    rules = (FiresAtSample(), DeltaBias(), LossDeparture())
+    # for the audit's errors remembers every sample, that for the loss the last eight.
+    rules = (FiresAtSample(), GradientError(), LossDeparture())
     monitor = AttentionMonitor(3, rules=rules, dirpath=folder / "run", strict=True)
     checkpoint = ModelCheckpoint(
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
@@ -348,7 +349,7 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     trained(trains, tmp_path, "compensated", 8)
     path = tmp_path / "until-8" / "step=8.ckpt"
     monitor = AttentionMonitor(
-        3, rules=(FiresAtSample(), DeltaBias(), LossDeparture()), dirpath=tmp_path / "run"
+        3, rules=(FiresAtSample(), GradientError(), LossDeparture()), dirpath=tmp_path / "run"
     )
     model = resumable(trains)
     settings = {"ckpt_path": path, "max_steps": 12}

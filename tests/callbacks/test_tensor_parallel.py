@@ -1,22 +1,14 @@
 """Two gloo processes that share the heads of a layer: heads are numbered over both."""
 
-import importlib.util
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from guardbit import read_events, read_run
-
-path = Path(__file__).with_name("tensor_parallel_run.py")
-specification = importlib.util.spec_from_file_location("tensor_parallel_run", path)
-script = importlib.util.module_from_spec(specification)
-sys.modules[specification.name] = script  # where a dataclass looks for its module
-specification.loader.exec_module(script)
+from tests.callbacks import tensor_parallel_run as script
+from tests.callbacks.several_ranks import launch
 
 REASON = "their shapes do not tell which of the heads are here"
 SITE = "shared.core"
@@ -26,12 +18,7 @@ OWN = [[0, 1], [2, 3]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path]
-    finished = subprocess.run(
-        [sys.executable, *command, folder],
-        capture_output=True, text=True, check=False, timeout=240,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stdout[-3000:] + finished.stderr[-3000:]
+    launch(script.__file__, 2, folder)
     return folder
 
 

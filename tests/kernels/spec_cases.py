@@ -1,85 +1,12 @@
-"""Attention with every field of `AttentionSpec` by brute force in FP64, and specs to try it on."""
+"""Specs with every field of `AttentionSpec` to try kernels on, and their inputs."""
 
 import math
-from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from guardbit.kernels.spec import AttentionSpec, Documents
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Dense(NamedTuple):
-    """All of one call in FP64: `scores` with cap and masks, `terms` = P dP, P without the sink."""
-
-    scores: Tensor
-    lse: Tensor
-    weights: Tensor
-    sink_weights: Tensor
-    out: Tensor
-    terms: Tensor
-    dq: Tensor
-    d_sinks: Tensor
-
-
-def packed(query_lengths, key_lengths, device=DEVICE):
-    """Documents of these lengths."""
-    starts = []
-    for lengths in (query_lengths, key_lengths):
-        sums = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-        starts.append(torch.tensor(sums, dtype=torch.int32, device=device))
-    longest = [max(lengths, default=0) for lengths in (query_lengths, key_lengths)]
-    return Documents(*starts, *longest)
-
-
-def seen_keys(spec, rows, keys):
-    """Which query sees which key, dense masks apart, by the words of `AttentionSpec`, (N, M)."""
-    documents = [(0, rows, 0, keys)]
-    if spec.documents is not None:
-        queries, starts = (x.tolist() for x in spec.documents[:2])
-        documents = list(zip(queries, queries[1:], starts, starts[1:], strict=False))
-    seen = [[False] * keys for _ in range(rows)]
-    left, right = spec.window
-    for first_query, end_query, first_key, end_key in documents:
-        for n in range(end_query - first_query):
-            place = n + (end_key - first_key) - (end_query - first_query)
-            last = {False: end_key - first_key, True: place, "top-left": n}[spec.causal]
-            for m in range(end_key - first_key):
-                far = (left >= 0 and m < place - left) or (right >= 0 and m > place + right)
-                seen[first_query + n][first_key + m] = m <= last and not far
-    return torch.tensor(seen, dtype=torch.bool, device=DEVICE).reshape(rows, keys)
-
-
-def dense(d_out, q, k, v, spec):
-    """See `Dense`, for all heads."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    rows, keys = q.shape[2], k.shape[2]
-    hidden = ~seen_keys(spec, rows, keys)
-    leaf = q.double().requires_grad_()
-    scores = leaf @ k.mT * spec.scale
-    if spec.softcap:
-        scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if spec.mask is not None and spec.mask.dtype == torch.bool:
-        hidden = hidden | ~spec.mask
-    elif spec.mask is not None:
-        scores = scores + spec.mask
-    scores = scores.masked_fill(hidden, -math.inf)
-    none = torch.full((q.shape[1],), -math.inf, dtype=torch.float64, device=q.device)
-    sinks = (none if spec.sinks is None else spec.sinks.double()).clone().requires_grad_()
-    column = sinks[:, None, None].expand(len(q), -1, rows, 1)
-    every = torch.cat([scores, column], -1)
-    dead = (every == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(every.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    kept = weights[..., :-1]
-    out = kept @ v
-    terms = kept * (d_out.double() @ v.mT)
-    dq, d_sinks = torch.autograd.grad(out, (leaf, sinks), d_out.double())
-    results = (scores, every.logsumexp(-1), kept, weights[..., -1], out, terms, dq, d_sinks)
-    return Dense(*(x.detach() for x in results))
+from guardbit.kernels.spec import AttentionSpec
+from tests.oracle import DEVICE, packed
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0):

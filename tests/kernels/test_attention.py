@@ -16,7 +16,9 @@ from torch.autograd import forward_ad
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import dispatch, execution, op
 from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import switchable_attention
+from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
 
@@ -39,19 +41,10 @@ def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=
 
 
 def fp64(q, k, v, d_out, causal, scale=None):
-    """Textbook attention: out, lse, dq, dk, dv; rows with no key give 0 and -inf."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
-    rows, keys = q.shape[2], k.shape[2]
-    n, m = torch.arange(rows)[:, None], torch.arange(keys)
-    shift = {False: keys, True: keys - rows, "top-left": 0}[causal]
-    scores = leaves[0] @ wide_k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(m > n + shift, -math.inf)
-    dead = (m > n + shift).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    out = weights @ wide_v
-    return out.detach(), scores.logsumexp(-1), *torch.autograd.grad(out, leaves, d_out.double())
+    """out, lse, dq, dk, dv; rows with no key give 0 and -inf."""
+    spec = AttentionSpec(q.shape[3] ** -0.5 if scale is None else scale, causal)
+    truth = dense(d_out, q, k, v, spec)
+    return truth.out, truth.lse, truth.dq, truth.dk, truth.dv
 
 
 def gradients(attention, tensors, d_out):

@@ -7,6 +7,7 @@ import torch
 
 from guardbit.kernels import audit, reference
 from guardbit.kernels.spec import AttentionSpec
+from tests.oracle import dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -22,26 +23,8 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
 
 
 def exact(d_out, q, k, v, causal, scale, heads, mask=None):
-    """dQ of single query heads in FP64 by autograd, from whole matrices."""
-    group = q.shape[1] // k.shape[1]
-    key_heads = [head // group for head in heads]
-    leaf = q[:, heads].double().requires_grad_()
-    rows, keys = q.shape[2], k.shape[2]
-    hidden = torch.zeros(rows, keys, dtype=torch.bool, device=q.device)
-    if causal is not False:
-        hidden = torch.ones_like(hidden).triu(1 + (keys - rows if causal is True else 0))
-    scores = leaf @ k[:, key_heads].double().mT * scale
-    if mask is not None:
-        mask = mask.expand(len(q), q.shape[1], rows, keys)[:, heads]
-        if mask.dtype == torch.bool:
-            hidden = hidden | ~mask
-        else:
-            scores = scores + mask
-    scores = scores.masked_fill(hidden, -math.inf)
-    dead = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    out = weights @ v[:, key_heads].double()
-    return torch.autograd.grad(out, leaf, d_out[:, heads].double())[0]
+    """dQ of single query heads in FP64."""
+    return dense(d_out, q, k, v, AttentionSpec(scale, causal, mask)).dq[:, heads]
 
 
 def relative(mine, right):

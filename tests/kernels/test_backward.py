@@ -1,12 +1,12 @@
 """The Triton backward on small shapes: in the interpreter, or compiled where there is a GPU."""
 
-import math
-
 import pytest
 import torch
 
 from guardbit.kernels import backward, forward, reference
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.records import STABILIZERS as ALL_STABILIZERS
+from tests.oracle import dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -32,18 +32,8 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
 
 
 def exact(q, k, v, d_out, causal, scale):
-    """Gradients in FP64 by autograd through whole matrices."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    rows, keys = q.shape[2], k.shape[2]
-    wide_k, wide_v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    hidden = torch.zeros(rows, keys, dtype=torch.bool, device=q.device)
-    if causal is not False:
-        shift = keys - rows if causal is True else 0
-        hidden = torch.ones_like(hidden).triu(shift + 1)
-    dead = hidden.all(-1)[:, None]
-    scores = (q @ wide_k.mT * scale).masked_fill(hidden, -math.inf).masked_fill(dead, 0.0)
-    out = torch.softmax(scores, -1).masked_fill(dead, 0.0) @ wide_v
-    return torch.autograd.grad(out, (q, k, v), d_out.double())
+    truth = dense(d_out, q, k, v, AttentionSpec(scale, causal))
+    return truth.dq, truth.dk, truth.dv
 
 
 # B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; keys no row sees.

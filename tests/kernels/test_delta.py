@@ -12,6 +12,7 @@ from guardbit.kernels import dispatch, launch, reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
+from tests.oracle import dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
@@ -59,14 +60,8 @@ def hidden_keys(spec, shape):
 
 def exact(d_out, q, k, v, spec):
     """FP64: L, O, delta and sum |P dP| of all heads; L is -inf where no key is seen."""
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    hidden, added = hidden_keys(spec, (*q.shape[:3], k.shape[2]))
-    scores = (q.double() @ k.mT * spec.scale + added).masked_fill(hidden, -math.inf)
-    dead = (scores == -math.inf).all(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    terms = weights * (d_out.double() @ v.mT)
-    return scores.logsumexp(-1), weights @ v, terms.sum(-1), terms.abs().sum(-1)
+    truth = dense(d_out, q, k, v, spec)
+    return truth.lse, truth.out, truth.terms.sum(-1), truth.terms.abs().sum(-1)
 
 
 def check_delta(module, tensors, spec, heads):

@@ -16,6 +16,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import decode_residual
+from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
 MIX = ("stochastic", "compensated", "none", "row_max")
@@ -68,19 +69,10 @@ def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=
 
 
 def fp64(q, k, v, d_out, mask, dropout_p, causal=False):
-    """Textbook attention with a given mask: out, lse, dq, dk, dv."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    groups = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (x.repeat_interleave(groups, 1) for x in leaves[1:])
-    rows, keys = q.shape[2], k.shape[2]
-    n, m = torch.arange(rows)[:, None], torch.arange(keys)
-    shift = {False: keys, True: keys - rows, "top-left": 0}[causal]
-    scores = (leaves[0] @ wide_k.mT * q.shape[3] ** -0.5).masked_fill(m > n + shift, -math.inf)
-    dead = (m > n + shift).all(-1, keepdim=True)
-    weights = scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
-    share = round(dropout_p * 65536) / 65536
-    out = (weights * mask / (1 - share)) @ wide_v
-    return out.detach(), scores.logsumexp(-1), *torch.autograd.grad(out, leaves, d_out.double())
+    """Under a given mask of dropout: out, lse, dq, dk, dv."""
+    factor = mask / (1 - round(dropout_p * 65536) / 65536)
+    truth = dense(d_out, q, k, v, AttentionSpec(q.shape[3] ** -0.5, causal), factor)
+    return truth.out, truth.lse, truth.dq, truth.dk, truth.dv
 
 
 def next_word():
@@ -259,7 +251,7 @@ def test_shadow_and_exact_query_gradient():
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_every_entry_of_the_mask_forward_and_backward(backend):
     # All scores are equal, so P = 1 / M; V and dO pick out single keys and single queries.
-    batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 150, 64, 0.25
+    batch, heads, rows, keys, width, dropout_p = 2, 3, 70, 100, 64, 0.25
     q, k = (torch.zeros(batch, heads, length, width).bfloat16() for length in (rows, keys))
     torch.manual_seed(11)
     mask = kept(int(next_word()), dropout_p, batch, heads, rows, keys)
@@ -288,7 +280,7 @@ def test_every_entry_of_the_mask_forward_and_backward(backend):
     assert torch.equal(found, mask)
     assert torch.equal(found_backward, mask)
     kept_values = out.detach()[..., : keys % width][mask[..., keys - keys % width :]]
-    # Rounded to BF16; the sum of 150 equal parts of l is exact, P-bar of row_max is rounded too.
+    # Rounded to BF16; the sum of 100 equal parts of l is exact, P-bar of row_max is rounded too.
     torch.testing.assert_close(
         kept_values.float(), torch.full_like(kept_values, 4 / 3 / keys).float(), rtol=2**-7, atol=0
     )
@@ -301,10 +293,11 @@ def test_triton_against_fp64(causal):
         flash_attention, causal=causal, stabilizer=MIX, return_lse=True, dropout_p=0.3,
         backend="triton",
     )  # fmt: skip
-    for rows, keys, width in [(21, 70, 80), (70, 34, 16), (1, 9, 16)]:
-        *tensors, d_out = inputs(2, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
+    # Two samples of several tiles each are in the test of every entry.
+    for batch, rows, keys, width in [(1, 21, 70, 80), (1, 70, 34, 16), (2, 1, 9, 16)]:
+        *tensors, d_out = inputs(batch, 4, 2, rows, keys, width, torch.bfloat16, seed=rows)
         torch.manual_seed(rows)
-        mask = kept(int(next_word()), 0.3, 2, 4, rows, keys)
+        mask = kept(int(next_word()), 0.3, batch, 4, rows, keys)
         found = run(attention, tensors, d_out)
         exact = fp64(*tensors, d_out, mask, 0.3, causal)
         for mine, truth in zip(found, exact, strict=True):

@@ -15,7 +15,7 @@ from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.library import library_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import dense, packed
+from tests.oracle import dense, packed
 
 pytestmark = [
     pytest.mark.gpu,

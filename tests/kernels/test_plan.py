@@ -8,7 +8,7 @@ from guardbit.kernels.engines.proof import Proof
 from guardbit.kernels.plan import Call, resolve
 from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import packed
+from tests.oracle import packed
 
 SPECS = {
     "window": AttentionSpec(0.25, window=(3, 0)),

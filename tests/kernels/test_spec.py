@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
 from guardbit.kernels.spec import AttentionSpec, Documents
-from tests.kernels.spec_cases import DEVICE, packed, seen_keys, specs
+from tests.kernels.spec_cases import specs
+from tests.oracle import DEVICE, packed, seen_keys
 
 
 @settings(max_examples=200, deadline=None)

@@ -7,8 +7,9 @@ import torch
 
 from guardbit.kernels import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import dense, inputs, packed
+from tests.kernels.spec_cases import inputs
 from tests.kernels.test_spec_numerics import check_audit, check_delta, check_shadow
+from tests.oracle import dense, packed
 
 pytestmark = pytest.mark.gpu
 

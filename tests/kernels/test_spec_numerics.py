@@ -13,7 +13,8 @@ from guardbit.kernels import audit, delta, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head
 from guardbit.monitor.measure.rows import shared_maxima
-from tests.kernels.spec_cases import CASES, DEVICE, dense, inputs, packed, specs
+from tests.kernels.spec_cases import CASES, inputs, specs
+from tests.oracle import DEVICE, dense, packed
 
 pytestmark = [
     # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.

@@ -5,15 +5,14 @@ import pytest
 
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
-    DeltaBias,
-    LogitOutlier,
+    CommonMode,
+    GradientError,
+    HeadGrowth,
     LossDeparture,
     ModelLogits,
-    MultipleMaxima,
-    NormGrowth,
     role_of,
 )
-from guardbit.monitor.policy import HOLD_STEPS, SCOPES, Policy
+from guardbit.monitor.policy import HOLD_STEPS, SCOPES, SETTLING_STEPS, Policy
 from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Role
 
@@ -23,6 +22,9 @@ ROLES = {
     "loss_departure": Role("loss", measures_cause=False),
     "delta_bias": Role("head", measures_cause=True),
 }
+
+
+MEASURED = "a rounding error of dQ that adds up is measured"
 
 
 def alarm(step, rule="norm_growth", site="h.2", heads=(3,)):
@@ -43,13 +45,15 @@ def decided(decisions):
 
 
 def test_the_rules_have_their_roles():
-    rules = (
-        NormGrowth(), LogitOutlier(), ModelLogits(), MultipleMaxima(), DeltaBias(), LossDeparture()
-    )  # fmt: skip
-    assert set(rules) <= set(DEFAULT_RULES)
-    known = {rule.name: role_of(rule) for rule in rules}
-    of_heads = dict.fromkeys(["norm_growth", "logit_outlier", "multiple_maxima"], Role("head"))
-    assert known == ROLES | of_heads
+    rules = CommonMode(), HeadGrowth(), GradientError(), ModelLogits(), LossDeparture()
+    assert rules == DEFAULT_RULES
+    assert {rule.name: role_of(rule) for rule in rules} == {
+        "common_mode": Role("head", is_advisory=True),
+        "head_growth": Role("head"),
+        "gradient_error": Role("head", measures_cause=True),
+        "model_logits": Role("model"),
+        "loss_departure": Role("loss"),
+    }
 
 
 def renamed(alarms):
@@ -437,20 +441,28 @@ def loss(step):
         # How many modules have alarms.
         (everywhere(3000, "norm_growth", 5), "unclear", "5 of 12 attention modules"),
         (everywhere(3000, "norm_growth", 4), "rounding", "4 of 12 attention modules"),
-        (everywhere(3000, "delta_bias", 5), "unclear", "a one-sided delta bias is measured;"),
+        (
+            everywhere(3000, "delta_bias", 5),
+            "unclear",
+            MEASURED + ";",
+        ),
         ([alarm(3000), *everywhere(4001, "norm_growth", 5)], "rounding", "1 of 12"),
         # Whether the bias sides with the growth.
-        ([alarm(7000)], "rounding", "no one-sided delta bias is established"),
-        ([alarm(7000, "delta_bias")], "rounding", "a one-sided delta bias is measured;"),
+        ([alarm(7000)], "rounding", "no rule has measured the cause"),
+        (
+            [alarm(7000, "delta_bias")],
+            "rounding",
+            MEASURED + ";",
+        ),
         (
             [alarm(7000), alarm(7100, "delta_bias")],
             "rounding",
-            "a one-sided delta bias is measured in the heads that grow",
+            MEASURED + " in the heads that grow",
         ),
         (
             [alarm(7000), alarm(7100, "delta_bias", heads=(4,))],
             "rounding",
-            "a one-sided delta bias is measured in other heads than those that grow",
+            MEASURED + " in other heads than those that grow",
         ),
     ],
 )
@@ -514,3 +526,126 @@ def test_the_old_name_of_the_quiet_period_is_still_understood():
         assert policy.calm_steps == 100
     with pytest.raises(ValueError, match="quiet_steps is 5 and calm_steps, its old name, is 6"):
         Policy(quiet_steps=5, calm_steps=6)
+
+
+# Widening, where a switch does not help.
+
+
+def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_the_model():
+    policy = Policy("compensated", scope="head")
+    assert decided(decide(policy, [alarm(100)], 100)) == [(100, "h.2", (3,), "compensated")]
+    assert decide(policy, [alarm(100 + SETTLING_STEPS - 1)], 100 + SETTLING_STEPS - 1) == []
+    layer = decide(policy, [alarm(1600)], 1600)
+    others = tuple(head for head in range(12) if head != 3)
+    assert decided(layer) == [(1600, "h.2", others, "compensated")]
+    assert layer[0].why == (
+        "head 3 of h.2 is alarmed 1,500 steps after it was to run compensated, so all of its"
+        " layer's heads are switched"
+    )
+    # The layer, too, has time to settle: also of the head that has had its.
+    assert decide(policy, [alarm(3099)], 3099) == []
+    model = decide(policy, [alarm(3100)], 3100)
+    assert decided(model) == of_all("compensated", 3100, set(PLAIN) - {"h.2"})
+    assert "3,000 steps after it was to run compensated, so all heads of the model" in model[0].why
+    assert policy.advice is None
+    assert decide(policy, [alarm(4599)], 4599) == [] and policy.advice is None
+    assert decide(policy, [alarm(4600)], 4600) == []
+    assert policy.advice == (
+        "head 3 of h.2 is alarmed 4,500 steps after it was to run compensated, and all heads are"
+    )
+
+
+def test_the_default_widens_from_the_layer_to_the_model():
+    policy = Policy()
+    decide(policy, [alarm(100)], 100)
+    # Another head of the layer was switched with it; one of another layer was not.
+    other = decide(policy, [alarm(1600, site="h.5")], 1600)
+    assert decided(other) == of_all("exact_delta", 1600, ["h.5"])
+    model = decide(policy, [alarm(1700, heads=(7,))], 1700)
+    assert decided(model) == of_all("exact_delta", 1700, set(PLAIN) - {"h.2", "h.5"})
+    # What is called later follows.
+    late = decide(policy, [], 1800, {"h.9": ["none"] * 12})
+    assert decided(late) == of_all("exact_delta", 1800, ["h.9"])
+
+
+@pytest.mark.parametrize("steps, widens", [(1000, True), (1001, False)])
+def test_three_heads_of_a_layer_in_a_thousand_steps_are_the_layers(steps, widens):
+    policy = Policy("compensated", scope="head")
+    decide(policy, [alarm(100, heads=(1,))], 100)
+    decide(policy, [alarm(300, heads=(2,)), alarm(300, site="h.5", heads=(4, 5))], 300)
+    third = decide(policy, [alarm(100 + steps, heads=(3,))], 100 + steps)
+    heads = (0, *range(3, 12)) if widens else (3,)
+    assert decided(third) == [(100 + steps, "h.2", heads, "compensated")]
+    assert ("3 heads of h.2 are alarmed within 1,000 steps" in third[0].why) is widens
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_nothing_widens_unasked(scope):
+    policy = Policy("compensated", scope=scope, escalate=False)
+    first = decide(policy, [alarm(100)], 100)
+    assert first
+    for step in range(2000, 20_000, 1500):
+        assert decide(policy, [alarm(step)], step) == []
+    assert policy.advice is None
+
+
+@pytest.mark.parametrize("settings", [{"scope": "model"}, {"always": True}])
+def test_where_all_heads_are_switched_only_advice_is_left(settings):
+    policy = Policy(**settings)
+    assert decide(policy, [alarm(100)], 100)
+    decide(policy, [alarm(1599)], 1599)
+    assert policy.advice is None
+    assert decide(policy, [alarm(1600)], 1600) == []
+    assert policy.advice.startswith("head 3 of h.2 is alarmed 1,500 steps after")
+    told = policy.advice
+    decide(policy, [alarm(9000)], 9000)
+    assert policy.advice == told, "once"
+
+
+def test_logits_that_all_run_away_widen_nothing():
+    policy = Policy()
+    decide(policy, [alarm(100)], 100)
+    decide(policy, [alarm(1500, "model_logits", "h.0")], 1500)
+    assert decide(policy, [alarm(1700)], 1700) == []
+    # A measured cause does.
+    assert decide(policy, [alarm(1800, "delta_bias")], 1800)
+
+
+def test_an_undone_switch_is_not_held_against_the_head_but_its_layer_takes_it_along():
+    policy = Policy("compensated", scope="head", quiet_steps=1100)
+    decide(policy, [alarm(100, heads=(1,))], 100)
+    assert decided(decide(policy, [], 1200)) == [(1200, "h.2", (1,), "none")]
+    # Two others, and again that one: three heads of the layer.
+    decide(policy, [alarm(4000, heads=(2, 3))], 4000)
+    widened = decide(policy, [alarm(4100, heads=(1,))], 4100)
+    assert decided(widened) == [(4100, "h.2", (0, 1, *range(4, 12)), "compensated")]
+    assert decide(policy, [], 99_000) == [], "what has been widened is not undone"
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_restless_head_is_not_undone(scope):
+    policy = Policy("compensated", scope=scope, quiet_steps=100)
+    decide(policy, [alarm(100)], 100)
+    assert policy.decide([], 300, PLAIN, {"h.2": (3,), "h.5": (1,)}) == []
+    (undone, *_) = policy.decide([], 400, PLAIN, {"h.9": (3,)})
+    assert undone.stabilizer == "none"
+
+
+def test_an_advisory_decides_nothing():
+    policy = Policy()
+    advised = dataclasses.replace(alarm(100), role=Role(is_advisory=True))
+    assert decide(policy, [advised], 100) == []
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_widening_goes_on_at_every_cut(scope):
+    script = [(step, [alarm(step)]) for step in range(100, 9000, 700)]
+    whole = Policy(scope=scope)
+    expected = [decide(whole, alarms, step) for step, alarms in script]
+    assert whole.advice
+    for cut in range(len(script) + 1):
+        first, second = Policy(scope=scope), Policy(scope=scope)
+        before = [decide(first, alarms, step) for step, alarms in script[:cut]]
+        second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+        after = [decide(second, alarms, step) for step, alarms in script[cut:]]
+        assert (before + after, second.advice) == (expected, whole.advice)

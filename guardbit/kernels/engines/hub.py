@@ -58,9 +58,9 @@ class HubFlashAttn4(FlashAttn4):
 def home_of(label: str) -> str:
     """The name of the module of a version, or "" as long as none is imported."""
     if _homes.get(label) not in sys.modules:
-        found_now = (
-            name for name, module in sys.modules.copy().items() if _label(name, module) == label
-        )
+        # Both names of files end so, and thousands of modules do not: they are passed over quickly.
+        names = [name for name in list(sys.modules) if name.endswith("interface")]
+        found_now = (name for name in names if _label(name, sys.modules.get(name)) == label)
         _homes[label] = next(found_now, "")
     return _homes[label]
 

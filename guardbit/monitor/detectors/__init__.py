@@ -22,30 +22,33 @@ from guardbit.monitor.detectors.evidence import measured_errors
 from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, role_of
 from guardbit.monitor.detectors.rules import (
     DEFAULT_RULES,
-    DeltaBias,
-    LogitOutlier,
+    CommonMode,
+    GradientError,
+    HeadGrowth,
     LossDeparture,
     ModelLogits,
-    MultipleMaxima,
-    NormGrowth,
 )
+from guardbit.monitor.detectors.rules.common import heads_where
 from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 __all__ = [
     "DEFAULT_RULES",
-    "DeltaBias",
+    "CommonMode",
     "Detectors",
     "Finding",
-    "LogitOutlier",
+    "GradientError",
+    "HeadGrowth",
     "LossDeparture",
     "ModelLogits",
-    "MultipleMaxima",
-    "NormGrowth",
     "Rule",
     "Snapshot",
     "role_of",
 ]
+
+
+#: Of `CommonMode` as it is by default: a rule of that kind need not be among the run's.
+_RESTLESS = CommonMode().logit
 
 
 class Detectors:
@@ -54,6 +57,7 @@ class Detectors:
     Args:
         rules: The rules, each with a name of its own. With none, no alarm is ever raised.
         cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
+            A rule that gives advisories names a head once.
 
     Attributes:
         roles: Rule -> what it judges.
@@ -106,7 +110,8 @@ class Detectors:
             samples: In any order; normally no step older than those of earlier calls.
 
         Returns:
-            The alarms in the order of steps, of rules within a step, and of attention modules.
+            The alarms in the order of steps, of rules within a step, and of attention modules;
+            among them advisories, which their role tells apart.
         """
         alarms = []
         known = (sample for sample in samples if sample.indicator in INDICATORS)
@@ -124,16 +129,31 @@ class Detectors:
         return alarms
 
     def unjudged(self, indicators: Collection[str]) -> dict[str, list[str]]:
-        """Returns the rules that can judge nothing, each with the indicators it lacks.
+        """Returns the rules that cannot raise an alarm, each with the indicators that it lacks.
 
         Args:
             indicators: The indicators that are measured.
         """
-        missing = {
-            rule.name: [name for name in getattr(rule, "reads", ()) if name not in indicators]
-            for rule in self.rules
+        missing: dict[str, list[str]] = {}
+        for rule in self.rules:
+            for needed in getattr(rule, "reads", ()):
+                either = (needed,) if isinstance(needed, str) else needed
+                if not self.roles[rule.name].is_advisory and not set(either) & set(indicators):
+                    missing.setdefault(rule.name, []).extend(either)
+        return missing
+
+    def restless(self) -> dict[str, tuple[int, ...]]:
+        """Returns the heads whose switch is not to be undone, however long no rule has named them.
+
+        Their last known largest logits are beyond those from which `CommonMode` takes a head for
+        one in which rounding has taken hold. In the rescue study logits grew again after two of
+        three undoings (docs/evidence.md).
+        """
+        return {
+            site: heads
+            for site, logits in self._latest.get("max_logit", {}).items()
+            if (heads := heads_where(np.abs(logits) >= _RESTLESS))
         }
-        return {rule: names for rule, names in missing.items() if names}
 
     def state_dict(self) -> State:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
@@ -194,10 +214,12 @@ class Detectors:
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:
         """Returns the finding's heads that may fire now, (-1,) for the whole run, and notes it."""
         fired = self._fired[rule].setdefault(finding.site, {})
+        is_advisory = self.roles[rule].is_advisory
         ready = tuple(
             int(head)  # a rule's own may be NumPy's
             for head in finding.heads or (-1,)
-            if str(head) not in fired or step >= fired[str(head)] + self.cool_down_steps
+            if str(head) not in fired
+            or (not is_advisory and step >= fired[str(head)] + self.cool_down_steps)
         )
         fired.update({str(head): step for head in ready})
         return ready

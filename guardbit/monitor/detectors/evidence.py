@@ -12,8 +12,8 @@ def measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> st
     """Describes the rounding errors last measured in alarmed heads.
 
     They are the evidence on the cause, where most rules see consequences only. No threshold is
-    applied: what rounding may do to a healthy head depends on the head, and `DeltaBias` is the
-    test of it.
+    applied: what rounding may do to a healthy head depends on the head, and `GradientError` is
+    the test of it.
 
     Args:
         snapshot: What is known at the step of the alarm.

@@ -80,8 +80,8 @@ class Rule(Protocol):
 
     A rule may have two more attributes:
 
-    - `reads`: the indicators without which it can judge nothing. Where they are not measured, the
-      user is warned.
+    - `reads`: the indicators without which it can judge nothing. In place of one there may be a
+      tuple of several of which one is enough. Where they are not measured, the user is warned.
     - `role`, a `guardbit.records.Role`: what it judges. Without one it judges single heads.
     """
 

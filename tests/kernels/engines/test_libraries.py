@@ -17,8 +17,8 @@ from guardbit.kernels.library import library_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests import flash_stand_in
-from tests.kernels.spec_cases import dense
-from tests.kernels.spec_cases import packed as packed_on
+from tests.oracle import dense
+from tests.oracle import packed as packed_on
 
 ENGINES = tuple(LIBRARIES)
 TAKE_SINKS = tuple(name for name in ENGINES if name.endswith("flash_attn_4"))

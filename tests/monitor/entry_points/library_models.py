@@ -13,7 +13,7 @@ from torch import nn
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.libraries import LibraryEntryPoint
 from tests import flash_stand_in
-from tests.kernels.spec_cases import packed
+from tests.oracle import packed
 
 LIBRARY = [entry for entry in ENTRY_POINTS if isinstance(entry, LibraryEntryPoint)]
 HEADS, WIDTH = 4, 16

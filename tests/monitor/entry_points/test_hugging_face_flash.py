@@ -9,7 +9,7 @@ import guardbit
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests import flash_stand_in
-from tests.kernels.spec_cases import dense
+from tests.oracle import dense
 
 SMALL = {
     "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,

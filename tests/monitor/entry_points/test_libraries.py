@@ -23,7 +23,6 @@ from guardbit.monitor.interception.entry_points import libraries
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
-from tests.kernels.spec_cases import dense, packed
 from tests.monitor.entry_points.library_models import (
     LENGTHS,
     LIBRARY,
@@ -32,6 +31,7 @@ from tests.monitor.entry_points.library_models import (
     by_name_of,
     install,
 )
+from tests.oracle import dense, packed
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,5 @@
 """The metrics against whole FP64 attention matrices, from calls made through the real op."""
 
-import subprocess
-import sys
 import textwrap
 from dataclasses import replace
 
@@ -15,6 +13,7 @@ from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
 from guardbit.numerics import decode_residual
+from tests.callbacks.several_ranks import launch
 
 EPS = 1e-3
 PROBES = plan_for(HEAD_INDICATORS).calls
@@ -304,7 +303,7 @@ def test_zero_gradient_gives_no_audit(size):
 
 WORKER = textwrap.dedent(
     """
-    import sys
+    import os, sys
     import torch
     from guardbit.catalog import HEAD_INDICATORS
     from guardbit.monitor.measure.metric import AttentionMetric
@@ -312,7 +311,7 @@ WORKER = textwrap.dedent(
     from guardbit.monitor.measure.probes import CallView
 
     torch.set_num_threads(1)
-    rank, folder = int(sys.argv[1]), sys.argv[2]
+    rank, folder = int(os.environ["RANK"]), sys.argv[1]
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2
     )
@@ -331,15 +330,8 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     shares = [calls[:1], calls[1:]]
     for rank, share in enumerate(shares):
         torch.save(share, tmp_path / f"calls{rank}.pt")
-    workers = [
-        subprocess.Popen([sys.executable, "-c", WORKER, str(rank), str(tmp_path)])
-        for rank in range(2)
-    ]
-    try:
-        assert [worker.wait(timeout=60) for worker in workers] == [0, 0]
-    finally:
-        for worker in workers:
-            worker.kill()
+    (tmp_path / "worker.py").write_text(WORKER)
+    launch(tmp_path / "worker.py", 2, tmp_path)
     alone = AttentionMetric(PROBES, 1, 4)
     for call in calls:
         alone.update(0, CallView(call, None, [2], torch.ones(4, 16)))

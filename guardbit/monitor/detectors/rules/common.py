@@ -44,11 +44,3 @@ def smaller_of_last_two(state: State, site: str, values: Values) -> Values:
     previous = from_plain(state.get(site, []), len(values))
     state[site] = to_plain(np.where(np.isnan(values), previous, values))
     return np.minimum(previous, values)
-
-
-def first_known(state: State, site: str, values: Values) -> Values:
-    """Returns each head's first value that was no NaN."""
-    first = from_plain(state.get(site, []), len(values))
-    first = np.where(np.isnan(first), values, first)
-    state[site] = to_plain(first)
-    return first

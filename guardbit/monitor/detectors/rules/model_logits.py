@@ -18,16 +18,17 @@ class ModelLogits:
 
     Rounding fails in a single layer (section 3.2); at too high a rate all layers go at once. The
     statistic is the lower quartile over the layers of the largest logit, on two samples in a row:
-    beyond `level` where it has grown there from below, and beyond `saturated`, the limit of
-    `LogitOutlier`, also where the monitor came when it was too late to see it grow.
+    `growth` times what it was at first, or beyond `saturated`, also where the monitor came when it
+    was too late to see it grow. From there on FP32 scores are coarser than the tolerance that
+    counts as a tie, 2^-10: a limit of the arithmetic, whatever the model.
 
-    Largest in the stable runs 135 (in any three of their layers, taken for a model, 495; two
-    healthy layers do pass 1,024), in the failing run 123; the learning-rate runs pass 1,024 at
-    step 1,000, 8,192 at steps 2,600 and 3,000, and end at 21,000 and 85,000.
+    Largest quartile in the stable runs 135 (in any three of their layers, taken for a model, 495),
+    in the failing run 123; the learning-rate runs pass 1,024, which is 64 times 16, at step 1,000,
+    8,192 at steps 2,600 and 3,000, and end at 21,000 and 85,000.
 
     Attributes:
-        level: Smallest quartile that fires, after scaling.
         growth: Smallest ratio to the first quartile seen.
+        flat: A first quartile below this counts as this, see `head_growth`.
         saturated: Smallest quartile that fires without having grown.
         sites: Smallest number of attention modules that is judged: of two, one is no majority.
     """
@@ -37,8 +38,8 @@ class ModelLogits:
     role: ClassVar[Role] = Role("model")
 
     name: str = "model_logits"
-    level: float = 1024.0
-    growth: float = 4.0
+    growth: float = 64.0
+    flat: float = 16.0
     saturated: float = 8192.0
     sites: int = 3
 
@@ -53,14 +54,15 @@ class ModelLogits:
         quartile = snapshot.typical_top("max_logit", 0.25)
         if math.isnan(quartile):
             return []
-        first = state.setdefault("first", quartile)
+        first = state.setdefault("first", max(quartile, self.flat))
         lasting = min(state.get("last", 0.0), quartile)
         state["last"] = quartile
-        if lasting < min(max(self.level, self.growth * first), self.saturated):
+        bound = min(self.growth * first, self.saturated)
+        if lasting < bound:
             return []
         why = (
             f"three of four attention modules reach logits of {quartile:.3g} "
-            f"(threshold {self.level:g}), where they began at {first:.3g}"
+            f"(threshold {bound:.3g}), where they began at {first:.3g} or less"
         )
-        high = {site: heads_where(logits >= self.level) for site, logits in measured.items()}
+        high = {site: heads_where(logits >= bound) for site, logits in measured.items()}
         return [Finding(site, heads, why) for site, heads in high.items() if heads]

@@ -1,0 +1,113 @@
+"""The rule `head_growth`: a head's query weights and logits outgrow the model's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from guardbit.monitor.detectors.rule import Finding, Snapshot
+from guardbit.monitor.detectors.rules.common import (
+    check_thresholds,
+    heads_where,
+    smaller_of_last_two,
+)
+from guardbit.monitor.detectors.rules.outrunning import Lead, outrun, restart
+from guardbit.monitor.detectors.values import State, Values
+
+#: Growth that no lead counts: a multiple of the typical head's, and e-folds in 1,000 steps. Logits
+#: are single rows' extremes, and walk further by themselves.
+OVER_PEERS = 2.5
+NORM_DRIFT, LOGIT_DRIFT = 0.05, 0.3
+
+#: A logit is a difference of logarithms of probabilities, in nats. In any model smaller ones are
+#: noise, and count as this.
+FLAT = 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGrowth:
+    """A head's query weights, its logits or both outgrow those of the model's other heads.
+
+    Rounding errors of delta that add up push the spectral norm of a head's W_Q, and with it its
+    logits (arXiv 2510.04212, section 3.2, figures 3 and 11). In the runs we have it begins in heads
+    whose norm is small: they catch up with the others, and overtake them a thousand steps later. So
+    growth counts from wherever it begins, see `outrunning.outrun`, and no level does. The peers are
+    the clock: in a young run, or at a high rate, all heads grow fast.
+
+    Either may be bounded, or not known. So each counts by itself, and both together for less.
+    Where queries are normalised between W_Q and the scores, the norm says nothing. A largest logit
+    is one extreme row's: of two samples in a row the smaller one counts.
+
+    A head that has been named is named again once it has grown by as much again.
+
+    In the sound runs, the stable ones, the shifted one and a compensated one at 3e-3 the largest
+    lead of a norm is 0.31, of logits 1.92, and of both, as parts of what each must be, 0.59: half
+    the thresholds spares them all. The failing runs reach one between steps 2,000 and 6,200.
+
+    Attributes:
+        norm: Smallest lead of a W_Q norm that fires, e-folds: a factor of 1.9.
+        logit: Smallest lead of the largest logit that fires, e-folds: a factor of 47.
+        together: Smallest sum of both, each as a part of what it must be alone, that fires.
+    """
+
+    reads: ClassVar[tuple[tuple[str, ...], ...]] = (("w_q_spectral_norm", "max_logit"),)
+
+    name: str = "head_growth"
+    norm: float = 0.63
+    logit: float = 3.85
+    together: float = 1.2
+
+    def __post_init__(self) -> None:
+        check_thresholds(self)
+
+    def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
+        """Returns the heads that have outgrown the others by enough."""
+        last, norm_state, logit_state = (
+            state.setdefault(name, {}) for name in ("last", "norm", "logit")
+        )
+        norms = {
+            site: values
+            for site, values in snapshot.of("w_q_spectral_norm").items()
+            if site not in snapshot.normalised
+        }
+        logits = {
+            site: np.maximum(smaller_of_last_two(last, site, np.abs(values)), FLAT)
+            for site, values in snapshot.of("max_logit").items()
+        }
+        by_norm = outrun(norm_state, snapshot.step, norms, OVER_PEERS, NORM_DRIFT)
+        by_logit = outrun(logit_state, snapshot.step, logits, OVER_PEERS, LOGIT_DRIFT)
+        findings = []
+        for site in dict.fromkeys([*by_norm, *by_logit]):
+            of_norm = _part(by_norm.get(site), self.norm)
+            of_logit = _part(by_logit.get(site), self.logit)
+            fired = (of_norm >= 1) | (of_logit >= 1) | (of_norm + of_logit >= self.together)
+            if heads := heads_where(fired):
+                for its_state in (norm_state, logit_state):
+                    restart(its_state, site, heads)
+                tell = partial(_why, of_norm + of_logit, by_norm.get(site), by_logit.get(site))
+                findings.append(Finding(site, heads, tell))
+        return findings
+
+
+def _part(ahead: Lead | None, needed: float) -> Values:
+    """A lead as a part of what it must be; 0 where it is not known."""
+    if ahead is None:
+        return np.zeros(1)
+    lead = np.nan_to_num(ahead.lead, nan=0.0)
+    return lead / needed if needed > 0 else np.where(np.isnan(ahead.lead), 0.0, math.inf)
+
+
+def _why(parts: Values, by_norm: Lead | None, by_logit: Lead | None, heads: tuple[int, ...]) -> str:
+    top = max(heads, key=lambda head: parts[head])
+    clauses = [
+        f"{name} by a factor of {math.exp(ahead.growth[top]):.3g} since step "
+        f"{ahead.since[top]:.0f}, to {math.exp(ahead.log[top]):.3g}, that of the typical head by "
+        f"{math.exp(ahead.typical[top]):.3g}"
+        for name, ahead in (("W_Q spectral norm", by_norm), ("largest logit", by_logit))
+        if ahead is not None and ahead.lead[top] > 0
+    ]
+    return f"head {top} outgrows the others: " + "; ".join(clauses)

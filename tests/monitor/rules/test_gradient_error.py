@@ -1,0 +1,101 @@
+import math
+
+import numpy as np
+import pytest
+
+from guardbit.monitor.detectors import Detectors, GradientError
+from guardbit.records import Role, Sample
+
+
+def audits(errors, site="a"):
+    """A sample every 10 steps; errors: a row of heads each."""
+    return [Sample(10 * i, site, 0, "dq_coherent_error", tuple(e)) for i, e in enumerate(errors)]
+
+
+@pytest.mark.parametrize("error, audit", [(1.0, 5), (-1.0, 5), (40.0, 5), (0.5, 7)])
+def test_it_fires_in_the_audit_that_its_docstring_names(error, audit):
+    alarms = Detectors((GradientError(),)).update(audits([[error]] * audit))
+    assert [alarm.step for alarm in alarms] == [10 * (audit - 1)]
+    # By hand: M = (M + 1) (1 + stake (x / 0.1 - 1)), the mean of three stakes against 1e4.
+    wealth = [0.0, 0.0, 0.0]
+    for count in range(1, audit + 1):
+        outcome = min(1.0, abs(error))
+        wealth = [
+            (m + 1) * (1 + s * (outcome / 0.1 - 1))
+            for m, s in zip(wealth, (0.2, 0.5, 0.9), strict=True)
+        ]
+        assert (sum(wealth) / 3 >= 1e4) is (count == audit)
+
+
+def test_errors_of_the_sound_runs_never_fire():
+    # The largest that any audit of theirs found, in every audit.
+    assert Detectors((GradientError(),)).update(audits([[0.019]] * 5000)) == []
+
+
+def test_false_alarms_come_no_oftener_than_it_says():
+    """A head whose mean is the one tolerated: the whole gradient, once in ten audits."""
+    generator = np.random.default_rng(3)
+    rounds, heads = 400, 250
+    outcomes = (generator.random((rounds, heads)) < 0.1).astype(float)
+    detectors = Detectors((GradientError(audits_to_false_alarm=100.0),), cool_down_steps=0)
+    alarms = detectors.update(audits(outcomes))
+    count = sum(len(alarm.heads) for alarm in alarms)
+    # At most 1,000 are expected; their scatter is some 40.
+    assert 100 < count <= 1100
+
+
+def test_heads_that_are_not_audited_neither_win_nor_lose():
+    often = [[1.0, math.nan]] * 4 + [[math.nan, 1.0]] * 4 + [[1.0, math.nan], [math.nan, 1.0]]
+    alarms = Detectors((GradientError(),)).update(audits(often))
+    assert [(alarm.step, alarm.heads) for alarm in alarms] == [(80, (0,)), (90, (1,))]
+
+
+def test_after_an_alarm_it_takes_new_evidence():
+    detectors = Detectors((GradientError(),), cool_down_steps=0)
+    alarms = detectors.update(audits([[1.0]] * 10 + [[0.0]] * 50))
+    assert [alarm.step for alarm in alarms] == [40, 90]
+
+
+def test_it_measures_the_cause_and_says_how_large():
+    (alarm,) = Detectors((GradientError(),)).update(audits([[0.0, -3.25]] * 5))
+    assert alarm.role == Role(measures_cause=True)
+    assert alarm.heads == (1,)
+    assert alarm.why.startswith(
+        "rounding makes 1 of dQ along the top direction of the W_Q of head 1 now, and more than"
+        " 0.1 in the mean (one false alarm in 10000 audits of a head)"
+    )
+
+
+@pytest.mark.parametrize("wrong", [{"stakes": ()}, {"stakes": (1.5,)}, {"tolerated": 0.0}])
+def test_bets_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ValueError, match="gradient_error has the stakes"):
+        GradientError(**wrong)
+
+
+# The push, which has a sign.
+
+
+def pushes(values):
+    return [Sample(10 * i, "a", 0, "w_q_push", (float(v),)) for i, v in enumerate(values)]
+
+
+def test_a_push_that_keeps_its_sign_is_found_and_one_that_does_not_is_not():
+    rule = GradientError()
+    alarms = Detectors((rule,)).update(pushes([3.0] * 30))
+    # By hand: M = (M + 1) (1 + stake ((x + 1) / 2 / 0.55 - 1)) with x cut at 1.
+    wealth, count = [0.0] * 3, 0
+    while sum(wealth) / 3 < 1e4:
+        count += 1
+        wealth = [
+            (m + 1) * (1 + s * (1 / 0.55 - 1)) for m, s in zip(wealth, rule.stakes, strict=True)
+        ]
+    assert [alarm.step for alarm in alarms] == [10 * (count - 1)]
+    assert alarms[0].why.startswith("rounding pushes the W_Q spectral norm of head 0 up, by +1 of")
+    assert Detectors((rule,)).update(pushes([-3.0] * 500)) == []
+    assert Detectors((rule,)).update(pushes([1.0, -1.0] * 500)) == []
+    assert Detectors((rule,)).update(pushes([0.1] * 500)) == [], "what is tolerated"
+
+
+def test_a_small_push_that_lasts_is_found():
+    alarms = Detectors((GradientError(),)).update(pushes([0.4] * 200))
+    assert alarms and alarms[0].step < 1000

@@ -1,0 +1,134 @@
+"""Leads against a search over all stretches of samples, and what must not change them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guardbit.monitor.detectors.rules.outrunning import outrun, restart
+
+
+def leads_of(steps, series, over_peers=2.0, drift=0.05):
+    """The leads after the last sample; series: module -> (steps, heads)."""
+    state = {}
+    for index, step in enumerate(steps):
+        rows = {site: values[index] for site, values in series.items()}
+        found = outrun(state, step, rows, over_peers, drift)
+    return {site: ahead.lead for site, ahead in found.items()}
+
+
+def by_search(steps, series, over_peers, drift):
+    """For each head the largest of L(t) - L(s) - over_peers (P(t) - P(s)) - drift (t - s)."""
+    clock, ticks, last = 0.0, [], {}
+    for index in range(len(steps)):
+        grown = []
+        for site, values in series.items():
+            for head, value in enumerate(values[index]):
+                if math.isnan(value):
+                    continue
+                if (site, head) in last:
+                    grown.append(math.log(value / last[site, head]))
+                last[site, head] = value
+        if grown:
+            clock += max(0.0, sorted(grown)[(len(grown) - 1) // 2])
+        ticks.append(clock)
+    leads = {}
+    for site, values in series.items():
+        for head in range(values.shape[1]):
+            known = [i for i in range(len(steps)) if not math.isnan(values[i, head])]
+            if not known or known[-1] != len(steps) - 1:
+                continue
+            end = known[-1]
+            leads[site, head] = max(
+                math.log(values[end, head] / values[start, head])
+                - over_peers * (ticks[end] - ticks[start])
+                - drift * (steps[end] - steps[start]) / 1000
+                for start in known
+            )
+    return leads
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sites=st.integers(1, 4),
+    heads=st.integers(1, 3),
+    length=st.integers(1, 12),
+    missing=st.sampled_from([0.0, 0.2]),
+)
+def test_a_lead_is_the_most_that_any_stretch_shows(seed, sites, heads, length, missing):
+    generator = np.random.default_rng(seed)
+    steps = generator.integers(1, 700, length).cumsum().tolist()
+    series = {}
+    for site in range(sites):
+        values = np.exp(generator.normal(0.1, 0.3, (length, heads)).cumsum(0))
+        values[generator.random((length, heads)) < missing] = np.nan
+        series[f"h.{site}"] = values
+    expected = by_search(steps, series, 1.5, 0.2)
+    found = leads_of(steps, series, 1.5, 0.2)
+    for (site, head), lead in expected.items():
+        assert found[site][head] == pytest.approx(lead, abs=1e-12)
+    known = sum(int((~np.isnan(lead)).sum()) for lead in found.values())
+    assert known == len(expected)
+
+
+def growing(steps, layers=3):
+    """Layer 0's head 0 grows by e between steps 2,000 and 4,000, all others by a tenth of that."""
+    age = np.clip((np.asarray(steps) - 2000) / 2000, 0, 1)
+    peers = np.exp(0.1 * age)[:, None]
+    rows = {f"h.{layer}": np.concatenate([peers, 2 * peers], 1) for layer in range(layers)}
+    rows["h.0"] = np.concatenate([0.3 * np.exp(age)[:, None], 2 * peers], 1)
+    return rows
+
+
+# 1 - 2 * 0.1 - 0.05 * 2
+EXPECTED = 0.7
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    scale=st.floats(1e-6, 1e6),
+    layers=st.integers(2, 100),
+    every=st.sampled_from([1000, 500, 250, 125]),
+    start=st.integers(-(10**6), 10**6),
+)
+def test_units_layers_cadence_and_the_number_of_the_step_do_not_matter(scale, layers, every, start):
+    steps = np.arange(0, 4001, every)
+    series = {site: scale * values for site, values in growing(steps, layers).items()}
+    leads = leads_of((start + steps).tolist(), series)
+    assert leads["h.0"][0] == pytest.approx(EXPECTED, abs=1e-9)
+    assert all(lead.max() == 0 for site, lead in leads.items() if site != "h.0")
+
+
+def test_a_typical_head_that_shrinks_lends_nothing():
+    series = {"a": np.ones((2, 1)), "b": np.array([[1.0], [0.1]]), "c": np.array([[1.0], [0.1]])}
+    assert leads_of([0, 1000], series)["a"][0] == 0
+
+
+def test_who_grew_before_he_was_seen_has_no_lead():
+    steps = np.arange(0, 8001, 500)
+    series = growing(steps)
+    late = {site: values[steps >= 4000] for site, values in series.items()}
+    assert leads_of(steps[steps >= 4000].tolist(), late)["h.0"][0] == 0
+
+
+def test_a_lead_that_is_not_kept_up_fades():
+    steps = list(range(0, 20_001, 1000))
+    own = np.where(np.arange(21) > 1, math.e, 1.0)[:, None]
+    series = {"a": own, "b": np.ones((21, 1)), "c": np.ones((21, 1))}
+    # The best stretch is the step from 1,000 to 2,000, kept for 18,000 steps.
+    assert leads_of(steps, series)["a"][0] == pytest.approx(1 - 19 * 0.05)
+
+
+def test_after_a_restart_only_further_growth_counts():
+    state = {}
+    ones = {"b": np.ones(1), "c": np.ones(1)}
+    for step, norm in ((0, 1.0), (1000, 4.0)):
+        (lead, *_), *_ = outrun(state, step, {"a": np.array([norm]), **ones}, 2, 0).values()
+    assert lead[0] == pytest.approx(math.log(4))
+    restart(state, "a", (0,))
+    ahead = outrun(state, 2000, {"a": np.array([6.0]), **ones}, 2, 0)["a"]
+    assert ahead.lead[0] == pytest.approx(math.log(1.5))
+    assert (ahead.since[0], ahead.growth[0]) == (1000, pytest.approx(math.log(1.5)))

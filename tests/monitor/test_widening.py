@@ -1,0 +1,138 @@
+"""A session widens what is switched, tells the way back, and takes advisories for no alarms."""
+
+import json
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.monitor.detectors import CommonMode, Detectors, Finding
+from guardbit.monitor.policy import Policy
+from guardbit.records import Role, Sample
+
+
+class Attention(nn.Module):
+    """Two heads of 16."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).split(32, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + y.transpose(1, 2).flatten(-2)
+
+
+ALARM = Role()
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names head 1 of the second layer in every sample from `after` on."""
+
+    after: int = 0
+    name: str = "names"
+    reads: ClassVar[tuple[str, ...]] = ()
+    role: Role = ALARM
+
+    def examine(self, snapshot, state):
+        due = snapshot.step >= self.after and snapshot.of("max_logit")
+        return [Finding("1", (1,), "it always does")] if due else []
+
+
+def session_of(folder, state=None, **settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(), Attention()).bfloat16()
+    session = MonitorSession(model, every_n_train_steps=500, dirpath=folder, strict=True,
+                             indicators=["max_logit", "dq_coherent_error"], **settings)  # fmt: skip
+    if state is not None:
+        session.load_state_dict(state)
+    return model, session
+
+
+def run(model, session, steps):
+    """Runs each of the steps, and takes the state after each, as a checkpoint does."""
+    states = {}
+    for step in steps:
+        with session.step(step):
+            x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+        states[step] = json.loads(json.dumps(session.state_dict()))
+    return states
+
+
+def events(folder, kind):
+    rows = read_events(folder).query("kind == @kind")
+    return list(zip(rows.step.tolist(), rows.site.tolist(), map(list, rows.heads), strict=True))
+
+
+STEPS = (0, 500, 1000, 1500, 2000, 2500, 3000, 3500, 4000, 4500, 5000)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
+    policy = Policy("exact_delta", scope="head")
+    model, session = session_of(tmp_path, rules=(Names(500),), policy=policy, dry_run=dry_run)
+    states = run(model, session, STEPS)
+    session.close()
+    kind = "refusal" if dry_run else "switch"
+    # Alarms repeat after the cool-down of 1,000 steps: at 500, 1,500, 2,500, 3,500 and 4,500.
+    assert events(tmp_path, kind) == [(500, "1", [1]), (2500, "1", [0]), (4500, "0", [0, 1])]
+    reasons = read_events(tmp_path).query("kind == @kind").why.tolist()
+    assert "2,000 steps after it was to run exact_delta, so all of its layer's heads" in reasons[1]
+    assert "so all heads of the model are switched" in reasons[2]
+    assert events(tmp_path, "advisory") == []
+    # Resumed it goes on, and the advice names the step of the last state before the first alarm.
+    again = tmp_path / "again"
+    model, session = session_of(
+        again, states[5000], rules=(Names(500),), policy=policy, dry_run=dry_run
+    )
+    run(model, session, (5500, 6000, 6500, 7000))
+    session.close()
+    (advice,) = read_events(again).query("kind == 'advisory'").to_dict("records")
+    assert (advice["step"], advice["site"], list(advice["heads"])) == (6500, "", [])
+    assert "the checkpoint of step 0, the last one before the first alarm" in advice["why"]
+
+
+def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_path):
+    model, session = session_of(tmp_path, rules=(Names(),), policy=Policy(scope="model"))
+    run(model, session, (0, 500, 1000, 1500, 2000))
+    session.close()
+    (why,) = read_events(tmp_path).query("kind == 'advisory'").why
+    assert "no checkpoint from before the first alarm is known" in why
+
+
+def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
+    rule = Names(500, role=Role(is_advisory=True))
+    model, session = session_of(tmp_path, rules=(rule,), policy=Policy())
+    raised = []
+    for step in STEPS[:4]:
+        with session.step(step):
+            x = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+            model(x).float().square().mean().backward()
+        raised += session.alarms
+    assert raised == [] and session.num_alarmed_heads == 0
+    session.close()
+    assert events(tmp_path, "advisory") == [(500, "1", [1])], "once"
+    assert events(tmp_path, "alarm") == events(tmp_path, "switch") == []
+    frame = read_run(tmp_path).query("indicator == 'dq_coherent_error' and site == '1'")
+    audited = frame.groupby("step")["head"].apply(list).to_dict()
+    # One head in turn, from the second sample on; after the advisory the one that it names too.
+    assert audited == {500: [1], 1000: [0, 1], 1500: [1]}
+
+
+def test_heads_with_large_logits_are_restless():
+    detectors = Detectors((CommonMode(),))
+    bound = CommonMode().logit
+    detectors.update(
+        [
+            Sample(0, "a", 0, "max_logit", (1.0, bound, -bound, float("nan"))),
+            Sample(0, "b", 1, "max_logit", (bound - 1,)),
+        ]
+    )
+    assert detectors.restless() == {"a": (1, 2)}

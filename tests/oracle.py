@@ -1,0 +1,123 @@
+"""Attention by brute force in FP64, with every field of `AttentionSpec`: what tests compare with.
+
+Whole matrices and autograd; nothing of `guardbit.kernels` but the classes that say what is asked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.kernels.spec import AttentionSpec, Documents
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Forward(NamedTuple):
+    """FP64, differentiable: `scores` with cap and masks, and P with the sink's part in `lse`."""
+
+    scores: Tensor
+    lse: Tensor
+    weights: Tensor
+    sink_weights: Tensor
+    out: Tensor
+
+
+class Dense(NamedTuple):
+    """All of one call in FP64: as `Forward`, `terms` = P dP, and the gradients."""
+
+    scores: Tensor
+    lse: Tensor
+    weights: Tensor
+    sink_weights: Tensor
+    out: Tensor
+    terms: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    d_sinks: Tensor
+
+
+def packed(query_lengths, key_lengths, device=DEVICE):
+    """Documents of these lengths."""
+    starts = []
+    for lengths in (query_lengths, key_lengths):
+        sums = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+        starts.append(torch.tensor(sums, dtype=torch.int32, device=device))
+    longest = [max(lengths, default=0) for lengths in (query_lengths, key_lengths)]
+    return Documents(*starts, *longest)
+
+
+def seen_keys(spec: AttentionSpec, rows: int, keys: int, device: str | torch.device = DEVICE):
+    """Which query sees which key, dense masks apart, by the words of `AttentionSpec`, (N, M)."""
+    documents = [(0, rows, 0, keys)]
+    if spec.documents is not None:
+        queries, starts = (x.tolist() for x in spec.documents[:2])
+        documents = list(zip(queries, queries[1:], starts, starts[1:], strict=False))
+    seen = torch.zeros(rows, keys, dtype=torch.bool, device=device)
+    left, right = spec.window
+    for first_query, end_query, first_key, end_key in documents:
+        queries, count = end_query - first_query, end_key - first_key
+        n = torch.arange(queries, device=device)[:, None]
+        m = torch.arange(count, device=device)
+        place = n + count - queries
+        last = {False: torch.full_like(n, count), True: place, "top-left": n}[spec.causal]
+        far = torch.zeros(queries, count, dtype=torch.bool, device=device)
+        if left >= 0:
+            far |= m < place - left
+        if right >= 0:
+            far |= m > place + right
+        seen[first_query:end_query, first_key:end_key] = (m <= last) & ~far
+    return seen
+
+
+def attend(q, k, v, spec, sinks=None, kept=None) -> Forward:
+    """Attention of FP64 tensors. A row that sees no key has weights and an output of 0.
+
+    Args:
+        q: `(B, H, N, D)`.
+        k: `(B, H_kv, M, D)`.
+        v: `(B, H_kv, M, E)`.
+        spec: What the call asks for.
+        sinks: In place of those of `spec`, `(H,)`; for their gradient.
+        kept: What dropout multiplies P by, `(B, H, N, M)`: 0, or one over the share that stays.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    rows, keys = q.shape[2], k.shape[2]
+    hidden = ~seen_keys(spec, rows, keys, q.device)
+    scores = q @ k.mT * spec.scale
+    if spec.softcap:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.mask is not None and spec.mask.dtype == torch.bool:
+        hidden = hidden | ~spec.mask
+    elif spec.mask is not None:
+        scores = scores + spec.mask
+    scores = scores.masked_fill(hidden, -math.inf)
+    sinks = spec.sinks if sinks is None else sinks
+    if sinks is None:
+        sinks = torch.full((q.shape[1],), -math.inf, dtype=torch.float64, device=q.device)
+    column = sinks.double()[:, None, None].expand(len(q), -1, rows, 1)
+    every = torch.cat([scores, column], -1)
+    dead = (every == -math.inf).all(-1, keepdim=True)
+    weights = torch.softmax(every.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
+    of_keys = weights[..., :-1]
+    out = (of_keys if kept is None else of_keys * kept) @ v
+    return Forward(scores, every.logsumexp(-1), of_keys, weights[..., -1], out)
+
+
+def dense(d_out, q, k, v, spec, kept=None) -> Dense:
+    """See `Dense`, for all heads, from tensors of any dtype; `kept` as in `attend`."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    none = torch.full((q.shape[1],), -math.inf, dtype=torch.float64, device=q.device)
+    sinks = (none if spec.sinks is None else spec.sinks.double()).clone().requires_grad_()
+    forward = attend(*leaves, spec, sinks, kept)
+    terms = forward.weights * (
+        d_out.double() @ leaves[2].repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+    )
+    terms = terms if kept is None else terms * kept
+    gradients = torch.autograd.grad(forward.out, (*leaves, sinks), d_out.double())
+    return Dense(*(x.detach() for x in (*forward, terms, *gradients)))
