@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from guardbit.callbacks.monitoring import AttentionMonitor
     from guardbit.callbacks.stabilizing import AutoStabilizer
     from guardbit.catalog import INDICATORS
+    from guardbit.dashboards.loading import load
     from guardbit.kernels.attention import flash_attention
     from guardbit.monitor.interception.observing import observe, watch_attention
     from guardbit.monitor.layouts import LayoutUnavailable
@@ -38,6 +39,7 @@ __all__ = [
     "Site",
     "flash_attention",
     "instrument",
+    "load",
     "observe",
     "read_events",
     "read_metadata",
@@ -58,6 +60,7 @@ _HOMES = {
     "Site": "guardbit.monitor.sites",
     "flash_attention": "guardbit.kernels.attention",
     "instrument": "guardbit.monitor.sites",
+    "load": "guardbit.dashboards.loading",
     "observe": "guardbit.monitor.interception.observing",
     "read_events": "guardbit.store",
     "read_metadata": "guardbit.store",
@@ -67,6 +70,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("guardbit")
     if name not in _HOMES:
         raise AttributeError(f"module 'guardbit' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

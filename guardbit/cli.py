@@ -18,20 +18,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guardbit.records import printable
+from guardbit.records import Event, printable
 
 if TYPE_CHECKING:
     import pandas as pd
 
+    from guardbit.dashboards.outcome import Outcome
     from guardbit.dashboards.report import Run as ReportedRun
     from guardbit.monitor.detectors import Rule
+    from guardbit.monitor.replay import Replay
     from guardbit.records import Alarm
 
 app = typer.Typer(
     name="guardbit",
     help="Watches attention heads of low-precision training runs.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -131,8 +133,26 @@ def report(
             show_default=False,
         ),
     ] = None,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the report, as a browser would.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write no report: print the outcome as one JSON object, of several runs as "
+            'one with "runs".',
+        ),
+    ] = False,
 ) -> None:
     """Write the report of a run, or of several side by side."""
+    if as_json:
+        with _refusing(OSError, ValueError):
+            if output is not None or format is not None:
+                raise ValueError("--json writes no report: leave --output and --format out")
+            outcomes = _outcomes_in_json(paths)
+        typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
+        return
     from guardbit.dashboards.report import write_reports
 
     with _refusing(OSError, ValueError):
@@ -142,7 +162,10 @@ def report(
             format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
         place = _report_path(paths, output, format)
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-        typer.echo(printable(str(write_reports(runs, place, format=format.value))))
+        written = write_reports(runs, place, format=format.value)
+    typer.echo(printable(str(written)))
+    if open_it:
+        typer.launch(written.resolve().as_uri())
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
@@ -159,28 +182,52 @@ def _report_path(paths: Sequence[Path], output: Path | None, format: ReportForma
     return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
 
 
-def _read_whole(path: Path, name: str) -> ReportedRun:
-    import pandas as pd
+def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The outcome of each run; copies of one run are held against each other."""
+    from guardbit.dashboards.forks import against_each_other
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.dashboards.tables import of_run
+    from guardbit.store import read_end
 
+    runs = {str(path): _read(path) for path in paths}
+    outcomes = {path: outcome_of(frame, events) for path, (frame, events, _) in runs.items()}
+    losses = {path: of_run(frame, "loss") for path, (frame, *_) in runs.items()}
+    return [
+        {"run": path, **outcome.as_json(), "end": read_end(path)}
+        for path, outcome in against_each_other(outcomes, losses).items()
+    ]
+
+
+def _read_whole(path: Path, name: str) -> ReportedRun:
     from guardbit.dashboards.report import Run
-    from guardbit.records import Event
+
+    return Run(name, *_read(path))
+
+
+def _read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """Returns samples, events and metadata of a run."""
     from guardbit.store import folder_of_run, is_run, read_events, read_metadata
 
     frame = _read_samples(path)
     if is_run(folder_of_run(path)):
-        return Run(name, frame, read_events(path), read_metadata(path))
+        return frame, read_events(path), read_metadata(path)
     # Data from elsewhere has no events: the detectors find those that a run would have had.
     from guardbit.monitor.replay import replay as replay_frame
 
-    result = replay_frame(frame)
+    return frame, _events_of_replay(frame, replay_frame(frame)), {"events": REPLAYED}
+
+
+def _events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:
+    """What a replay has found, as the events that a run would have recorded."""
+    import pandas as pd
+
     events = [
         Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
         for alarm in result.alarms
     ]
     last = int(frame["step"].to_numpy().max())
     events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
-    table = pd.DataFrame([dataclasses.asdict(event) for event in events])
-    return Run(name, frame, table, {"events": REPLAYED})
+    return pd.DataFrame([dataclasses.asdict(event) for event in events])
 
 
 def _name(path: Path) -> str:
@@ -216,6 +263,7 @@ def replay(
     ] = None,
 ) -> None:
     """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    from guardbit.dashboards.outcome import headline
     from guardbit.monitor.detectors import DEFAULT_RULES
     from guardbit.monitor.replay import normalised_sites
     from guardbit.monitor.replay import replay as replay_frame
@@ -225,6 +273,7 @@ def replay(
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
         samples = _read_samples(path)
         result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
+        outcome = _outcome_of_replay(path, samples, result)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -232,7 +281,12 @@ def replay(
         ]
         typer.echo(
             json.dumps(
-                {"alarms": alarms, "first_alarm": result.first_alarm, "verdict": result.verdict}
+                {
+                    "alarms": alarms,
+                    "first_alarm": result.first_alarm,
+                    "verdict": result.verdict,
+                    "outcome": outcome.kind,
+                }
             )
         )
         return
@@ -257,8 +311,22 @@ def replay(
                 str(len(alarms)),
             )
         console.print(table)
+    console.print(headline(outcome), markup=False, highlight=False, soft_wrap=True)
     verdict = f"{result.verdict}: {printable(result.why)}"
     console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome_of_replay(path: Path, frame: pd.DataFrame, result: Replay) -> Outcome:
+    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
+    import pandas as pd
+
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.store import read_events
+
+    recorded = read_events(path)
+    switches = recorded.loc[recorded["kind"] == "switch"]
+    found = _events_of_replay(frame, result)
+    return outcome_of(frame, pd.concat([found, switches]) if len(switches) else found)
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:
@@ -331,14 +399,34 @@ def demo(
     healthy: Annotated[
         bool, typer.Option("--healthy", help="Leave the model alone; no alarm should come.")
     ] = False,
+    recorded: Annotated[
+        bool,
+        typer.Option(
+            "--recorded",
+            help="Train nothing: show a real failure of GPT-2 small and its rescued copy.",
+        ),
+    ] = False,
     run_dir: Annotated[
-        Path, typer.Option(help="Folder the run and its report are written to.")
-    ] = Path("runs/demo"),
+        Path | None,
+        typer.Option(
+            help="Folder the run and its report are written to; runs/demo by default, "
+            "runs/recorded with --recorded.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Train a small model on the CPU in which one head diverges, and watch GuardBit catch it."""
+    if recorded:
+        from guardbit.replayed import show_recorded
+
+        with _refusing(OSError, ValueError):
+            if healthy:
+                raise ValueError("--recorded shows runs that were made: leave --healthy out")
+            show_recorded(run_dir or Path("runs/recorded"))
+        return
     from guardbit.demo import run_demo
 
-    run_demo(healthy=healthy, run_dir=run_dir)
+    run_demo(healthy=healthy, run_dir=run_dir or Path("runs/demo"))
 
 
 @app.command()

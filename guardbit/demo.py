@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.callbacks.stabilizing import AutoStabilizer
+from guardbit.dashboards.outcome import headline, outcome_of
 from guardbit.dashboards.report import write_report
 from guardbit.records import Event
 from guardbit.store import read_events, read_metadata, read_run
@@ -246,14 +247,15 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
 def _print_events(console: Console, frame: pd.DataFrame, events: pd.DataFrame) -> None:
     """Prints what happened: head, step, rule, figures before and after the switch."""
     happened = [Event(**row) for row in events.to_dict("records")]
-    console.print("\n[bold]What happened[/bold]" if happened else "\nNo alarm was raised.")
+    console.print(f"\n[bold]{headline(outcome_of(frame, events))}[/bold]")
     for event in happened:
         heads = ", ".join(str(head) for head in event.heads)
         where = f"{event.site} head {heads}" if event.site else "the run"
         console.print(
             f"  step {event.step}  [bold]{event.kind}[/bold] "
             f"{event.rule or event.stabilizer or event.verdict}: "
-            f"{where}: {event.why}"
+            # The log has said the sentences of alarms and verdicts already.
+            f"{where}" + ("" if event.kind in ("alarm", "verdict") else f": {event.why}")
         )
     for event in happened:
         if event.kind == "switch" and event.stabilizer != "none":

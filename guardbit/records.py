@@ -34,6 +34,10 @@ SUBJECTS: tuple[Subject, ...] = ("head", "model", "loss")
 
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
+#: How a run ended; one that was killed has no time to say.
+RunEnd = Literal["finished", "interrupted", "crashed"]
+RUN_ENDS: tuple[RunEnd, ...] = ("finished", "interrupted", "crashed")
+
 
 def printable(text: str) -> str:
     r"""Returns a text as one line for a terminal, with control characters escaped, as in `\x1b`.

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import guardbit
 from guardbit.cli import app
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -68,21 +69,25 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # trend at step 6,700 and its loss at 9,000; an alarm is wanted 1,000 steps before the loss.
 # Learning rates of 3e-3 diverge within 2,000 steps.
 @pytest.mark.parametrize(
-    ("name", "verdict", "earliest", "latest"),
+    ("name", "verdict", "outcome", "earliest", "latest"),
     [
-        ("fails-sdpa-lr1.5e-3", "rounding", 6_000, 8_000),
-        ("lrdiverges-fp32out-lr3e-3", "learning-rate", 0, 2_000),
-        ("stable-fp32out-lr1.5e-3", "stable", None, None),
+        ("fails-sdpa-lr1.5e-3", "rounding", "alarmed", 6_000, 8_000),
+        ("lrdiverges-fp32out-lr3e-3", "learning-rate", "learning-rate", 0, 2_000),
+        ("stable-fp32out-lr1.5e-3", "stable", "healthy", None, None),
     ],
 )
 def test_replay_of_recorded_runs(
-    name: str, verdict: str, earliest: int | None, latest: int | None
+    name: str, verdict: str, outcome: str, earliest: int | None, latest: int | None
 ) -> None:
     result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     replay = json.loads(result.stdout)
-    assert list(replay) == ["alarms", "first_alarm", "verdict"]
-    assert replay["verdict"] == verdict
+    assert list(replay) == ["alarms", "first_alarm", "verdict", "outcome"]
+    assert (replay["verdict"], replay["outcome"]) == (verdict, outcome)
+    reported = json.loads(invoke("report", RUNS / f"{name}.csv.gz", "--json").stdout)
+    assert reported["outcome"] == outcome
+    assert reported["headline"] in invoke("replay", RUNS / f"{name}.csv.gz").stdout
+    assert (reported["first_alarm"], reported["end"]) == (replay["first_alarm"], None)
     if earliest is None:
         assert (replay["alarms"], replay["first_alarm"]) == ([], None)
         return
@@ -100,7 +105,8 @@ def test_replay_of_recorded_runs(
 def test_replay_in_words() -> None:
     result = invoke("replay", RUNS / "fails-sdpa-lr1.5e-3.csv.gz")
     assert result.exit_code == 0
-    *table, evidence = result.stdout.splitlines()
+    *table, outcome, evidence = result.stdout.splitlines()
+    assert outcome.startswith("Alarmed: ")
     assert table[0].split() == ["first", "step", "module", "heads", "rule", "alarms"]
     assert "h.2.attn" in table[1]
     steps = [int(line.split()[0].replace(",", "")) for line in table[1:]]
@@ -112,8 +118,9 @@ def test_replay_in_words() -> None:
 def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> None:
     result = invoke("replay", small_run)
     assert result.exit_code == 0
-    assert result.stdout.startswith("stable: ")
-    assert result.stdout.count("\n") == 1
+    outcome, verdict = result.stdout.splitlines()
+    assert outcome == "Healthy: no alarm up to step 900"
+    assert verdict.startswith("stable: ")
 
 
 def test_replay_takes_other_thresholds() -> None:
@@ -149,7 +156,9 @@ def test_unknown_indicators_change_no_alarm(tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     path.write_bytes(content + b"10000,h.3.attn,3,0,an_indicator_of_tomorrow,1e9\n")
     result = invoke("replay", path, "--json")
-    assert json.loads(result.stdout) == {"alarms": [], "first_alarm": None, "verdict": "stable"}
+    replay = json.loads(result.stdout)
+    assert (replay["alarms"], replay["first_alarm"]) == ([], None)
+    assert (replay["verdict"], replay["outcome"]) == ("stable", "healthy")
 
 
 def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
@@ -157,7 +166,7 @@ def test_sites_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> 
     path = tmp_path / "run.csv"
     path.write_text(recorded.replace("h.2.attn", "[bold]2"))
     result = invoke("replay", path)
-    *table, evidence = result.stdout.splitlines()
+    *table, _, evidence = result.stdout.splitlines()
     assert "[bold]2" in table[1]
     assert "[bold]2" in evidence
 
@@ -200,6 +209,16 @@ def test_report_writes_a_page_into_the_runs_folder(small_run: Path) -> None:
     assert "2.13" in text
     assert "by hand" in text
     assert "<title>run" in text
+
+
+def test_outcomes_of_several_runs_in_json(small_run: Path) -> None:
+    result = invoke("report", small_run, RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--json")
+    runs = json.loads(result.stdout)["runs"]
+    assert [run["outcome"] for run in runs] == ["healthy", "alarmed"]
+    assert [run["end"] for run in runs] == ["finished", None]
+    assert not (small_run / "comparison.html").exists()
+    chosen = ("--json", "--output", small_run)
+    check_refused(invoke("report", small_run, *chosen), "--json writes no report")
 
 
 def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
@@ -247,6 +266,20 @@ def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
     assert (tmp_path / "p" / "summary.png").is_file()
 
 
+@pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm"])
+def test_a_name_that_means_no_format_of_reports_is_refused(
+    small_run: Path, tmp_path: Path, name: str
+) -> None:
+    message = f"{name} is named as none of the formats of a report (.html, .pdf, .md"
+    check_refused(invoke("report", small_run, "--output", tmp_path / name), message)
+    chosen = ("--format", "html", "--output", tmp_path / name)
+    check_refused(invoke("report", small_run, *chosen), message)
+    assert list(tmp_path.iterdir()) == []
+    # What exists is a folder, whatever it is called.
+    (tmp_path / name).mkdir()
+    assert invoke("report", small_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
+
+
 def test_two_runs_stand_side_by_side_and_are_told_apart(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,8 +297,8 @@ def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
     assert (result.exit_code, result.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Single heads show the signs of a rounding failure")
-    assert "The first alarm came at step" in text and "found in the samples" in text
+    assert text.startswith("# Alarmed: 2 of 12 layers since step 6,800, none switched")
+    assert "Verdict rounding: " in text and "found in the samples" in text
 
 
 def test_a_warning_about_one_file_is_said_once(small_run: Path, tmp_path: Path) -> None:
@@ -335,6 +368,38 @@ def test_demo_hands_its_options_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     ]
 
 
+def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> None:
+    result = invoke("demo", "--recorded", "--run-dir", tmp_path)
+    assert (result.exit_code, result.stderr) == (0, "")
+    text = " ".join(result.stdout.split())
+    # Their outcomes are those of the study, `studies/rescue/results/runs.csv`.
+    assert "Lost: the loss left 3,910 steps after the first alarm" in text
+    assert "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed" in text
+    assert "head 2.6" in text and "head 2.11" in text
+    pages = {path.name for path in tmp_path.glob("*.html")}
+    assert pages == {"comparison.html", "lost.html", "saved.html"}
+    data = Path(guardbit.__file__).parent / "recorded"
+    assert sum(path.stat().st_size for path in data.rglob("*") if path.is_file()) < 1 << 20
+    check_refused(invoke("demo", "--recorded", "--healthy"), "leave --healthy out")
+
+
+def test_a_report_is_opened_where_that_is_asked(
+    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("typer.launch", opened.append)
+    place = tmp_path / "a report.md"
+    assert invoke("report", small_run, "--output", place).exit_code == 0
+    assert opened == []
+    assert invoke("report", small_run, "--output", place, "--open").exit_code == 0
+    assert opened == [place.resolve().as_uri()]
+
+
+def test_help_has_a_short_name() -> None:
+    for command in ((), ("report",), ("live",)):
+        assert invoke(*command, "-h").stdout == invoke(*command, "--help").stdout != ""
+
+
 def test_version_is_the_packages() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     version = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
@@ -342,6 +407,7 @@ def test_version_is_the_packages() -> None:
     assert (result.exit_code, result.stdout) == (0, f"guardbit {version}\n")
     module = [sys.executable, "-m", "guardbit", "--version"]
     assert subprocess.run(module, capture_output=True, text=True).stdout == result.stdout
+    assert guardbit.__version__ == version
 
 
 @pytest.mark.parametrize("head", [-3, 2_000_000_000])

@@ -20,6 +20,7 @@ NAMES = [
     "Site",
     "flash_attention",
     "instrument",
+    "load",
     "observe",
     "read_events",
     "read_metadata",
@@ -43,6 +44,7 @@ PARAMETERS = {
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
+    "load": "path",
     "observe": "q, k, v, *, causal=False, scale=None, mask=None, module=None",
     "read_events": "path",
     "read_metadata": "path",
@@ -68,6 +70,7 @@ MEMBERS = {
         "loss",
         "num_alarmed_heads",
         "record",
+        "stages_off",
         "state_dict",
         "step",
         "switch",

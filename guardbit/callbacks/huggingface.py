@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
 import os
 from collections.abc import Sequence
@@ -11,8 +13,12 @@ from typing import Any, BinaryIO
 from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.trainer_callback import CallbackHandler
 
 from guardbit.callbacks.doors import guarded, watched
+from guardbit.callbacks.lines import first_line, last_line
+from guardbit.callbacks.loggers import LoggedRun
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
@@ -29,8 +35,10 @@ class HuggingFaceMonitor(TrainerCallback):
 
         Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
 
-    Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The state goes
-    into each checkpoint's folder and is loaded from there when the run is resumed.
+    Loss and gradient norm are those the Trainer logs, at its own `logging_steps`. The scalars that
+    `AttentionMonitor` documents go to the Trainer's reporters (`report_to`) at every sampled step;
+    most reporters put ``train/`` before the key. The state goes into each checkpoint's folder and
+    is loaded from there when the run is resumed.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -78,6 +86,10 @@ class HuggingFaceMonitor(TrainerCallback):
             "strict": strict,
         }
         self.session: MonitorSession | None = None
+        self._place: str | os.PathLike[str] = ""
+        self._reporters: list[TrainerCallback] = []
+        self._logged = LoggedRun()
+        self._logged_step: int | None = None
 
     def on_train_begin(
         self,
@@ -90,14 +102,20 @@ class HuggingFaceMonitor(TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._close()
-        dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        self._reporters = _reporters_beside(self)
+        self._logged, self._logged_step = LoggedRun(), None
         self.session = watched(
             self._settings["strict"],
             lambda: MonitorSession(
                 model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
             ),
         )
-        if self.session is not None and state.global_step > 0:
+        if self.session is None:
+            return
+        if state.is_world_process_zero:
+            print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
+        if state.global_step > 0:
             path = _state_path(args, state)
             try:
                 saved = json.loads(path.read_text())
@@ -139,11 +157,12 @@ class HuggingFaceMonitor(TrainerCallback):
 
     @guarded
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the session's step: on sampled steps it measures, judges and acts."""
         if self.session is not None:
             self.session.end_step()
+            self._report(args, state, control, **kwargs)
 
     @guarded
     def on_log(
@@ -179,13 +198,54 @@ class HuggingFaceMonitor(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
+        session = self.session
+        if session is None:
+            return
+        session.catch_up()
+        self._report(args, state, control)
         self._close()
+        if state.is_world_process_zero:
+            print(last_line("finished", session, self._place), flush=True)
+
+    def _report(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hands the scalars of a step that was judged to the Trainer's reporters."""
+        session = self.session
+        if session is None or session.sampled_step in (None, self._logged_step):
+            return
+        self._logged_step = session.sampled_step
+        then = copy.copy(state)
+        then.global_step = session.sampled_step
+
+        def report() -> None:
+            metrics = self._logged.metrics(session)
+            for reporter in self._reporters:
+                reporter.on_log(args, then, control, logs=dict(metrics), **kwargs)
+
+        session.attempt("logging", report)
 
     def _close(self) -> None:
         if self.session is not None:
             session, self.session = self.session, None
             session.abandon_step()  # it never ends
             session.close()
+
+
+def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:
+    """The reporters (TensorBoard, W&B) of the Trainer that is calling the monitor.
+
+    A Trainer tells its callbacks nothing of one another, so its handler is looked up among the
+    callers. Where it is not found there are none.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler) and monitor in caller.callbacks:
+            kinds = tuple(INTEGRATION_TO_CALLBACK.values())
+            return [callback for callback in caller.callbacks if isinstance(callback, kinds)]
+        frame = frame.f_back
+    return []
 
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:

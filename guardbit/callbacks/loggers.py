@@ -1,16 +1,29 @@
-"""What Lightning's loggers and progress bar get in addition to the scalars of a step."""
+"""What loggers get of a sampled step: scalars, texts and pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from lightning.pytorch.loggers import Logger
 
-from guardbit.catalog import RUN_INDICATORS
+from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.records import Alarm, Sample
+
+if TYPE_CHECKING:
+    from lightning.pytorch.loggers import Logger
+
+    from guardbit.monitor.session import MonitorSession
+
+#: Scalars logged at every sampled step that count heads.
+COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
+#: Scalars logged at every sampled step that describe the worst head.
+WORST_KEYS: tuple[str, ...] = (
+    "guardbit/worst_layer",
+    "guardbit/worst_head",
+    "guardbit/worst_excess",
+)
 
 #: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
@@ -25,12 +38,30 @@ class WorstHead(NamedTuple):
 
 
 class LoggedRun:
-    """The past of a run, as far as loggers need it; it starts afresh when a run is resumed."""
+    """The past of a run, as far as loggers need it; it starts afresh when a run is resumed.
+
+    Attributes:
+        num_samples: Number of sampled steps taken.
+    """
 
     def __init__(self) -> None:
+        self.num_samples = 0
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
         self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
+
+    def metrics(self, session: MonitorSession) -> dict[str, float]:
+        """Takes in the step that a session has judged; returns its scalars by key."""
+        self.num_samples += 1
+        scalars = {**session.scalars, **self.take(session.samples)}
+        metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
+        stabilizers = session.instrumentation.stabilizers()
+        num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
+        metrics.update(zip(COUNTED_KEYS, (session.num_alarmed_heads, num_switched), strict=True))
+        worst = self.worst()
+        if worst is not None:
+            metrics.update(zip(WORST_KEYS, worst, strict=True))
+        return metrics
 
     def take(self, samples: Iterable[Sample]) -> dict[str, float]:
         """Takes a sampled step; returns the latest values of the indicators of the whole run."""

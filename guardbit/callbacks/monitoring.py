@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,24 +18,17 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from guardbit.callbacks.doors import guarded, watched
+from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
-from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import check_settings
+from guardbit.records import RunEnd
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
 
-#: Scalars logged at every sampled step that count heads.
-COUNTED_KEYS: tuple[str, ...] = ("guardbit/alarmed_heads", "guardbit/switched_heads")
-#: Scalars logged at every sampled step that describe the worst head.
-WORST_KEYS: tuple[str, ...] = (
-    "guardbit/worst_layer",
-    "guardbit/worst_head",
-    "guardbit/worst_excess",
-)
 #: Under these keys texts and pictures go to the loggers that take them.
 ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
 
@@ -65,9 +57,9 @@ class AttentionMonitor(pl.Callback):
     ==================================  ===========================================================
 
     The keys are stable. New alarms go as text to ``guardbit/alarms`` of loggers that take text
-    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar shows the largest
-    `max_logit`, the alarmed heads, and layer and head of the worst one. An error inside the monitor
-    is logged once and turns the stage concerned off; training goes on.
+    (W&B, TensorBoard) and to Python's logger ``guardbit``. The progress bar counts the alarmed
+    heads. An error inside the monitor is logged once and turns the stage concerned off; training
+    goes on.
 
     Args:
         every_n_train_steps: Cadence in optimizer steps.
@@ -123,7 +115,7 @@ class AttentionMonitor(pl.Callback):
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
-        self._num_logged = 0
+        self._place: str | os.PathLike[str] = ""
         self._logged_step: int | None = None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -138,8 +130,8 @@ class AttentionMonitor(pl.Callback):
             )
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
-        self._logged, self._num_logged, self._logged_step = LoggedRun(), 0, None
-        dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
+        self._logged, self._logged_step = LoggedRun(), None
+        self._place = dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
         self.session = watched(
             self.strict,
             lambda: MonitorSession(
@@ -158,10 +150,7 @@ class AttentionMonitor(pl.Callback):
         )
         if self.session is not None:
             with suppress(Exception):  # of a handler of the user's
-                rank_zero_info(
-                    f"GuardBit samples attention every {self.every_n_train_steps} steps; to look"
-                    f" on: guardbit live {shlex.quote(str(dirpath))}"
-                )
+                rank_zero_info(first_line(self.every_n_train_steps, dirpath))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
@@ -236,7 +225,8 @@ class AttentionMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Writes what is left; the exception goes its way."""
-        self._close()
+        # Ctrl-C and a scheduler's SIGTERM are no errors of the run.
+        self._close("crashed" if isinstance(exception, Exception) else "interrupted")
 
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
@@ -248,7 +238,7 @@ class AttentionMonitor(pl.Callback):
         """Keeps the state until the run starts."""
         self._restored = state_dict
 
-    def _close(self) -> None:
+    def _close(self, end: RunEnd = "finished") -> None:
         session = self.session
         if session is None:
             return
@@ -258,7 +248,9 @@ class AttentionMonitor(pl.Callback):
         finally:
             self.session = None
             session.abandon_step()  # which will not end any more
-            session.close()
+            session.close(end)
+        with suppress(Exception):  # of a handler of the user's
+            rank_zero_info(last_line(end, session, self._place))
 
     def _take_grad_norm(
         self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None
@@ -285,15 +277,7 @@ class AttentionMonitor(pl.Callback):
         """Logs a judged step; the progress bar too, which is gone once training has ended."""
         step = session.sampled_step
         assert step is not None
-        scalars, num_alarmed = session.scalars, session.num_alarmed_heads
-        scalars = {**scalars, **self._logged.take(session.samples)}
-        stabilizers = session.instrumentation.stabilizers()
-        num_switched = sum(name != "none" for names in stabilizers.values() for name in names)
-        metrics = {key: scalars[name] for key, name in LOGGED_KEYS.items() if name in scalars}
-        metrics.update(zip(COUNTED_KEYS, (num_alarmed, num_switched), strict=True))
-        worst = self._logged.worst()
-        if worst is not None:
-            metrics.update(zip(WORST_KEYS, worst, strict=True))
+        metrics = self._logged.metrics(session)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         for alarm in self._logged.news(session.alarms) if trainer.is_global_zero else ():
@@ -301,33 +285,23 @@ class AttentionMonitor(pl.Callback):
             text = f"{alarm.rule} at {alarm.site or 'the whole run'}, heads {heads}: {alarm.why}"
             for logger in trainer.loggers:
                 send_text(logger, ALARMS_KEY, text, step)
-        self._log_map(session, stabilizers, trainer, step)
+        self._log_map(session, trainer, step)
         if pl_module is None:
             return
-        shown = {"alarmed_heads": float(num_alarmed)}
-        if "max_logit" in scalars:
-            shown["max_logit"] = scalars["max_logit"]
-        if worst is not None:
-            shown |= {"worst_layer": float(worst.layer), "worst_head": float(worst.head)}
-        pl_module.log_dict(
-            {name: torch.tensor(value, dtype=torch.float32) for name, value in shown.items()},
+        pl_module.log(
+            "alarmed_heads",
+            torch.tensor(float(session.num_alarmed_heads)),
             prog_bar=True,
             logger=False,
             batch_size=1,
         )
 
-    def _log_map(
-        self,
-        session: MonitorSession,
-        stabilizers: Mapping[str, Sequence[str]],
-        trainer: pl.Trainer,
-        step: int,
-    ) -> None:
+    def _log_map(self, session: MonitorSession, trainer: pl.Trainer, step: int) -> None:
         """Every so many samples, the model map to the loggers that take pictures."""
-        self._num_logged += 1
         every = self.image_every_n_samples
-        if every is None or self._num_logged % every or not trainer.is_global_zero:
+        if every is None or self._logged.num_samples % every or not trainer.is_global_zero:
             return
+        stabilizers = session.instrumentation.stabilizers()
         picture = self._logged.picture(session.alarmed_heads, stabilizers)
         if picture is not None:
             for logger in trainer.loggers:

@@ -14,5 +14,7 @@ HIGHLIGHTS: tuple[tuple[str, str], ...] = (
 )
 #: Ramp of the maps, from usual to diverging; its luminance falls steadily, so it reads in grey.
 HEAT_STOPS = ("#f1f2f4", "#f6cf9a", "#ec9336", "#c04a00", "#6b1f00", "#2b0a00")
+#: The same on dark paper: from usual, which is dark, to diverging, which shines.
+HEAT_STOPS_DARK = ("#23272e", "#5a3413", "#a85410", "#f08a2c", "#ffd08a", "#fff6e0")
 #: The ramp's end in the model map, in times a head's baseline: more makes no difference.
 MOST_EXCESS = 100.0

@@ -73,29 +73,48 @@ def notable_heads(
     frame: pd.DataFrame,
     events: pd.DataFrame | None,
     indicator: str,
-    count: int = 3,
     *,
     smallest: bool = False,
+    layer: int | None = None,
 ) -> list[Head]:
-    """The heads a figure highlights: the first to alarm, then those of largest magnitude.
+    """The heads a figure highlights: those of the story, then the figure's own extreme.
 
-    Only the second half of the run counts for magnitudes, so that no head stands out for its
-    warm-up. The last place is kept for the largest, so that no figure greys out its own peak.
+    So no figure greys out its own peak. Only the second half of the run counts for that, so that
+    no head stands out for its warm-up.
 
     Args:
         frame: The samples.
         events: The events.
         indicator: The indicator that the figure shows.
-        count: Number of heads at most.
-        smallest: Take the smallest magnitudes instead of the largest.
+        smallest: Take the smallest magnitude instead of the largest.
+        layer: The layer that the figure shows; None for all.
     """
     table = by_head(frame, indicator)
-    alarmed = [head for head in first_events(frame, events, "alarm") if head in table.columns]
+    if layer is not None:
+        table = table.loc[:, table.columns.get_level_values("layer") == layer]
+    told = [head for head in heads_of_story(frame, events) if head in table.columns]
     later = table.iloc[len(table) // 2 :].abs()
     extremes = later.min() if smallest else later.max()
     extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")
-    extreme = [(int(layer), int(head)) for layer, head in extremes.head(count).index]
-    return list(dict.fromkeys([*alarmed[: count - 1], *extreme]))[:count]
+    extreme = [(int(layer), int(head)) for layer, head in extremes.head(1).index]
+    return list(dict.fromkeys([*told, *extreme]))
+
+
+def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 3) -> list[Head]:
+    """The heads that all figures of a run are about, each in one colour.
+
+    The first to alarm come first, then those that are farthest above their baseline at the first
+    alarm, or at the end of a run without.
+    """
+    alarmed = first_events(frame, events, "alarm")
+    if len(alarmed) >= count:
+        return list(alarmed)[:count]
+    told = min((event.step for event in alarmed.values()), default=None)
+    far = excess(frame, told)
+    far = rows_of(far, far["excess"] > 1)  # 1 is usual
+    far = far.sort_values(["excess"], ascending=False, kind="stable").head(count)
+    worst = [(int(layer), int(head)) for layer, head in far.index]
+    return list(dict.fromkeys([*alarmed, *worst]))[:count]
 
 
 def heads_to_watch(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, Sample, printable
+from guardbit.records import Event, RunEnd, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -65,6 +65,8 @@ class Journal:
         self._writer: RunWriter | None = None
         self._described: dict[str, dict[str, Any]] = {}
         self._warned: set[tuple[str, str, str]] = set()
+        #: The sentence of the first alarm of each rule and attention module, once logged.
+        self._said: dict[tuple[str, str], str] = {}
         self._start: _Start | None = None
         self._is_closed = False
         # Pending: written as soon as the folder can be.
@@ -157,7 +159,13 @@ class Journal:
             verdict = f" {event.verdict}" if event.kind == "verdict" else ""
             switch = f" to {event.stabilizer}" if event.kind == "switch" else ""
             what = f"{event.kind}{where}{verdict}{switch}"
-            log.warning("step %d: %s: %s", event.step, printable(what), printable(event.why))
+            why = event.why
+            # A verdict quotes its first alarm, which stands in the log already.
+            for quoted in self._said.values() if event.kind == "verdict" else ():
+                why = why.replace(f": {quoted}", "")
+            if event.kind == "alarm":
+                self._said.setdefault((event.rule, event.site), event.why)
+            log.warning("step %d: %s: %s", event.step, printable(what), printable(why))
 
     def add(self, samples: list[Sample]) -> None:
         """Writes samples, to be read at once; samples of a failed try are written with the next."""
@@ -236,8 +244,8 @@ class Journal:
                 if ranks.rank() == 0:
                     log.warning("%s at %s: %s", cannot, _listed(names), reason)
 
-    def close(self) -> None:
-        """Writes what is pending; what is recorded later is only logged."""
+    def close(self, end: RunEnd = "finished") -> None:
+        """Writes what is pending and how the run ended; what is recorded later is only logged."""
         self._failures = _PATIENCE  # there is no later try
         start = self._start
         if start is not None and self._writer is None and self._is_kept():
@@ -245,7 +253,7 @@ class Journal:
         writer = self._writer
         if writer is not None:
             self._try_to_write([])
-            self._stages.attempt("store", writer.close)
+            self._stages.attempt("store", lambda: writer.close(end))
         self._is_closed, self._writer = True, None
 
     def _metadata(self) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from guardbit.monitor.settings import check_settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.monitor.switching import Switching
-from guardbit.records import Alarm, Event, Sample
+from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
 
@@ -260,6 +260,11 @@ class MonitorSession:
         return self._findings.alarmed
 
     @property
+    def stages_off(self) -> frozenset[str]:
+        """The stages that an error of the monitor has turned off."""
+        return frozenset(self._stages.off)
+
+    @property
     def num_alarmed_heads(self) -> int:
         """Number of heads an alarm has named so far."""
         return sum(len(heads) for heads in self._findings.alarmed.values())
@@ -420,11 +425,14 @@ class MonitorSession:
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._do_deferred()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
         Within a step it is taken out when the step has ended, because a forward and its
         recomputation must be alike. A second call tries again what could not be taken out.
+
+        Args:
+            end: How the run ended, for the report and the live page.
         """
         is_within_step = self._schedule.is_within_step and not self._closed
         self._closed, self._schedule.is_sampled = True, False
@@ -435,7 +443,7 @@ class MonitorSession:
                 each.callback(self._let_go)
             for last in (
                 self._coverage.close,
-                self._journal.close,
+                lambda: self._journal.close(end),
                 self._write_what_is_left,
                 self._tell_what_ran_last,
                 self._drop_calls,

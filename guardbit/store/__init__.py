@@ -9,6 +9,9 @@ samples-0001-5e0c9a41-00000008-00000008.parquet    what its flush 8 wrote
 events-0001-5e0c9a41-00000000-00000000.jsonl       the same for events, one JSON object a line
 ```
 
+When a writer is closed, its session's file gets how the run ended: finished, interrupted or
+crashed. A run that is killed leaves no such entry.
+
 Every file is written under a temporary name, synced and renamed. So a file that exists is complete,
 on network file systems too; nothing is appended to and nothing is locked. Every writer is a session
 of its own with names nobody else uses, so a second writer can hide but never harm what the first
@@ -23,7 +26,15 @@ of hidden steps stay on disk.
 
 from guardbit.store.files import RUN_FOLDER
 from guardbit.store.following import RunFollower
-from guardbit.store.reading import folder_of_run, is_run, read_events, read_metadata, read_run
+from guardbit.store.reading import (
+    folder_of_run,
+    is_run,
+    read_end,
+    read_events,
+    read_metadata,
+    read_run,
+    runs_below,
+)
 from guardbit.store.writing import RunWriter
 
 __all__ = [
@@ -32,7 +43,9 @@ __all__ = [
     "RunWriter",
     "folder_of_run",
     "is_run",
+    "read_end",
     "read_events",
     "read_metadata",
     "read_run",
+    "runs_below",
 ]

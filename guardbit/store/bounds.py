@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from guardbit.records import Event
+from guardbit.records import RUN_ENDS, Event
 from guardbit.store.migration import migrated
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
@@ -136,11 +136,16 @@ def checked_session(session: Any) -> dict[str, Any]:
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
         raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
+    end = session.get("end")  # sessions of earlier versions do not say
     level: list[Any] = [session["metadata"]]
     for _ in range(MAX_DEPTH):
         level = [part for value in level for part in _parts(value)]
         if not level:
-            return {"start_step": start, "metadata": session["metadata"]}
+            return {
+                "start_step": start,
+                "metadata": session["metadata"],
+                "end": end if end in RUN_ENDS else None,
+            }
     raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from guardbit.records import RunEnd
 from guardbit.store.bounds import check_file, good_rows
 from guardbit.store.files import (
     COLUMNS,
@@ -20,7 +21,7 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
 )
-from guardbit.store.reading import folder_of_run, last_steps, warn_of_rows
+from guardbit.store.reading import end_of, folder_of_run, last_steps, warn_of_rows
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16
@@ -48,6 +49,8 @@ class RunFollower:
         self.folder = Path(folder)
         #: Time of the newest file of the run, in seconds since 1970; None while there is none.
         self.last_written: float | None = None
+        #: How the run ended, as `guardbit.store.read_end` returns it.
+        self.end: RunEnd | None = None
         #: Bytes of the segments that the last look found, and how many of these bytes are read.
         self.bytes_found, self.bytes_read = 0, 0
         self._listing = Listing({}, {"samples": {}, "events": {}})
@@ -70,6 +73,7 @@ class RunFollower:
         paths += [segment.path for segment in self._segments("events")]
         times = [_modified(path) for path in [*paths, *self._listing.sessions.values()]]
         self.last_written = max(times, default=None)
+        self.end = end_of(self._listing)
         counted = list(last_steps(self._listing))
         before, self._last_steps = self._last_steps, counted
         # A new session hides nothing if the earlier ones still count up to the same steps.

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from guardbit.records import RunEnd
 from guardbit.store.bounds import (
     MAX_CSV,
     MAX_EVENT,
@@ -42,6 +43,9 @@ from guardbit.store.files import (
 from guardbit.store.tensorboard import is_tensorboard_log, read_tensorboard
 
 Part = TypeVar("Part")
+
+#: Levels below a folder at which runs are looked for, how many are, and how many an error names.
+_DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
 #: How often a reader tries again when the merge of a live writer has removed a file.
 _READ_ATTEMPTS = 10
@@ -151,6 +155,35 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     return metadata
 
 
+def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
+    """Reads how a run ended.
+
+    Args:
+        path: As in `read_metadata`.
+
+    Returns:
+        What the newest session says; None while the run goes on, after a kill, and of what has no
+        sessions.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run.
+
+    Warns:
+        UserWarning: The session's file cannot be read.
+    """
+    path = _existing(path)
+    if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
+        return None
+    return end_of(_list_run(path))
+
+
+def end_of(listing: Listing) -> RunEnd | None:
+    """How the newest session of a folder says that it ended."""
+    newest = max(listing.sessions, default=None)
+    return _load_session(listing.sessions[newest])["end"] if newest else None
+
+
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the folder of a run."""
     path = Path(path)
@@ -171,6 +204,25 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     return path if is_empty and is_tensorboard_log(path) else inner
 
 
+def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
+    """The runs below a folder, each as the folder that people call it by; by name.
+
+    Folders of a run are not searched, links are not followed, and what cannot be read is passed
+    over.
+    """
+    found: list[Path] = []
+    for place, inner, _ in os.walk(folder):
+        inner.sort()
+        path = Path(place)
+        depth = len(path.relative_to(folder).parts)
+        if depth and is_run(folder_of_run(path)):
+            found.append(path)
+            inner.clear()
+        elif depth >= _DEEPEST_RUN or len(found) >= _MOST_RUNS:
+            inner.clear()
+    return found
+
+
 def _existing(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if not path.exists():
@@ -183,6 +235,11 @@ def _existing(path: str | os.PathLike[str]) -> Path:
 def _list_run(folder: Path) -> Listing:
     if not is_run(folder):
         state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
+        runs = [str(run.relative_to(folder)) for run in runs_below(folder)]
+        if runs:
+            shown = ", ".join(runs[:_NAMED_RUNS])
+            more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
+            state = f"is none itself, but holds {shown}{more}"
         raise ValueError(f"there is no run at {folder}: the folder {state}")
     return list_folder(folder)
 
@@ -196,7 +253,7 @@ def _load_session(path: Path) -> dict[str, Any]:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
         )
-        return {"start_step": None, "metadata": {}}
+        return {"start_step": None, "metadata": {}, "end": None}
 
 
 def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from guardbit.records import Event, Sample
+from guardbit.records import Event, RunEnd, Sample
 from guardbit.store.files import (
     COLUMNS,
     KEY,
@@ -175,8 +175,8 @@ class RunWriter:
     def __enter__(self) -> RunWriter:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close("finished" if error is None else "crashed")
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata, or replaces values under the same keys.
@@ -190,12 +190,18 @@ class RunWriter:
         """
         self._check_open()
         updated = {**self._metadata, **_sound(dict(metadata))}
+        self._write_session(updated, None)
+        self._metadata = updated
+
+    def _write_session(self, metadata: Mapping[str, Any], end: RunEnd | None) -> None:
+        session = {"start_step": self._start_step, "metadata": metadata}
+        if end is not None:
+            session["end"] = end
         try:
-            content = json.dumps({"start_step": self._start_step, "metadata": updated}, indent=2)
+            content = json.dumps(session, indent=2)
         except (TypeError, ValueError) as error:
             raise TypeError(f"metadata of a run must be JSON-able: {error}") from error
         publish(self._session_path, lambda stream: _write_text(stream, content))
-        self._metadata = updated
 
     def add(self, samples: Iterable[Sample]) -> None:
         """Takes samples, and writes a segment whenever it holds `flush_every` of them.
@@ -251,10 +257,13 @@ class RunWriter:
         self._pending = 0
         self._samples.compact()
 
-    def close(self) -> None:
+    def close(self, end: RunEnd = "finished") -> None:
         """Flushes, merges this session's segments into one file a kind, and ends the session.
 
         Closing twice is allowed.
+
+        Args:
+            end: How the run ended.
 
         Raises:
             OSError: The samples held in memory cannot be written.
@@ -264,6 +273,7 @@ class RunWriter:
         self.flush()
         self._samples.compact_all()
         self._events.compact_all()
+        self._write_session(self._metadata, end)
         self._closed = True
 
     def _check_open(self) -> None:

@@ -3,6 +3,7 @@
 import pandas as pd
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.data import Dataset
 from transformers import (
     GPT2Config,
@@ -13,9 +14,12 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
 from guardbit.callbacks import huggingface
+from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import Finding
 
 SITE = "transformer.h.1.attn"
@@ -64,8 +68,9 @@ def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, **settings):
     )  # fmt: skip
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, bf16=True,
-        use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True, save_steps=6,
-        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5, **settings,
+        use_cpu=True, disable_tqdm=True, save_steps=6,
+        learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5,
+        **{"logging_steps": 1, "report_to": "none", **settings},
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
     if is_mpt:
@@ -94,6 +99,44 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_wei
         assert recorded == pytest.approx(expected, rel=1e-6)
     # Clipped at 0.5, the norms are those from before.
     assert max(norm for _, norm in norms.logged.values()) > 0.5
+
+
+def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path, capsys):
+    folder = tmp_path / "a run"
+    settings = {"save_strategy": "no", "report_to": "tensorboard", "logging_steps": 500}
+    train(folder, HuggingFaceMonitor(4, strict=True), **settings)
+    (log,) = folder.rglob("events.out.tfevents*")
+    events = EventAccumulator(str(log.parent))
+    events.Reload()
+    keys = {key.removeprefix("train/") for key in events.Tags()["scalars"] if "guardbit" in key}
+    assert keys == {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS} - {
+        f"guardbit/{name}" for name in ("loss", "grad_norm")
+    }
+    frame = read_run(folder / "guardbit")
+    for key, indicator in (("guardbit/max_logit", "max_logit"),):
+        scalars = {one.step: one.value for one in events.Scalars(f"train/{key}")}
+        measured = frame[frame["indicator"] == indicator].groupby("step")["value"].max()
+        assert scalars == pytest.approx(measured.to_dict()) and set(scalars) == {0, 4, 8}
+    lines = [line for line in capsys.readouterr().out.splitlines() if "GuardBit" in line]
+    place = f"'{folder}/guardbit'"
+    assert lines == [
+        f"GuardBit samples attention every 4 steps; to look on: guardbit live {place}",
+        "GuardBit: run finished, no head alarmed up to step 8; the report: "
+        f"guardbit report {place}",
+    ]
+
+
+def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, monkeypatch):
+    def fails(*args, logs=None, **kwargs):
+        if any(key.startswith("guardbit/") for key in logs):
+            raise RuntimeError("no network")
+
+    monkeypatch.setattr(TensorBoardCallback, "on_log", fails)
+    train(tmp_path, HuggingFaceMonitor(4), save_strategy="no", report_to="tensorboard")
+    assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
+    assert caplog.text.count("the stage 'logging' failed and is off") == 1
+    said = "no head alarmed up to step 8 (off after an error: logging); the report"
+    assert said in capsys.readouterr().out
 
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):

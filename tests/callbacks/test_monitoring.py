@@ -18,12 +18,15 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.callbacks.monitoring import COUNTED_KEYS, WORST_KEYS
+from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS, of_probe
 from guardbit.monitor import transfer
+from guardbit.monitor.detectors import Finding
+from guardbit.store import read_end
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -340,10 +343,37 @@ def test_the_keys_logged_are_the_keys_documented(trains, tmp_path, monkeypatch, 
         rows = list(csv.DictReader(lines))
     assert documented_keys() <= rows[0].keys()
     assert [int(row["step"]) for row in rows if row["guardbit/max_logit"]] == [0, 2, 4]
-    assert Bars.seen[-1].keys() == {"alarmed_heads", "max_logit", "worst_layer", "worst_head"}
-    assert Bars.seen[-1]["max_logit"] == pytest.approx(
-        ours[1 if late else 2][1]["guardbit/max_logit"]
-    )
+    assert Bars.seen[-1] == {"alarmed_heads": 0}
+
+
+class Fires:
+    """Names head 1 of the second layer at its first value."""
+
+    name = "fires"
+
+    def examine(self, frame, state):
+        is_there = SITES[1] in frame.of("max_logit")
+        return [Finding(SITES[1], (1,), "a sentence of its own")] if is_there else []
+
+
+@pytest.mark.parametrize("rules", [(), (Fires(),)], ids=["healthy", "alarmed"])
+def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, caplog, rules):
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
+    with caplog.at_level(logging.INFO):
+        trains.fit(monitor, max_steps=5)
+    found = "1 head alarmed" if rules else "no head alarmed up to step 4"
+    said = f"run finished, {found}; the report: guardbit report '{tmp_path}/a run'"
+    assert [line for line in caplog.messages if "report" in line] == [f"GuardBit: {said}"]
+    assert read_end(tmp_path / "a run") == "finished"
+
+
+def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
+    monitor = AttentionMonitor(2, dirpath=tmp_path, strict=True, rules=(Fires(),))
+    trains.fit(monitor, AutoStabilizer(), max_steps=5)
+    kinds = set(read_events(tmp_path)["kind"])
+    assert {"alarm", "switch", "verdict"} <= kinds
+    assert caplog.text.count("a sentence of its own") == 1
+    assert sum("verdict rounding" in line for line in caplog.messages) == 1
 
 
 def test_signatures_are_plain_enough_for_a_command_line():
@@ -559,6 +589,21 @@ def test_an_interrupt_leaves_a_readable_run_and_a_clean_model(trains, tmp_path):
     assert sorted(values(frame, "loss")) == [0, 1, 2, 3, 4]
     assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
     assert torch.nn.functional.scaled_dot_product_attention is original
+    assert read_end(tmp_path / "run") == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "error, end", [(RuntimeError, "crashed"), (SIGTERMException, "interrupted")]
+)
+def test_a_run_that_ends_early_says_how(trains, tmp_path, error, end):
+    class Ends(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 3:
+                raise error
+
+    with pytest.raises(error):
+        trains.fit(Ends(), AttentionMonitor(2, dirpath=tmp_path))
+    assert read_end(tmp_path) == end
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from guardbit.callbacks.monitoring import ALARMS_KEY, COUNTED_KEYS, MAP_KEY, WORST_KEYS
+from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.callbacks.monitoring import ALARMS_KEY, MAP_KEY
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.dashboards import figures
 

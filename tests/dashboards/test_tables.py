@@ -147,12 +147,15 @@ def test_an_event_without_heads_concerns_its_whole_site_and_none_elsewhere(run):
 
 def test_highlights_keep_a_place_for_the_largest_value(run):
     many = pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))])
-    assert ranking.notable_heads(run.frame, many, "max_logit") == [(9, 0), (9, 1), (2, 7)]
-    # Without alarms: the largest peaks of the array itself, from the middle of the run on.
-    peaks = run.values["max_logit"][:, :, 50:].max(axis=2)
-    order = np.argsort(-peaks, axis=None)[:3]
-    expected = [tuple(map(int, np.unravel_index(index, peaks.shape))) for index in order]
-    assert ranking.notable_heads(run.frame, None, "max_logit") == expected
+    story = [(9, 0), (9, 1), (9, 2)]
+    assert ranking.heads_of_story(run.frame, many) == story
+    assert ranking.notable_heads(run.frame, many, "max_logit") == [*story, (2, 7)]
+    # Without alarms: the two heads that went wrong, by construction, the worse one first.
+    assert ranking.heads_of_story(run.frame, None)[:2] == [(2, 7), (2, 3)]
+    # In another layer its own peak besides, from the middle of the run on.
+    peaks = run.values["max_logit"][5, :, 50:].max(axis=1)
+    of_layer = ranking.notable_heads(run.frame, many, "max_logit", layer=5)
+    assert of_layer == [(5, int(peaks.argmax()))]
 
 
 def test_heads_to_watch_lists_alarms_first_then_the_farthest_from_normal(run):

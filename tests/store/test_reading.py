@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.records import EVENT_KINDS, Event, Sample
-from guardbit.store import RunWriter, read_events, read_metadata, read_run, reading
+from guardbit.store import (
+    RunWriter,
+    read_end,
+    read_events,
+    read_metadata,
+    read_run,
+    reading,
+    runs_below,
+)
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 READERS = [read_run, read_events, read_metadata]
@@ -251,6 +259,40 @@ def test_a_broken_session_file_hides_nothing(tmp_path: Path) -> None:
         assert read_run(tmp_path)["step"].tolist() == [1, 2, 3]
     with pytest.warns(UserWarning, match=re.escape(broken.name)):
         assert read_metadata(tmp_path) == {"lr": 1}
+
+
+def test_a_run_says_how_it_ended(tmp_path: Path) -> None:
+    killed, crashed, finished = (tmp_path / name for name in ("killed", "crashed", "finished"))
+    RunWriter(killed).add([loss(1)])
+    with pytest.raises(RuntimeError), RunWriter(crashed):
+        raise RuntimeError
+    RunWriter(finished).close()
+    ends = [read_end(path) for path in (killed, crashed, finished)]
+    assert ends == [None, "crashed", "finished"]
+    # A run that goes on has not ended, whatever its first part did.
+    later = RunWriter(finished, start_step=3)
+    assert read_end(finished) is None
+    later.close("interrupted")
+    assert read_end(finished) == "interrupted"
+    assert read_metadata(finished) == {}
+
+
+def test_an_end_that_is_none_is_passed_over(tmp_path: Path) -> None:
+    RunWriter(tmp_path).close()
+    (session,) = tmp_path.glob("session-*")
+    session.write_text('{"start_step": -1, "metadata": {}, "end": ["finished"]}')
+    assert read_end(tmp_path) is None
+
+
+def test_runs_below_a_folder_are_found_and_named(tmp_path: Path) -> None:
+    for name in ("a/version_0/guardbit", "a/version_1/guardbit", "b", "c/d/e/f/too_deep"):
+        RunWriter(tmp_path / name).close()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path)
+    found = [str(run.relative_to(tmp_path)) for run in runs_below(tmp_path)]
+    assert found == ["a/version_0", "a/version_1", "b"]
+    with pytest.raises(ValueError, match=r"is none itself, but holds a/version_0, a/version_1, b$"):
+        read_run(tmp_path)
 
 
 def test_strays_are_passed_over(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from guardbit.dashboards.figures.heads import (
 from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.maxima import multiple_maxima, multiple_maxima_bf16
 from guardbit.dashboards.figures.run import loss_and_gradient, runs_over_steps
+from guardbit.dashboards.figures.story import story
 from guardbit.dashboards.figures.switch import before_and_after
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "runs_over_steps",
     "spectral_norm_by_layer",
     "spectral_norm_of_heads",
+    "story",
 ]

@@ -19,7 +19,10 @@ from guardbit.dashboards.figures.maps import model_map, spectral_norm_by_layer
 from guardbit.dashboards.figures.maxima import multiple_maxima, multiple_maxima_bf16
 from guardbit.dashboards.figures.run import loss_and_gradient
 from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
+from guardbit.dashboards.figures.story import PANELS as STORY
+from guardbit.dashboards.figures.story import story
 from guardbit.dashboards.figures.switch import PANELS, before_and_after
+from guardbit.dashboards.marks import first_events
 
 Draw = Callable[[pd.DataFrame, pd.DataFrame | None], Figure | None]
 
@@ -45,14 +48,29 @@ class Chart:
     draw: Draw
 
 
+def _map_that_tells(frame: pd.DataFrame, events: pd.DataFrame | None) -> Figure | None:
+    """The map at the first alarm: later, heads that were drawn along hide the first one."""
+    first = first_events(frame, events, "alarm")
+    return model_map(frame, events, min((event.step for event in first.values()), default=None))
+
+
 CHARTS: tuple[Chart, ...] = (
+    Chart(
+        "story",
+        "What happened",
+        "Above the loss, below the first heads to alarm, or those farthest above their baseline. "
+        "An axis ends at what was reached until the loss left.",
+        tuple(name for name, _ in STORY),
+        story,
+    ),
     Chart(
         "model_map",
         "Model map",
-        "Every head, at the end of the run. Dark: its worst indicator is far above its baseline, "
-        "growth that all heads share taken out; stable runs stay below 12x. A frame: an alarm.",
+        "Every head, at the first alarm, or at the end of a run without. Dark: its worst indicator "
+        "is far above its baseline, growth that all heads share taken out; stable runs stay below "
+        "12x. A frame: an alarm.",
         EXCESS_NEEDS,
-        model_map,
+        _map_that_tells,
     ),
     Chart(
         "loss",
@@ -66,7 +84,7 @@ CHARTS: tuple[Chart, ...] = (
         "w_q_spectral_norm_layers",
         "W_Q spectral norm by layer",
         "Look for a single row that darkens while its neighbours stay light: the failure "
-        "starts in one layer (paper, figure 11).",
+        "starts in one layer (paper, figure 11). A healthy run is light all over.",
         ("w_q_spectral_norm",),
         spectral_norm_by_layer,
     ),

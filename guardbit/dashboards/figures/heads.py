@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.lines import draw_heads, label_ends
-from guardbit.dashboards.figures.scales import has_finite, plain, scale
+from guardbit.dashboards.figures.lines import draw_heads, label_ends, styles_of
+from guardbit.dashboards.figures.scales import end_at_departure, has_finite, plain, scale
 from guardbit.dashboards.figures.style import canvas, finish, styled
 from guardbit.dashboards.palette import INK
 
@@ -46,8 +46,10 @@ def spectral_norm_of_heads(
         f"W_Q spectral norm of layer {layer}" + (", every head" if len(table.columns) > 1 else "")
     )
     axes.set_ylabel("largest singular value")
-    draw_heads(axes, table, ranking.notable_heads(of_layer, events, "w_q_spectral_norm"))
+    notable = ranking.notable_heads(frame, events, "w_q_spectral_norm", layer=layer)
+    draw_heads(axes, table, styles_of(frame, events, notable))
     axes.set_ylim(bottom=0)
+    end_at_departure(axes, table, frame, events)
     finish([axes], frame, events)
     label_ends(axes)
     return figure
@@ -64,8 +66,10 @@ def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Max logit of every head")
-    draw_heads(axes, table, ranking.notable_heads(frame, events, "max_logit"))
+    notable = ranking.notable_heads(frame, events, "max_logit")
+    draw_heads(axes, table, styles_of(frame, events, notable))
     axes.set_ylabel("largest attention score" + scale(axes, table.to_numpy()))
+    end_at_departure(axes, table, frame, events)
     finish([axes], frame, events)
     label_ends(axes)
     return figure
@@ -83,7 +87,7 @@ def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
         return None
     figure, (axes,) = canvas("Attention entropy of every head")
     notable = ranking.notable_heads(frame, events, "attention_entropy", smallest=True)
-    draw_heads(axes, table, notable)
+    draw_heads(axes, table, styles_of(frame, events, notable))
     axes.set_ylabel("mean entropy of a row (nats)")
     axes.set_ylim(bottom=0)
     finish([axes], frame, events)
@@ -106,9 +110,10 @@ def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figur
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_ylabel("sum of δ_lp − δ_hp\nover the sampled steps")
     notable = ranking.notable_heads(frame, events, "delta_bias_cumulative")
-    named = draw_heads(axes, table, notable)
+    named = draw_heads(axes, table, styles_of(frame, events, notable))
     if named:
         _draw_band(axes, named)
+    end_at_departure(axes, table, frame, events)
     axes.yaxis.set_major_formatter(FuncFormatter(plain))
     finish([axes], frame, events)
     label_ends(axes)

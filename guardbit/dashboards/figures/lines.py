@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,10 +11,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from guardbit.dashboards import tables
+from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures.scales import finite, has_finite
 from guardbit.dashboards.figures.style import panel_inches
-from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS
+from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Head
 
 #: Marks the lines that are named at their ends.
@@ -23,24 +23,38 @@ NAMED = "named"
 NAME_HEIGHT = 0.195
 
 
+def styles_of(
+    frame: pd.DataFrame, events: pd.DataFrame | None, notable: Sequence[Head]
+) -> dict[Head, tuple[str, str]]:
+    """Colour and line style of notable heads: in all figures of a run a colour is one head.
+
+    A head that only one figure makes much of is drawn in ink there.
+    """
+    colours = dict(zip(ranking.heads_of_story(frame, events), HIGHLIGHTS, strict=False))
+    return {head: colours.get(head, (INK, ":")) for head in notable}
+
+
 def draw_heads(
-    axes: Axes, table: pd.DataFrame, notable: Sequence[Head], *, context: bool = True
+    axes: Axes,
+    table: pd.DataFrame,
+    notable: Mapping[Head, tuple[str, str]],
+    *,
+    context: bool = True,
 ) -> list[Line2D]:
-    """A grey line for every head, and a coloured one on top for the notable ones.
+    """A grey line for every head, and one on top that stands out for the notable ones.
 
     Args:
         axes: Where to draw.
         table: A column a head, of all heads, whose number decides on names.
-        notable: The heads that stand out, most important first.
+        notable: The heads that stand out, with their styles (`styles_of`).
         context: Whether to draw the others.
 
     Returns:
-        The coloured lines, labelled with their heads.
+        The lines that stand out, labelled with their heads.
     """
     in_layer = Counter(layer for layer, _ in table.columns)
     drawable = [head for head in table.columns if has_finite(cast(pd.Series, table[head]))]
     others = [head for head in drawable if head not in notable] if context else []
-    notable = [head for head in notable if head in drawable]
     # Hundreds of lines are a texture, in which a single one must still be seen.
     alpha = float(np.clip(12 / max(len(others), 1), 0.08, 0.4))
     # An underscore keeps a line out of legends; rasterized, hundreds of lines stay a small file.
@@ -54,7 +68,9 @@ def draw_heads(
             label="_" + tables.head_label(layer, head, in_layer[layer]),
         )
     named: list[Line2D] = []
-    for (layer, head), (colour, line_style) in zip(notable, HIGHLIGHTS, strict=False):
+    for (layer, head), (colour, line_style) in notable.items():
+        if (layer, head) not in drawable:
+            continue
         (line,) = axes.plot(
             points(table, (layer, head)),
             color=colour,

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import ranking, tables
-from guardbit.dashboards.figures.lines import draw_heads
+from guardbit.dashboards.figures.lines import draw_heads, styles_of
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import LEFT, LEGEND, WIDTH, canvas, finish, styled
 from guardbit.dashboards.palette import INK
@@ -35,7 +35,8 @@ def _maxima_over_loss(
         return None
     figure, (axes,) = canvas(f"Multiple maxima ({scores}) over the loss", below=LEGEND)
     axes.set_ylabel("rows with more than one\nmaximum (% of rows)")
-    named = draw_heads(axes, table, ranking.notable_heads(frame, events, indicator))
+    notable = ranking.notable_heads(frame, events, indicator)
+    named = draw_heads(axes, table, styles_of(frame, events, notable))
     axes.set_ylim(bottom=0)
     loss = finite(tables.of_run(frame, "loss"))
     if has_finite(loss):

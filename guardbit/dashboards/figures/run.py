@@ -57,7 +57,7 @@ def runs_over_steps(
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."
         )
-    series = {name: finite(_of_run_or_worst_head(frame, indicator)) for name, frame in runs.items()}
+    series = {name: finite(of_run_or_worst_head(frame, indicator)) for name, frame in runs.items()}
     series = {name: values for name, values in series.items() if has_finite(values)}
     if not series:
         return None
@@ -80,6 +80,7 @@ def runs_over_steps(
     return figure
 
 
-def _of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
+def of_run_or_worst_head(frame: pd.DataFrame, indicator: str) -> pd.Series:
+    """An indicator of the run as its running median, of heads the largest magnitude, by step."""
     series = tables.of_run(frame, indicator)
     return smooth(series) if len(series) else tables.by_head(frame, indicator).abs().max(axis=1)

@@ -9,6 +9,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from guardbit.dashboards.outcome import outcome_of
+
 Table = TypeVar("Table", pd.DataFrame, pd.Series)
 
 #: Loss and the like span a decade at the start of a run; below this ratio a log axis lacks ticks.
@@ -48,11 +50,30 @@ def scale(axes: Axes, values: np.ndarray) -> str:
     return ", log scale"
 
 
+def end_at_departure(
+    axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
+) -> None:
+    """Ends an axis at what was reached until the loss left; what comes after runs out of it.
+
+    One head that explodes afterwards would press all that led there flat.
+    """
+    departed = outcome_of(frame, events).departed
+    until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
+    until = until[np.isfinite(until)]
+    if departed is None or not until.size:
+        return
+    low, high = float(until.min()), float(until.max())
+    if axes.get_yscale() == "log":
+        positive = until[until > 0]
+        axes.set_ylim(float(positive.min()) / 1.2, high * 1.2)
+    else:
+        margin = 0.06 * (high - low)
+        axes.set_ylim(min(low - margin, 0) if low < 0 else 0, high + margin)
+
+
 def log_ticks(axis: Any, ratio: float) -> None:
     """Ticks at round numbers, as many as the range bears."""
-    subs = (
-        (1.0,) if ratio > 1e3 else (1.0, 2.0, 5.0) if ratio > 20 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
-    )
+    subs = (1.0,) if ratio > 1e3 else (1.0, 3.0) if ratio > 50 else (1.0, 2.0, 5.0)
     axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(plain))
     axis.set_minor_formatter(NullFormatter())

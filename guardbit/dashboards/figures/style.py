@@ -6,6 +6,7 @@ No pyplot, hence no global state: the figures show in a notebook and nowhere els
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -94,6 +95,15 @@ def styled(draw: Callable[Arguments, Drawn]) -> Callable[Arguments, Drawn]:
     return in_style
 
 
+class ShownFigure(Figure):
+    """A figure that a notebook shows, with `%matplotlib inline` or without."""
+
+    def _repr_png_(self) -> bytes:
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=STYLE["figure.dpi"])
+        return buffer.getvalue()
+
+
 def canvas(
     title: str,
     panels: int = 1,
@@ -112,7 +122,7 @@ def canvas(
     """
     bottom = BOTTOM + below
     height = TOP + panels * panel_height + (panels - 1) * between + bottom
-    figure = Figure(figsize=(WIDTH, height))
+    figure = ShownFigure(figsize=(WIDTH, height))
     grid = figure.subplots(panels, 1, sharex=True, squeeze=False)
     figure.subplots_adjust(
         left=LEFT / WIDTH,

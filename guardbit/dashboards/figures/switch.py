@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends
+from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
 from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
 from guardbit.dashboards.figures.style import MARK_HEIGHTS, above, canvas, finish, styled
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
@@ -48,6 +48,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     step = min(event.step for event in switched.values())
     together = [head for head, event in switched.items() if event.step == step]
     heads = _worst_first(frame, events, together, step)[: len(HIGHLIGHTS)]
+    styles = styles_of(frame, events, heads)
     first, last = _window(frame, step)
     panels = {
         indicator: table
@@ -67,7 +68,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
         if indicator == "loss":
             axes.plot(smooth(shown.iloc[:, 0]), color=INK, linewidth=1.1, label="loss", gid=NAMED)
         else:
-            draw_heads(axes, table, heads, context=False)
+            draw_heads(axes, table, styles, context=False)
         axes.set_ylabel(
             dict(PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
         )

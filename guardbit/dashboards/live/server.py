@@ -1,6 +1,6 @@
 """The web server behind the live page: this machine only, one run only, nothing but its numbers.
 
-What is served is a fixed list of addresses: the page, its three files, and three questions about
+What is served is a fixed list of addresses: the page, its files, and three questions about
 the run that are answered as JSON. No address names a file of the run or of anything else. All of
 them begin with a token that only the person who started the server knows, so that other people on
 the machine and other pages in the browser cannot read along; requests that name another host are
@@ -34,13 +34,16 @@ HOST = "127.0.0.1"
 #: Names this machine has for itself; through an SSH tunnel the browser uses one of them too.
 ALLOWED_HOSTS = (HOST, "localhost")
 
-#: Files of the page -> their media types.
+_HTML, _SCRIPT, _STYLE = (f"text/{kind}; charset=utf-8" for kind in ("html", "javascript", "css"))
+#: Addresses of the page and its files -> the folder, the file and its media type.
 ASSETS = {
-    "": ("page.html", "text/html; charset=utf-8"),
-    "page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "page.css": ("page.css", "text/css; charset=utf-8"),
-    "uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
-    "uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+    "": ("live.assets", "page.html", _HTML),
+    "page.js": ("live.assets", "page.js", _SCRIPT),
+    "page.css": ("live.assets", "page.css", _STYLE),
+    "theme.css": ("web", "theme.css", _STYLE),
+    "charts.js": ("web", "charts.js", _SCRIPT),
+    "uPlot.iife.min.js": ("web", "uPlot.iife.min.js", _SCRIPT),
+    "uPlot.min.css": ("web", "uPlot.min.css", _STYLE),
 }
 #: The page runs its own scripts only, talks to this server only, and stands in no frame.
 HEADERS = {
@@ -189,8 +192,8 @@ class _Token:
         await self._app(scope, receive, send)
 
 
-def _asset(name: str, media_type: str) -> Callable[[Request], Response]:
-    content = resources.files("guardbit.dashboards.live").joinpath("assets", name).read_bytes()
+def _asset(folder: str, name: str, media_type: str) -> Callable[[Request], Response]:
+    content = resources.files(f"guardbit.dashboards.{folder}").joinpath(name).read_bytes()
     return lambda request: Response(content, media_type=media_type)
 
 

@@ -7,9 +7,9 @@ import threading
 import time
 from pathlib import Path
 
-from guardbit.dashboards.live.views import Json, RunViews
 from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.names import place_of_run
+from guardbit.dashboards.views import Json, RunViews
 from guardbit.store import RunFollower, read_events
 
 log = logging.getLogger("guardbit")
@@ -139,5 +139,6 @@ class RunWatcher:
             "samples": self._views.has_samples,
             "seconds_silent": None if written is None else max(time.time() - written, 0.0),
             "read": follower.bytes_read / max(follower.bytes_found, 1) if self._reading else 1.0,
+            "end": follower.end,
             "problem": self._problem,
         }

@@ -82,6 +82,11 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
             f"The report needs the path of an {format.upper()} file, but {output} is a folder."
         )
     meant = output.suffix.lower().removeprefix(".")
+    if format != "png" and meant and meant not in FORMATS:
+        raise ValueError(
+            f"{output} is named as none of the formats of a report (.html, .pdf, .md, or a folder "
+            "of PNGs)."
+        )
     if meant in FORMATS and meant != format:
         raise ValueError(
             f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
@@ -97,7 +102,7 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
     _refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
     _write_pictures(document, folder)
     if format == "html":
-        output.write_text(to_html(document), encoding="utf-8")
+        output.write_text(to_html(document, folder.name), encoding="utf-8")
     elif format == "md":
         output.write_text(to_markdown(document, folder.name), encoding="utf-8")
     else:

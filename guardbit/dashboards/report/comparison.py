@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from guardbit.dashboards import marks, ranking, tables
+import pandas as pd
+
+from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
-from guardbit.dashboards.figures.run import RUN_LINES
+from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
+from guardbit.dashboards.forks import against_each_other, fork_of
 from guardbit.dashboards.names import distinguished
+from guardbit.dashboards.outcome import Outcome, headline, outcome_of
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Run
 from guardbit.dashboards.report.document import (
+    Appendix,
     Block,
     Document,
     Heading,
@@ -20,7 +27,7 @@ from guardbit.dashboards.report.document import (
     Table,
     Tile,
 )
-from guardbit.records import Event
+from guardbit.dashboards.views import CATALOG_OF_PAGES, plain_numbers, thinned
 
 #: What is drawn over one another: indicator, title, label of the axis, caption.
 OVERLAYS = (
@@ -44,6 +51,16 @@ OVERLAYS = (
         "The largest over all heads of each run.",
     ),
 )
+#: What the headline calls each outcome.
+_SHORT = {
+    "healthy": "healthy",
+    "saved": "saved",
+    "alarmed": "alarmed",
+    "lost": "lost",
+    "learning-rate": "diverged by its learning rate",
+    "unclear": "unclear",
+}
+_WORST_LAST = ("healthy", "saved", "unclear", "alarmed", "learning-rate", "lost")
 #: Names of all figures a comparison may have.
 PICTURES = (
     *[f"runs_{overlay[0]}" for overlay in OVERLAYS],
@@ -66,45 +83,52 @@ def compared(runs: Sequence[Run]) -> Document:
     if len(set(titles)) < len(titles):
         raise ValueError(f"Compared runs need different titles, got {', '.join(titles)}.")
     runs = [replace(run, title=name) for run, name in zip(runs, distinguished(titles), strict=True)]
-    happened = [marks.events_of(run.events) for run in runs]
-    alarmed = [run.title for run, some in zip(runs, happened, strict=True) if _has_alarm(some)]
-    if not alarmed:
-        headline = f"No alarm in any of the {len(runs)} runs"
-    elif len(alarmed) == len(runs):
-        headline = f"All {len(runs)} runs have alarms"
-    else:
-        has = "has" if len(alarmed) == 1 else "have"
-        headline = f"{len(alarmed)} of {len(runs)} runs {has} alarms: {', '.join(alarmed)}"
+    losses = {run.title: tables.of_run(run.frame, "loss") for run in runs}
+    fork = fork_of(losses)
+    outcomes = against_each_other(
+        {run.title: outcome_of(run.frame, run.events) for run in runs}, losses
+    )
+    kinds = Counter(_SHORT[outcome.kind] for outcome in outcomes.values())
+    told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    worst = max((outcome.kind for outcome in outcomes.values()), key=_WORST_LAST.index)
     return Document(
         title=" · ".join(titles),
         extent=words.count(len(runs), "run"),
-        headline=headline,
-        lede=tuple(
-            f"{run.title}: {contents.headline(some)}."
-            for run, some in zip(runs, happened, strict=True)
+        headline=f"{words.count(len(runs), 'run')}: {told}",
+        outcome=worst,
+        lede=(
+            (f"They are copies of one run up to step {fork:,}, and drawn from there on.",)
+            if fork is not None
+            else ()
         ),
         tiles=tuple(
-            Tile(run.title, tiles[0].value, f"first alarm: {tiles[1].value}")
-            for run in runs
-            if (tiles := contents.tiles(run.frame, run.events))
+            Tile(name, _SHORT[outcome.kind].capitalize(), headline(outcome), outcome.kind)
+            for name, outcome in outcomes.items()
         ),
-        blocks=[_side_by_side(runs), *_overlays(runs), *_each(runs), *_settings(runs)],
+        blocks=[
+            *_overlays(runs, fork),
+            Heading("In numbers"),
+            _side_by_side(runs, outcomes),
+            *_each(runs),
+            Appendix(),
+            *_settings(runs),
+        ],
+        answers=_answers(runs, fork),
     )
 
 
-def _has_alarm(happened: Sequence[Event]) -> bool:
-    return any(event.kind == "alarm" for event in happened)
-
-
-def _side_by_side(runs: Sequence[Run]) -> Table:
+def _side_by_side(runs: Sequence[Run], outcomes: Mapping[str, Outcome]) -> Table:
     columns: list[list[str]] = []
     for run in runs:
-        verdict, first_alarm, switched, loss = contents.tiles(run.frame, run.events)
+        outcome = outcomes[run.title]
+        first_alarm, _, switched, loss = contents.tiles(run.frame, run.events)
+        lead = "–" if outcome.lead is None else f"{outcome.lead:,} steps"
         columns.append(
             [
                 contents.extent(run.frame),
-                verdict.value,
+                outcome.kind,
                 f"{first_alarm.value} {first_alarm.note}".strip(),
+                lead,
                 f"{switched.value} {switched.note}".strip(),
                 loss.value,
                 _worst_head(run),
@@ -112,8 +136,9 @@ def _side_by_side(runs: Sequence[Run]) -> Table:
         )
     names = (
         "Recorded",
-        "Verdict",
+        "Outcome",
         "First alarm",
+        "Lead on the loss",
         "Heads switched",
         "Loss at the end",
         "Farthest above its baseline",
@@ -133,18 +158,53 @@ def _worst_head(run: Run) -> str:
     return f"{label}, {contents.times(float(excess.to_numpy()[position]))}"
 
 
-def _overlays(runs: Sequence[Run]) -> list[Block]:
+def _from(frame: pd.DataFrame, fork: int | None) -> pd.DataFrame:
+    """The samples from the fork on."""
+    return frame if fork is None else tables.rows_of(frame, frame["step"] >= fork)
+
+
+def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
+    """What the page draws: the same overlays as the figures."""
+    overlays: list[dict[str, Any]] = []
+    for indicator, title, label, _ in OVERLAYS:
+        series = {
+            run.title: of_run_or_worst_head(_from(tables.check_samples(run.frame), fork), indicator)
+            for run in runs
+        }
+        series = {name: thinned(values) for name, values in series.items() if len(values)}
+        if not series:
+            continue
+        table = pd.concat(series, axis=1).sort_index()
+        overlays.append(
+            {
+                "name": indicator,
+                "title": f"{title} ({label})",
+                "steps": table.index.tolist(),
+                "lines": [
+                    {"label": name, "values": plain_numbers(table[name].to_numpy())}
+                    for name in series
+                ],
+            }
+        )
+    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES} if overlays else None
+
+
+def _overlays(runs: Sequence[Run], fork: int | None) -> list[Block]:
     blocks: list[Block] = [Heading("Side by side")]
-    samples = {run.title: run.frame for run in runs if not run.frame.empty}
+    samples = {run.title: _from(run.frame, fork) for run in runs if not run.frame.empty}
     for indicator, title, label, caption in OVERLAYS:
         figure = runs_over_steps(samples, indicator, title, label) if samples else None
         if figure is not None:
             blocks.append(Picture(f"runs_{indicator}", title, caption, figure))
     for number, run in enumerate(runs):
-        figure = None if run.frame.empty else model_map(run.frame, run.events, name=run.title)
+        step = None if run.frame.empty else contents.telling_step(run.frame, run.events)
+        figure = None if run.frame.empty else model_map(run.frame, run.events, step, name=run.title)
         if figure is not None:
             title = f"Model map: {run.title}"
-            caption = "Every head at the end of the run; the same colours in all runs."
+            caption = (
+                "Every head at the first alarm, or at the end of a run without; the same colours "
+                "in all runs."
+            )
             blocks.append(Picture(f"run_{number}_model_map", title, caption, figure))
     return blocks
 
@@ -153,8 +213,8 @@ def _each(runs: Sequence[Run]) -> list[Block]:
     blocks: list[Block] = []
     for run in runs:
         sections = [
+            *contents.alarms_by_head(run.frame, run.events),
             *contents.heads_to_watch(run.frame, run.events),
-            *contents.timeline(marks.events_of(run.events)),
         ]
         blocks += [
             Heading(run.title),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -13,9 +14,13 @@ import pandas as pd
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.figures.scales import MEDIAN_WINDOW
+from guardbit.dashboards.outcome import headline, outcome_of
 from guardbit.dashboards.report import words
+from guardbit.dashboards.report.answers import answers_of
 from guardbit.dashboards.report.document import (
+    Alarmed,
+    Alarms,
+    Appendix,
     Block,
     Bullets,
     Document,
@@ -59,22 +64,27 @@ class Run:
 
 
 def document_of(run: Run) -> Document:
-    """Summary first, then the heads to watch, the timeline, the figures and the settings."""
+    """The outcome first, then the alarms, the heads to watch and the figures; last the appendix."""
     frame, events = tables.check_samples(run.frame), run.events
     happened = marks.events_of(events)
+    outcome = outcome_of(frame, events)
     return Document(
         run.title,
         extent(frame),
-        headline(happened),
+        headline(outcome),
+        outcome.kind,
         tuple(summary(frame, events)),
         tuple(tiles(frame, events)),
         [
+            *alarms_by_head(frame, events),
             *_before_and_after(frame, events),
             *heads_to_watch(frame, events),
-            *timeline(happened),
             *_figures(frame, events),
+            Appendix(),
+            *timeline(happened),
             *settings(run.metadata),
         ],
+        None if frame.empty else answers_of(frame, events, run.title),
     )
 
 
@@ -95,55 +105,20 @@ def verdict(happened: Sequence[Event]) -> Event | None:
     return next((event for event in reversed(happened) if event.kind == "verdict"), None)
 
 
-def _given_at(happened: Sequence[Event]) -> int:
-    """The step since which the last verdict holds; its evidence may be newer. There must be one."""
-    first, *later = [event for event in happened if event.kind == "verdict"]
-    for event in later:
-        first = first if event.verdict == first.verdict else event
-    return first.step
-
-
-def headline(happened: Sequence[Event]) -> str:
-    """The verdict in a sentence."""
-    given = verdict(happened)
-    has_alarm = any(event.kind == "alarm" for event in happened)
-    of_heads = any(event.kind == "alarm" and event.site for event in happened)
-    if given is not None and given.verdict == "unclear" and not of_heads:
-        return words.NO_HEAD_SAYS_WHY if has_alarm else words.UNJUDGED
-    if given is not None:
-        return words.HEADLINES.get(given.verdict, f"Verdict: {given.verdict}")
-    if has_alarm:
-        return "Alarms have fired; no verdict was recorded"
-    return "No alarm has fired"
-
-
 def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
     """What happened, in a few sentences, most important first."""
     happened = marks.events_of(events)
     given = verdict(happened)
-    sentences = [given.why] if given is not None else []
+    sentences = [f"Verdict {given.verdict}: {given.why}"] if given is not None else []
     if frame.empty:
         sentences.append("The run recorded no samples.")
     alarms = [event for event in happened if event.kind == "alarm"]
-    if alarms:
+    # A verdict quotes the alarm it rests on.
+    if alarms and given is None:
         first = alarms[0]
-        # The verdict quotes the alarms it rests on; they are not quoted twice.
-        said = given is not None and first.why in given.why
         sentences.append(
-            f"The first alarm came at step {first.step:,} ({words.where(first)})"
-            + ("." if said else f": {first.why}")
+            f"The first alarm came at step {first.step:,} ({words.where(first)}): {first.why}"
         )
-    elif given is not None:
-        sentences.append("No alarm has fired.")
-    switched = marks.first_events(frame, events, "switch")
-    if switched:
-        steps = sorted({event.step for event in switched.values()})
-        sentences.append(
-            f"{words.count(len(switched), 'head')} went over to a stabilized kernel"
-            + (f" at step {steps[0]:,}." if len(steps) == 1 else f", from step {steps[0]:,} on.")
-        )
-    elif alarms:
-        sentences.append("No head was switched to a stabilized kernel.")
     loss = tables.of_run(frame, "loss")
     lost = loss.index.to_numpy()[~np.isfinite(loss.to_numpy())]
     if len(lost):
@@ -152,9 +127,9 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 
 def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
-    """Verdict, first alarm, heads switched, loss at the end."""
+    """First alarm, lead on the loss, heads switched, loss at the end."""
     happened = marks.events_of(events)
-    given = verdict(happened)
+    outcome = outcome_of(frame, events)
     alarms = [event for event in happened if event.kind == "alarm"]
     switched = marks.first_events(frame, events, "switch")
     current = marks.current_stabilizers(frame, events)
@@ -163,11 +138,6 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
     loss = tables.of_run(frame, "loss")
     return [
         Tile(
-            "Verdict",
-            given.verdict if given is not None else "none yet",
-            f"given at step {_given_at(happened):,}" if given is not None else "",
-        ),
-        Tile(
             "First alarm",
             f"step {alarms[0].step:,}" if alarms else "none",
             f"{words.where(alarms[0])}; {words.count(len(alarms), 'alarm')} in all"
@@ -175,16 +145,38 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
             else "",
         ),
         Tile(
+            "Lead on the loss",
+            "–" if outcome.lead is None else f"{outcome.lead:,} steps",
+            "the loss has not left"
+            if outcome.departed is None
+            else f"the loss left at step {outcome.departed:,}",
+        ),
+        Tile(
             "Heads switched",
             f"{len(switched):,}",
-            ", ".join([*stabilized, *([f"{undone} undone"] if undone else [])]),
+            "; ".join(
+                [
+                    *([f"{', '.join(stabilized)}"] if stabilized else []),
+                    *([f"at step {outcome.first_switch:,}"] if switched else []),
+                    *([f"{undone} undone"] if undone else []),
+                ]
+            ),
         ),
         Tile(
             "Loss at the end",
-            words.number(float(loss.tail(MEDIAN_WINDOW).median())) if len(loss) else "–",
-            f"median of the last {min(MEDIAN_WINDOW, len(loss))} samples" if len(loss) else "",
+            _last_loss(loss),
+            f"median of the last {min(effect.SAMPLES_AVERAGED, len(loss))} samples"
+            if len(loss)
+            else "",
         ),
     ]
+
+
+def _last_loss(loss: pd.Series) -> str:
+    last = loss.tail(effect.SAMPLES_AVERAGED).to_numpy()
+    if not len(last):
+        return "–"
+    return words.number(float(np.median(last))) if np.isfinite(last[-1]) else "not finite"
 
 
 def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
@@ -207,16 +199,55 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
     return [
         Heading("What the switch did"),
         Paragraph(
-            "Each indicator is shown for one head: of those that had alarmed and were switched (of "
-            "all switched ones where none had), the one with the largest value before. The values "
-            "are its last sample before the switch and its last one after it; if the head was "
-            "switched back, its last one before that. For the run they are means of "
-            f"{effect.SAMPLES_AVERAGED} samples on either side. A "
-            "switch that helps takes the delta bias away at once; logits fall within some thousand "
-            "steps, and norms rise no faster than those of other heads."
+            "Of the switched heads that had alarmed, the one with the largest value before: its "
+            "last sample before the switch and its last one after it, or before it was switched "
+            f"back. Of the run, means of {effect.SAMPLES_AVERAGED} samples. A switch that helps "
+            "takes the delta bias away at once; logits fall within some thousand steps."
         ),
         Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2),
     ]
+
+
+def telling_step(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
+    """The step of the first alarm on a head, whose model map tells the story; None for the end.
+
+    Later, heads that were drawn along hide the first one.
+    """
+    first = marks.first_events(frame, events, "alarm")
+    return min((event.step for event in first.values()), default=None)
+
+
+def alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+    """One row a head, however often it has alarmed, in the order of the first alarm."""
+    heads, current = tables.heads_of_layer(frame), marks.current_stabilizers(frame, events)
+    of: dict[tuple[str, str], list[Event]] = {}
+    stabilizers: dict[tuple[str, str], str] = {}
+    for event, concerned in marks.heads_of_events(frame, events):
+        if event.kind != "alarm":
+            continue
+        for layer, head in concerned:
+            name = tables.head_label(layer, head, len(heads.get(layer, ())))
+            of.setdefault((name, event.site), []).append(event)
+            stabilizers[name, event.site] = current.get((layer, head), "none")
+        if not concerned:
+            of.setdefault((words.where(event), ""), []).append(event)
+    if not of:
+        return []
+    rows = tuple(
+        Alarmed(
+            name,
+            site,
+            tuple(Counter(event.rule for event in alarms).items()),
+            alarms[0].step,
+            alarms[-1].step,
+            stabilizers.get((name, site), "none"),
+            alarms[0].why,
+        )
+        for (name, site), alarms in of.items()
+    )
+    hidden = len(rows) - MOST_ALARMS
+    note = [Paragraph(f"{words.count(hidden, 'head')} that alarmed later not shown.")]
+    return [Heading("Alarms"), Alarms(rows[:MOST_ALARMS]), *(note if hidden > 0 else [])]
 
 
 def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -78,16 +79,52 @@ class Picture:
     figure: Figure
 
 
-Block = Heading | Paragraph | Bullets | Table | Timeline | Picture
+@dataclass(frozen=True, slots=True)
+class Alarmed:
+    """The alarms of one head, or of the whole run.
+
+    Attributes:
+        name: The head.
+        site: Its attention module.
+        rules: Each rule that fired, and how often.
+        first: Step of the first alarm.
+        last: Step of the last one.
+        stabilizer: What the head runs on now, "none" for its own attention.
+        why: The sentence of the first alarm.
+    """
+
+    name: str
+    site: str
+    rules: tuple[tuple[str, int], ...]
+    first: int
+    last: int
+    stabilizer: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alarms:
+    """The alarms of a run, one row a head, in the order of the first one."""
+
+    rows: tuple[Alarmed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Appendix:
+    """What follows is looked up, not read."""
+
+
+Block = Heading | Paragraph | Bullets | Table | Timeline | Picture | Alarms | Appendix
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A figure to be seen first, with what it is and a note."""
+    """A figure to be seen first, with what it is and a note; an outcome gives it a colour."""
 
     name: str
     value: str
     note: str
+    outcome: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +134,22 @@ class Document:
     Attributes:
         title: What the run is called.
         extent: Which steps, layers and heads it holds.
-        headline: The verdict in a sentence.
+        headline: What became of it, in a sentence.
+        outcome: The same in a word, which gives the headline its colour.
         lede: What happened, most important first.
         tiles: The few numbers to be seen first.
         blocks: Everything else, in order.
+        answers: What the interactive page draws, JSON-able; None where nothing was recorded.
     """
 
     title: str
     extent: str
     headline: str
+    outcome: str
     lede: tuple[str, ...]
     tiles: tuple[Tile, ...]
     blocks: list[Block] = field(default_factory=list)
+    answers: Mapping[str, Any] | None = None
 
     @property
     def pictures(self) -> list[Picture]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from urllib.parse import quote
 
 from guardbit.dashboards.report.document import (
+    Alarms,
+    Appendix,
     Block,
     Bullets,
     Cell,
@@ -17,6 +19,7 @@ from guardbit.dashboards.report.document import (
     Table,
     Timeline,
 )
+from guardbit.dashboards.report.words import table_of_alarms
 
 
 def to_markdown(document: Document, folder: str) -> str:
@@ -50,6 +53,10 @@ def _block(block: Block, folder: str) -> str:
             return "\n".join(f"- {_escaped(line)}" for line in lines)
         case Table():
             return _table(block)
+        case Alarms(rows):
+            return _table(table_of_alarms(rows))
+        case Appendix():
+            return "---"
         case Timeline(moments):
             return "\n".join(
                 f"- **{moment.step:,}** {_escaped(moment.what)}: {_escaped(moment.why)}"

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.palette import CONTEXT, INK
 from guardbit.dashboards.report.document import (
+    Alarms,
     Block,
     Bullets,
     Cell,
@@ -25,6 +26,7 @@ from guardbit.dashboards.report.document import (
     Table,
     Timeline,
 )
+from guardbit.dashboards.report.words import table_of_alarms
 
 #: Inches.
 PAGE = (8.27, 11.69)
@@ -114,6 +116,8 @@ def _of_block(block: Block) -> Iterator[_Line]:
                 yield from _wrapped(f"· {line}", quiet=True)
         case Table():
             yield from _of_table(block)
+        case Alarms(rows):
+            yield from _of_table(table_of_alarms(rows))
         case Timeline(moments):
             for moment in moments:
                 yield from _wrapped(f"{moment.step:,}   {moment.what}", bold=True, space=4)

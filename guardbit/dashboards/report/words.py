@@ -8,17 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import marks
+from guardbit.dashboards.report.document import Alarmed, Table
 from guardbit.records import Event
 
-HEADLINES = {
-    "rounding": "Single heads show the signs of a rounding failure",
-    "learning-rate": "The whole model diverges, as at too high a learning rate",
-    "stable": "This run is stable",
-    "unclear": "Something is wrong in this run, and its signs disagree",
-}
-#: Of a run whose verdict is "unclear" and that has no alarm of a head: without any, and with some.
-UNJUDGED = "This run could not be judged"
-NO_HEAD_SAYS_WHY = "There is an alarm on the loss, and no head says why"
 #: Keys of the metadata whose titles are other words.
 TITLES = {"sites": "attention modules"}
 
@@ -83,6 +75,30 @@ def count(number: int, noun: str) -> str:
 def total(heads: Mapping[int, Sequence[int]]) -> str:
     """The number of heads of all layers."""
     return f"{sum(map(len, heads.values())):,}"
+
+
+def span(first: int, last: int) -> str:
+    """From the first step to the last."""
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def chip(rule: str, times: int) -> str:
+    """A rule, and how often it has fired."""
+    return rule if times == 1 else f"{rule} × {times:,}"
+
+
+def table_of_alarms(rows: Sequence[Alarmed]) -> Table:
+    """The alarms as a table, where nothing can be folded."""
+    cells = [
+        [
+            (row.name, row.site),
+            ", ".join(chip(*rule) for rule in row.rules),
+            span(row.first, row.last),
+            row.stabilizer,
+        ]
+        for row in rows
+    ]
+    return Table(["Head", "Rules", "When", "Stabilizer"], cells)
 
 
 def value(indicator: str, number_: float) -> str:

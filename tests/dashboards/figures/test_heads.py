@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from guardbit.dashboards import figures
-from guardbit.dashboards.palette import HIGHLIGHTS
+from guardbit.dashboards.figures.lines import NAMED
+from guardbit.dashboards.palette import HIGHLIGHTS, INK
 
 COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 
@@ -41,9 +42,22 @@ def test_a_warm_up_peak_does_not_stand_out():
         for step, value in zip(steps, values, strict=True)
     ]
     (axes,) = figures.max_logit(pd.DataFrame(rows, columns=COLUMNS)).axes
-    colours = {colour for colour, _ in HIGHLIGHTS}
-    named = [line.get_label() for line in axes.get_lines() if line.get_color() in colours]
-    assert named == ["layer 0 · head 2", "layer 0 · head 3", "layer 0 · head 1"]
+    named = [line.get_label() for line in axes.get_lines() if line.get_gid() == NAMED]
+    assert named == ["layer 0 · head 2"]
+
+
+def test_a_peak_that_is_no_head_of_the_story_stands_out_in_ink():
+    steps = np.arange(40)
+    rows = [
+        (step, "h.0", 0, head, "max_logit", value)
+        for head, values in enumerate([1.0 + steps, *np.full((3, 40), [[1.0], [9.0], [50.0]])])
+        for step, value in zip(steps, values, strict=True)
+    ]
+    (axes,) = figures.max_logit(pd.DataFrame(rows, columns=COLUMNS)).axes
+    named = {line.get_label(): line for line in axes.get_lines() if line.get_gid() == NAMED}
+    assert list(named) == ["layer 0 · head 0", "layer 0 · head 3"]
+    assert named["layer 0 · head 0"].get_color() == HIGHLIGHTS[0][0]
+    assert named["layer 0 · head 3"].get_color() == INK
 
 
 def band_of(axes):

@@ -130,7 +130,7 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             writer.record(range(0, 300, 10))
             wait(page, "view.state.last_step === 290")
             wait(page, "document.body.dataset.version == view.version")
-            assert text(page, "h1") == "No alarm so far"
+            assert text(page, "h1") == "Running: no alarm so far"
             assert page.get_attribute("#map", "data-cells") == "12"
             assert page.locator("#run-charts .uplot").count() == 3
             healthy = pixel(page, 1, 2, 3, 4)
@@ -140,7 +140,11 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             writer.alarm(300)
             wait(page, "view.state.events.length === 2 && view.state.last_step === 390")
             wait(page, "document.body.dataset.version == view.version")
-        assert text(page, "h1") == "Alarms have fired"
+        wait(page, "document.querySelector('#status').className === 'finished'")
+        wait(page, "document.querySelector('h1').textContent.startsWith('Saved')")
+        said = "Saved: 1 of 12 heads alarmed at step 300, corrected, loss unharmed"
+        assert text(page, "h1") == said
+        assert page.get_attribute("h1", "class") == "outcome saved"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
         # What the data says stays text.
@@ -172,6 +176,9 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
         )
         wait(page, "view.state.map.step === 200")
         assert min(pixel(page, 1, 2, 3, 4)) > 220
+        # Nor do the heads to watch.
+        assert page.locator("#worst .alarmed").count() == 0
+        assert "200" not in text(page, "#worst tbody")
 
 
 def test_zoom_pan_and_scale(page, serve, recorder, tmp_path):
@@ -310,6 +317,22 @@ def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):
     # The server is gone too: the page keeps what it has and says so.
     wait(page, "document.querySelector('#status').className === 'lost'")
     assert page.get_attribute("#map", "data-cells") == "2"
+
+
+@pytest.mark.parametrize("end", ["finished", "interrupted", "crashed"])
+def test_a_run_that_has_ended_says_how(page, serve, recorder, tmp_path, end):
+    writer = recorder(tmp_path)
+    writer.record(range(5))
+    with serve(tmp_path) as server:
+        page.goto(server.address)
+        wait(page, "document.querySelector('#status').className === 'alive'")
+        writer.close(end)
+        wait(page, f"document.querySelector('#status').className === '{end}'")
+        assert end in text(page, "#status")
+        for path in tmp_path.iterdir():
+            os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
+        wait(page, "document.querySelector('#status').textContent.includes('10 min ago')")
+        assert end in text(page, "#status") and "killed" not in text(page, "#status")
 
 
 def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):

@@ -13,6 +13,7 @@ pytest.importorskip("starlette", reason="the extra `live` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `live` is not installed")
 
 from guardbit.dashboards.live import LiveServer, RunWatcher, connections
+from guardbit.dashboards.live.server import ASSETS
 
 
 def get(server, path, method="GET", **headers):
@@ -158,7 +159,7 @@ def test_every_answer_tells_the_browser_to_keep_to_itself(served):
 def test_the_page_names_no_other_address(served):
     import re
 
-    for name in ("", "page.js", "page.css", "uPlot.iife.min.js", "uPlot.min.css"):
+    for name in ASSETS:
         status, content, _ = get(served, path_of(served) + name)
         assert status == 200 and content
         found = set(re.findall(rb"https?://[^\s\"')]+", content))

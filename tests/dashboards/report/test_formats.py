@@ -41,9 +41,10 @@ def markdown(run, tmp_path_factory):
 
 def test_markdown_says_the_same_in_the_same_order(markdown):
     text = markdown.read_text(encoding="utf-8")
-    assert text.startswith("# Single heads show the signs of a rounding failure\n")
-    order = ["The first alarm", "What the switch did", "Heads to watch", "Timeline", "Figures"]
-    places = [text.index(words) for words in [*order, "Settings and versions"]]
+    said = "# Saved: 2 of 24 heads alarmed at step 2,950, corrected, loss unharmed\n"
+    assert text.startswith(said)
+    order = ["First alarm", "Alarms", "What the switch did", "Heads to watch", "Figures"]
+    places = [text.index(words) for words in [*order, "Timeline", "Settings and versions"]]
     assert places == sorted(places)
     assert "| layer 2 · head 7 · h.2.attn |" in text
     assert "**2,950** Alarm: norm\\_trend · h.2.attn, head 7" in text
@@ -146,14 +147,16 @@ def comparison(run, tmp_path_factory):
 def test_runs_stand_side_by_side(comparison):
     page = comparison.read_text(encoding="utf-8")
     text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
-    assert "<h1>1 of 2 runs has alarms: ill</h1>" in text
+    assert '<h1 class="outcome saved">2 runs: 1 saved, 1 healthy</h1>' in text
+    assert '<dt>ill</dt><dd class="outcome saved">Saved</dd>' in text
+    assert "Healthy: no alarm up to step 4,980" in text
     assert text.index("<th>ill</th><th>well</th>") > 0
-    assert "<td>Verdict</td><td>rounding</td><td>none yet</td>" in text
+    assert "<td>Outcome</td><td>saved</td><td>healthy</td>" in text
     assert "<td>First alarm</td><td>step 2,950" in text
     assert "layer 2 · head 7, &gt; 1,000 ×" in text
     # What is the same in both is no news.
     assert "<td>seed</td><td>1</td><td>2</td>" in text
-    assert "precision" not in text
+    assert "<td>precision" not in text
     names = {path.stem for path in (comparison.parent / "comparison_figures").iterdir()}
     assert names == {
         "runs_loss",
@@ -178,14 +181,14 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 def test_a_run_without_samples_is_compared_too(tmp_path):
     runs = [Run("full", short()), Run("empty", pd.DataFrame(columns=SAMPLES))]
     text = write_reports(runs, tmp_path / "r.md", format="md").read_text()
-    assert "no samples" in text and "No alarm in any of the 2 runs" in text
+    assert "no samples" in text and "2 runs: 1 healthy, 1 unclear" in text
 
 
 def test_long_names_lose_in_the_text_what_they_have_in_common(run, tmp_path):
     names = [f"{name}-gpt2-small-with-a-long-name-lr1.5e-03-seed4" for name in ("one", "two")]
     runs = [Run(name, few(run), run.events) for name in names]
     text = write_reports(runs, tmp_path / "r.md", format="md").read_text(encoding="utf-8")
-    assert "# All 2 runs have alarms\n" in text
+    assert "# 2 runs: 2 saved\n" in text
     assert "|  | one | two |" in text
     assert [text.count(name) for name in names] == [1, 1], "in the line that names the runs"
 
@@ -195,7 +198,7 @@ def test_a_page_of_text_has_no_title_without_text():
         Heading("Figures alone"), Picture("a", "", "", Figure()), Heading("Words"),
         Heading("below", 3), Paragraph("are here"), Heading("the end"),
     ]  # fmt: skip
-    (page,) = text_pages(Document("run", "", "headline", (), (), blocks))
+    (page,) = text_pages(Document("run", "", "headline", "healthy", (), (), blocks))
     written = [text.get_text() for text in page.texts]
     assert written[-3:] == ["Words", "below", "are here"]
     assert "Figures alone" not in written

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
+from html import unescape
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,7 +15,6 @@ from PIL import Image
 
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.report import write_report
 from guardbit.dashboards.report.words import LABELS
 
@@ -64,12 +67,24 @@ class Page(HTMLParser):
     def of(self, *tags):
         return [text for tag, text in self.texts if tag in tags]
 
+    @property
+    def lede(self):
+        """The sentences below the charts."""
+        return [unescape(text) for text in re.findall(r'<p class="lede">(.*?)</p>', self.source)]
+
+    @property
+    def answers(self):
+        (text,) = re.findall(
+            r'<script type="application/json" id="data">(.*?)</script>', self.source
+        )
+        return json.loads(text)
+
     def attributes(self, name):
         return [values[name] for _, values in self.tags if name in values]
 
     @property
     def text(self):
-        return " ".join(text for tag, text in self.texts if tag != "style")
+        return " ".join(text for tag, text in self.texts if tag not in ("style", "script"))
 
 
 def small_run(site="h.0.attn", heads=2):
@@ -111,52 +126,64 @@ def write(tmp_path, *arguments, **options):
 
 
 def test_the_page_needs_nothing_but_itself(page):
-    style, body = page.source.split("<main>")
-    assert not re.search(r"https?:|@import|url\(", style)
-    assert not re.search(r"https?:|@import|url\((?!#)", body)
-    assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    references = [*page.attributes("href"), *page.attributes("xlink:href"), *page.attributes("src")]
-    assert references
-    assert all(value.startswith(("#", "data:image/png;base64,")) for value in references)
+    markup = re.sub(r"<script.*?</script>", "", page.source, flags=re.DOTALL)
+    assert not re.search(r"https?:|@import|url\(", markup)
+    assert not {"link", "img", "iframe", "object", "svg"} & {tag for tag, _ in page.tags}
+    assert not page.attributes("src")
+    assert all(value.startswith("#") for value in page.attributes("href"))
+    # Nor would a browser let it fetch anything, or run another script.
+    (script,) = re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [value for value in page.attributes("content") if "script-src" in value]
+    assert policy.startswith(f"default-src 'none'; script-src 'sha256-{digest}';")
+    assert set(re.findall(r"https?://[^\s\"')]+", script)) <= {"https://github.com/leeoniya/uPlot"}
 
 
 def test_every_reference_inside_the_page_has_one_target(page):
     names = page.attributes("id")
     assert len(names) == len(set(names))
-    used = {value[1:] for value in page.attributes("xlink:href") if value.startswith("#")}
-    used |= set(re.findall(r"url\(#([^)]+)\)", page.source))
+    used = {value[1:] for value in page.attributes("href")}
     assert used and used <= set(names)
 
 
 def test_what_happened_comes_first_and_the_settings_last(page):
-    assert page.of("h1") == ["Single heads show the signs of a rounding failure"]
+    assert page.of("h1") == [
+        "Saved: 2 of 144 heads alarmed at step 2,950, corrected, loss unharmed"
+    ]
     assert page.of("h2") == [
+        "What happened",
+        "Model map",
+        "Alarms",
         "What the switch did",
         "Heads to watch",
-        "Timeline",
         "Figures",
+        "Timeline",
         "Settings and versions",
     ]
-    order = [tag for tag, _ in page.tags if tag in ("h1", "dl", "h2", "table", "ol", "figure")]
-    assert order[:3] == ["h1", "dl", "h2"]
+    order = [tag for tag, _ in page.tags if tag in ("h1", "dl", "canvas", "nav", "details")]
+    assert order[:5] == ["h1", "dl", "canvas", "canvas", "nav"]
+    folds = [values for tag, values in page.tags if tag == "details" and "id" in values]
+    is_open = ["open" in values for values in folds]
+    assert is_open == [True, True, True, True, False, False], "the appendix is folded"
+    assert page.of("a") == page.of("h2")[2:]
 
 
 def test_the_summary_gives_verdict_first_alarm_and_switched_heads(page):
-    lede = page.of("p")[:3]
-    assert lede == [
-        "One layer, one sign.",
-        "The first alarm came at step 2,950 (h.2.attn, head 7): Head 7 left its trend.",
-        "2 heads went over to a stabilized kernel at step 3,100.",
-    ]
-    tiles = page.of("dd")
-    assert tiles[:6] == [
-        "rounding",
-        "given at step 4,950",
+    assert page.lede == ["Verdict rounding: One layer, one sign."]
+    assert page.of("dd")[:6] == [
         "step 2,950",
         "h.2.attn, head 7; 2 alarms in all",
+        "–",
+        "the loss has not left",
         "2",
-        "compensated, 1 undone",
+        "compensated; at step 3,100; 1 undone",
     ]
+
+
+def test_the_words_before_the_appendix_are_few(page):
+    before = page.source[page.source.index("<main>") : page.source.index(">Timeline</h2>")]
+    words = re.sub(r"<[^>]+>", " ", before).split()
+    assert len(words) <= 1200
 
 
 def test_what_the_verdict_has_said_is_not_said_again(tmp_path):
@@ -165,14 +192,19 @@ def test_what_the_verdict_has_said_is_not_said_again(tmp_path):
         (10, "verdict", "", (), "1 layer; head 1 is 25 times its peers; calm", "rounding", ""),
     )
     page = write(tmp_path, small_run(), events, {})
-    assert page.of("p")[:2] == [
-        "1 layer; head 1 is 25 times its peers; calm",
-        "The first alarm came at step 10 (h.0.attn, head 1).",
-    ]
+    assert page.lede == ["Verdict rounding: 1 layer; head 1 is 25 times its peers; calm"]
 
 
-def test_the_loss_at_the_end_is_the_median_of_25(run, page):
-    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-25:]), rel=5e-3)  # 3 digits
+def test_the_loss_at_the_end_is_the_median_of_the_last_five(run, page):
+    assert float(page.of("dd")[6]) == pytest.approx(np.median(run.loss[-5:]), rel=5e-3)  # 3 digits
+    assert page.of("dd")[7] == "median of the last 5 samples"
+
+
+@pytest.mark.parametrize("last", [np.nan, np.inf])
+def test_a_loss_that_is_not_finite_at_the_end_is_called_so(tmp_path, last):
+    frame = small_run()
+    frame.loc[frame.index[frame["indicator"] == "loss"][-1], "value"] = last
+    assert write(tmp_path, frame, None, None).of("dd")[-2] == "not finite"
 
 
 def test_before_and_after_are_the_runs_own_figures(run, page):
@@ -213,7 +245,7 @@ def test_the_table_of_heads_starts_with_the_alarmed_ones(run, page):
 
 def test_the_timeline_tells_every_event_in_order(page):
     assert page.of("time") == ["2,950", "3,100", "3,100", "4,500", "4,600", "4,950"]
-    titles = page.of("b")[1:]
+    titles = page.of("b")[3:]  # after the product and the heads with alarms
     assert titles == [
         "Alarm: norm_trend · h.2.attn, head 7",
         "Alarm: norm_trend · h.2.attn, head 3",
@@ -241,15 +273,12 @@ def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
         "Not switched · h.3.attn, heads 0 to 11",
         "Switched back to plain attention · 2 attention modules",
     ]
-    assert "36 heads went over to a stabilized kernel at step 2,950." in page.text
+    assert "compensated; at step 2,950; 24 undone" in page.of("dd")
 
 
-def test_every_figure_is_inline_captioned_and_beside_the_page(report, page):
-    assert page.of("figcaption") == [chart.caption for chart in CHARTS]
-    drawings = [values for tag, values in page.tags if tag == "svg"]
-    assert [values["aria-label"] for values in drawings] == [chart.title for chart in CHARTS]
-    assert all("viewbox" in values and "width" not in values for values in drawings)
+def test_the_figures_lie_beside_the_page(report, page):
     folder = report.parent / "report_figures"
+    assert page.of("code") == ["report_figures/"]
     assert {path.name for path in folder.iterdir()} == {f"{chart.name}.png" for chart in CHARTS}
     for path in folder.iterdir():
         with Image.open(path) as picture:
@@ -257,15 +286,37 @@ def test_every_figure_is_inline_captioned_and_beside_the_page(report, page):
             assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_figures_take_their_colours_from_the_page(page):
-    drawings = "".join(re.findall(r"<svg.*?</svg>", page.source, re.DOTALL))
-    for colour in (INK, *dict(HIGHLIGHTS)):
-        assert colour not in drawings
-    for variable in ("--paper", "--highlight-0", "--highlight-1", "--highlight-2"):
-        assert f"var({variable})" in drawings
-        # Light, dark and print each define it.
-        assert page.source.count(f"{variable}:") == 3
-    assert not re.search(r"font-family|font:|DejaVu", drawings)
+def test_the_page_draws_the_runs_own_values(run, page):
+    answers = page.answers
+    steps = answers["state"]["steps"]
+    assert steps[0] < 50 and steps[-1] == 4980
+    curve = answers["curves"]["w_q_spectral_norm"]
+    assert [(head["layer"], head["head"]) for head in curve["heads"]][:2] == [(2, 7), (2, 3)]
+    # One colour is one head: in every chart the same heads in the same order.
+    for other in answers["curves"].values():
+        assert [(h["layer"], h["head"]) for h in other["heads"]] == [
+            (h["layer"], h["head"]) for h in curve["heads"]
+        ]
+    recorded = run.values["w_q_spectral_norm"][2, 7]
+    for at, step in ((0, 0), (-1, 4950)):
+        shown = [
+            value
+            for known, value in zip(steps, curve["heads"][0]["high"], strict=True)
+            if value is not None and abs(known - step) < 50
+        ]
+        assert shown[at] == pytest.approx(recorded[at], rel=1e-3)
+    history = answers["heads"]["2,7"]
+    assert history["site"] == "h.2.attn" and history["events"][0]["step"] == 2950
+    assert set(history["indicators"]) == set(run.values)
+
+
+def test_the_map_that_is_shown_first_is_that_of_the_first_alarm(page):
+    answers = page.answers
+    shown = answers["maps"][answers["start"]]["map"]
+    assert 2950 <= shown["step"] < 3000
+    assert shown["alarmed"] == [[2, 7]]
+    steps = [one["map"]["step"] for one in answers["maps"]]
+    assert steps == sorted(set(steps)) and steps[-1] == 4980
 
 
 def test_settings_versions_and_sites_are_shown(page):
@@ -289,7 +340,12 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     )
     metadata = {ATTACK: ATTACK, "sites": {ATTACK: {ATTACK: ATTACK}}, "more": {ATTACK: [ATTACK]}}
     page = write(tmp_path, frame, events, metadata, title=ATTACK)
-    assert not {"script", "img"} & {tag for tag, _ in page.tags}
+    assert "img" not in {tag for tag, _ in page.tags}
+    assert [values for tag, values in page.tags if tag == "script"] == [
+        {"type": "application/json", "id": "data"},
+        {},
+    ]
+    assert page.answers["state"]["title"] == ATTACK
     assert not page.attributes("onerror")
     assert page.text.count(ATTACK) > 10  # shown as it came, dollar sign included
     assert f"{ATTACK} · GuardBit" in page.of("title")
@@ -298,68 +354,39 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     events = journal((90, "verdict", "", (), "Nothing to judge by.", "unclear", ""))
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["This run could not be judged"]
-    assert page.of("p")[:2] == ["Nothing to judge by.", "No alarm has fired."]
-    events = journal(
-        (80, "alarm", "", (), "It rises.", "loss_departure", ""),
-        (90, "verdict", "", (), "Nothing else to judge by.", "unclear", ""),
-    )
-    page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["There is an alarm on the loss, and no head says why"]
+    assert page.of("h1") == ["Unclear: this run could not be judged"]
+    assert page.lede == ["Verdict unclear: Nothing to judge by."]
 
 
-@pytest.mark.parametrize(
-    ("rule", "headline"),
-    [
-        ("stable", "This run is stable"),
-        ("learning-rate", "The whole model diverges, as at too high a learning rate"),
-        ("unclear", "Something is wrong in this run, and its signs disagree"),
-        ("something new", "Verdict: something new"),
-    ],
-)
-def test_each_verdict_has_its_headline(tmp_path, rule, headline):
+def test_the_last_verdict_counts_and_an_unknown_one_is_quoted(tmp_path):
     events = journal(
-        (10, "alarm", "h.0", (1,), "Seen.", "a_rule", ""),
+        (10, "alarm", "h.0.attn", (1,), "Seen.", "a_rule", ""),
         (10, "verdict", "", (), "An earlier view.", "rounding", ""),
-        (90, "verdict", "", (), "The last view.", rule, ""),
+        (90, "verdict", "", (), "The last view.", "something new", ""),
     )
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == [headline]
-    first = "The first alarm came at step 10 (h.0, head 1): Seen."
-    assert page.of("p")[:2] == ["The last view.", first]
-
-
-def test_a_verdict_whose_evidence_is_renewed_was_given_when_it_was_first(tmp_path):
-    rules = ("rounding", "unclear", "rounding", "rounding")
-    events = journal(
-        *((step, "verdict", "", (), f"At {step}.", rule, "") for step, rule in enumerate(rules))
-    )
-    page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("p")[0] == "At 3."
-    assert page.of("dd")[:2] == ["rounding", "given at step 2"]
+    assert page.of("h1")[0].startswith("Alarmed: 1 of 2 heads since step 10, none switched")
+    assert page.lede == ["Verdict something new: The last view."]
 
 
 def test_alarms_without_a_verdict_or_a_switch(tmp_path):
     events = journal((10, "alarm", "", (), "The loss rose.", "loss_trend", ""))
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["Alarms have fired; no verdict was recorded"]
-    assert page.of("p")[:2] == [
-        "The first alarm came at step 10 (the whole run): The loss rose.",
-        "No head was switched to a stabilized kernel.",
-    ]
+    assert page.of("h1") == ["Alarmed: since step 10, and no measured head says why"]
+    assert page.lede == ["The first alarm came at step 10 (the whole run): The loss rose."]
     assert "What the switch did" not in page.of("h2")
 
 
 @pytest.mark.parametrize("frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)])
 def test_an_empty_run_still_has_a_page(tmp_path, frame):
     page = write(tmp_path, frame, None, None)
-    assert page.of("h1") == ["No alarm has fired"]
-    assert "The run recorded no samples." in page.of("p")
+    assert page.of("h1") == ["Unclear: this run could not be judged"]
+    assert page.lede == ["The run recorded no samples."]
     assert len(page.of("li")) == len(CHARTS)
     for chart, sentence in zip(CHARTS, page.of("li"), strict=True):
         assert sentence.startswith(chart.title)
         assert all(name in sentence for name in chart.needs)
-    assert "figure" not in {tag for tag, _ in page.tags}
+    assert "canvas" not in {tag for tag, _ in page.tags} and page.answers == {}
 
 
 def test_what_is_not_drawn_is_said_and_an_older_picture_goes(tmp_path):
@@ -373,6 +400,7 @@ def test_what_is_not_drawn_is_said_and_an_older_picture_goes(tmp_path):
         "max_logit.png",
         "mine.png",
         "model_map.png",
+        "story.png",
     }
     assert any("multiple_maxima_bf16" in sentence for sentence in page.of("li"))
     assert not any("max_logit" in sentence for sentence in page.of("li"))

@@ -1,298 +1,14 @@
 "use strict";
-// The live page: asks the server every second what is new, and draws it. Text that comes from the
-// run only ever becomes text, never markup.
+// The live page: asks the server every second what is new, and draws it (`charts.js`).
 
-const HEADLINES = {
-  rounding: "Single heads show the signs of a rounding failure",
-  "learning-rate": "The whole model diverges, as at too high a learning rate",
-  stable: "This run is stable",
-  unclear: "Something is wrong in this run, and its signs disagree",
-};
-const MARKS = { alarm: "▼", switch: "◆", undo: "◇" };
-const DASHES = [[], [8, 4], [8, 3, 2, 3]];
-const RANGE = "range";
+const ENDS = { finished: "the run has finished", interrupted: "the run was interrupted", crashed: "the run has crashed" };
 const ASK_EVERY = 1000, SILENT_AFTER = 120;
-
-const $ = (id) => document.getElementById(id);
 const view = { state: null, version: -1, step: null, head: null, indicator: null, log: true };
-
-const number = (x) => x == null ? "–" : x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e6)
-  ? Number(x.toPrecision(3)).toLocaleString("en") : x.toExponential(1);
-const times = (x) => x == null ? "–" : x > 1000 ? "> 1,000 ×" : `${x < 10 ? x.toPrecision(2) : Math.round(x)} ×`;
-const labelOf = (indicator) => view.state.catalog[indicator].label;
-const nameOf = (layer, head) => `layer ${layer} · head ${head}`;
-
-function element(tag, text, kind) {
-  const made = document.createElement(tag);
-  if (text != null) made.textContent = text;
-  if (kind) made.className = kind;
-  return made;
-}
 
 async function ask(question) {
   const answer = await fetch(question, { cache: "no-store" });
   if (!answer.ok) throw new Error(await answer.text());
   return answer.json();
-}
-
-// --- the model map ---------------------------------------------------------------------------
-
-function ramp(palette, excess) {
-  const place = Math.min(Math.max(Math.log(excess) / Math.log(palette.most), 0), 1) * (palette.heat.length - 1);
-  const low = Math.min(Math.floor(place), palette.heat.length - 2), part = place - low;
-  const channel = (stop, i) => parseInt(palette.heat[stop].slice(1 + 2 * i, 3 + 2 * i), 16);
-  return `rgb(${[0, 1, 2].map((i) => Math.round(channel(low, i) * (1 - part) + channel(low + 1, i) * part))})`;
-}
-
-function geometry() {
-  const { layers, heads } = view.state, left = 34, bottom = 20;
-  const width = $("map").parentElement.clientWidth - left;
-  const cell = {
-    width: Math.max(Math.min(Math.floor(width / heads), 64), 4),
-    height: Math.max(Math.min(Math.floor(560 / layers), 40), 6),
-  };
-  return { left, bottom, cell, layers, heads };
-}
-
-function drawMap() {
-  const canvas = $("map"), { palette, map } = view.state, { left, bottom, cell, layers, heads } = geometry();
-  const width = left + heads * cell.width, height = layers * cell.height + bottom + 2;
-  const dots = window.devicePixelRatio || 1;
-  canvas.width = width * dots; canvas.height = height * dots;
-  canvas.style.width = `${width}px`; canvas.style.height = `${height}px`;
-  const pen = canvas.getContext("2d");
-  pen.scale(dots, dots);
-  const gap = Math.min(cell.width, cell.height) > 8 ? 1 : 0.5;
-  const at = (layer, head) => [left + head * cell.width, 1 + (layers - 1 - layer) * cell.height];
-  map.excess.forEach((excess, index) => {
-    if (excess == null) return;
-    const [x, y] = at(Math.floor(index / heads), index % heads);
-    pen.fillStyle = ramp(palette, excess);
-    pen.fillRect(x, y, cell.width - gap, cell.height - gap);
-  });
-  pen.strokeStyle = palette.ink; pen.lineWidth = 2;
-  for (const [layer, head] of map.alarmed) {
-    const [x, y] = at(layer, head);
-    pen.strokeRect(x - gap / 2, y - gap / 2, cell.width, cell.height);
-  }
-  for (const [layer, head] of map.stabilized) {
-    const [x, y] = at(layer, head), radius = Math.max(Math.min(cell.width, cell.height) / 6, 1.5);
-    pen.beginPath();
-    pen.arc(x + cell.width / 2, y + cell.height / 2, radius, 0, 2 * Math.PI);
-    pen.fillStyle = "#ffffff"; pen.fill(); pen.lineWidth = 1; pen.stroke();
-  }
-  if (view.head) {
-    const [x, y] = at(view.head.layer, view.head.head);
-    pen.strokeStyle = palette.lines[1]; pen.lineWidth = 3;
-    pen.strokeRect(x - 1.5, y - 1.5, cell.width + 2, cell.height + 2);
-  }
-  pen.fillStyle = "#626a76"; pen.font = "11px system-ui, sans-serif";
-  pen.textAlign = "right"; pen.textBaseline = "middle";
-  const rows = Math.ceil(14 / cell.height), columns = Math.ceil(24 / cell.width);
-  for (let layer = 0; layer < layers; layer += rows) pen.fillText(layer, left - 6, at(layer, 0)[1] + cell.height / 2);
-  pen.textAlign = "center"; pen.textBaseline = "top";
-  for (let head = 0; head < heads; head += columns) pen.fillText(head, at(0, head)[0] + cell.width / 2, height - bottom + 5);
-  canvas.dataset.cells = map.excess.filter((excess) => excess != null).length;
-  canvas.setAttribute("aria-label", `Model map at step ${map.step}: ${layers} layers of ${heads} heads`);
-  $("map-step").textContent = map.step < 0 ? "" : `at step ${map.step.toLocaleString("en")}`;
-}
-
-function drawRamp() {
-  const pen = $("ramp").getContext("2d"), { palette } = view.state;
-  for (let x = 0; x < 220; x++) {
-    pen.fillStyle = ramp(palette, Math.pow(palette.most, x / 219));
-    pen.fillRect(x, 0, 1, 10);
-  }
-  $("ramp-labels").textContent = `1 × to ${palette.most} × its baseline or more; blank: not measured`;
-}
-
-function headAt(event) {
-  const { left, cell, layers, heads } = geometry(), box = $("map").getBoundingClientRect();
-  const head = Math.floor((event.clientX - box.left - left) / cell.width);
-  const layer = layers - 1 - Math.floor((event.clientY - box.top - 1) / cell.height);
-  return head >= 0 && head < heads && layer >= 0 && layer < layers ? { layer, head } : null;
-}
-
-function pointAt(event) {
-  const found = view.state?.layers ? headAt(event) : null, tip = $("tip");
-  tip.hidden = !found;
-  if (!found) return;
-  const { map, heads } = view.state, index = found.layer * heads + found.head, excess = map.excess[index];
-  tip.textContent = excess == null ? `${nameOf(found.layer, found.head)}: not measured`
-    : `${nameOf(found.layer, found.head)}: ${times(excess)} its baseline (${labelOf(map.names[map.which[index]])})`;
-  const box = $("map").parentElement.getBoundingClientRect();
-  tip.style.left = `${Math.min(event.clientX - box.left + 14, Math.max(box.width - 330, 0))}px`;
-  tip.style.top = `${event.clientY - box.top + 16}px`;
-}
-
-// --- curves ----------------------------------------------------------------------------------
-
-// Ctrl + wheel zooms (the wheel alone scrolls the page), shift + drag pans; dragging alone zooms into
-// what was dragged over (uPlot's own).
-function wheelAndPan() {
-  const set = (plot, min, max) => plot.setScale("x", { min, max });
-  return { hooks: { ready: [(plot) => {
-    plot.over.addEventListener("wheel", (event) => {
-      if (!event.ctrlKey) return;
-      event.preventDefault();
-      const { min, max } = plot.scales.x, middle = plot.posToVal(event.offsetX, "x");
-      const factor = event.deltaY < 0 ? 0.8 : 1.25;
-      set(plot, middle - (middle - min) * factor, middle + (max - middle) * factor);
-    }, { passive: false });
-    plot.over.addEventListener("mousedown", (event) => {
-      if (!event.shiftKey) return;
-      event.preventDefault(); event.stopImmediatePropagation();
-      const { min, max } = plot.scales.x, start = event.clientX, perPixel = (max - min) / plot.over.clientWidth;
-      const move = (moved) => set(plot, min - (moved.clientX - start) * perPixel, max - (moved.clientX - start) * perPixel);
-      const up = () => { document.removeEventListener("mousemove", move); document.removeEventListener("mouseup", up); };
-      document.addEventListener("mousemove", move); document.addEventListener("mouseup", up);
-    }, true);
-  }] } };
-}
-
-// The same marks as in the figures: a line at the step, a sign above the panel, as long as signs of
-// one kind do not touch.
-function eventMarks(marks) {
-  return { hooks: { draw: [(plot) => {
-    const pen = plot.ctx, dots = window.devicePixelRatio || 1, last = {};
-    let lines = 0;
-    plot.drawnMarks = [];
-    pen.save();
-    pen.strokeStyle = pen.fillStyle = view.state.palette.ink; pen.lineWidth = dots;
-    pen.font = `${11 * dots}px system-ui, sans-serif`; pen.textAlign = "center"; pen.textBaseline = "bottom";
-    for (const { kind, step } of marks()) {
-      if (step < plot.scales.x.min || step > plot.scales.x.max) continue;
-      const x = plot.valToPos(step, "x", true);
-      if (x - (last[kind] ?? -Infinity) < 9 * dots) continue;
-      last[kind] = x;
-      if (++lines <= 8) {
-        pen.setLineDash(kind === "alarm" ? [5 * dots, 4 * dots] : kind === "undo" ? [2 * dots, 3 * dots] : []);
-        pen.beginPath(); pen.moveTo(x, plot.bbox.top); pen.lineTo(x, plot.bbox.top + plot.bbox.height); pen.stroke();
-      }
-      pen.fillText(MARKS[kind], x, plot.bbox.top - (kind === "alarm" ? 0 : 11 * dots));
-      plot.drawnMarks.push({ kind, step });
-    }
-    pen.restore();
-  }] } };
-}
-
-// Indicators are sampled at steps of their own: each line shows its sample nearest to the pointer, and
-// the step is the nearest at which any line of the chart has one.
-function nearest(plot, series, hovered, at) {
-  const steps = plot.data[0], distance = (index) => Math.abs(steps[index] - at);
-  const has = series > 0 ? (index) => plot.data[series][index] != null
-    : (index) => plot.data.slice(1).some((values) => values[index] != null);
-  let found = hovered;
-  for (let index = 0; index < steps.length; index++) {
-    if (has(index) && (!has(found) || distance(index) < distance(found))) found = index;
-  }
-  return found;
-}
-
-const positive = (values) => values.map((value) => value != null && value > 0 ? value : null);
-const middle = (low, high) => high.map((value, i) => value == null ? null : (value + low[i]) / 2);
-
-// Lines {label, low?, high, colour, dash?, width?} as uPlot takes them; low and high differ only
-// where a bucket of a long run holds several samples, and then a band shows the range.
-function prepared(title, steps, lines, log) {
-  const series = [{ label: "step", value: (_, step) => step == null ? "–" : step.toLocaleString("en") }];
-  const data = [steps], bands = [], ready = (values) => log ? positive(values) : values;
-  for (const line of lines) {
-    const low = line.low ?? line.high;
-    if (low.some((value, i) => value !== line.high[i])) {
-      bands.push({ series: [series.length, series.length + 1], fill: line.colour + "33" });
-      for (const edge of [line.high, low]) {
-        series.push({ label: RANGE, stroke: "transparent", width: 0, points: { show: false }, spanGaps: true });
-        data.push(ready(edge));
-      }
-    }
-    if (line.bandOnly) continue;
-    series.push({ label: line.label, stroke: line.colour, width: line.width ?? 2, dash: line.dash, spanGaps: true,
-      points: { show: steps.length < 3 }, value: (_, value) => number(value) });
-    data.push(ready(middle(low, line.high)));
-  }
-  return { title, series, data, bands, log, key: JSON.stringify([title, series.map((one) => one.label), log]) };
-}
-
-function chart(place, { title, series, data, bands, log, key }, marks) {
-  const box = element("div", null, "chart");
-  box.append(element("h3", title));
-  place.append(box);
-  const plot = new uPlot({
-    width: Math.max(box.clientWidth, 280), height: 230, series, bands, padding: [24, 12, 0, 0],
-    cursor: { dataIdx: nearest, sync: { key: "steps", setSeries: false }, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
-    axes: [{ values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
-      { size: 68, values: (_, ticks) => ticks.map((tick) => tick == null ? "" : number(tick)) }],
-    plugins: [eventMarks(marks), wheelAndPan()],
-  }, data, box);
-  for (const row of box.querySelectorAll(".u-legend .u-series")) {
-    if (row.querySelector(".u-label").textContent === RANGE) row.style.display = "none";
-  }
-  return { plot, key, box };
-}
-
-// Where only data has changed a chart keeps its element, and in any case its zoom.
-function drawCharts(place, wanted, marks) {
-  const kept = place.charts ?? [], zoom = kept.map(({ plot }) => isZoomed(plot) ? { ...plot.scales.x } : null).find(Boolean);
-  const drawn = wanted.map(({ name, title, steps, lines }) => {
-    const next = prepared(title ?? labelOf(name), steps, lines, view.log && !view.state.catalog[name].is_signed), old = kept.find((one) => one.key === next.key);
-    if (!old) return chart(place, next, marks);
-    old.plot.setData(next.data, !zoom);
-    place.append(old.box);
-    return old;
-  });
-  for (const old of kept) if (!drawn.includes(old)) { old.plot.destroy(); old.box.remove(); }
-  if (zoom) for (const { plot } of drawn) plot.setScale("x", { min: zoom.min, max: zoom.max });
-  place.charts = drawn;
-}
-
-function isZoomed(plot) {
-  const steps = plot.data[0], { min, max } = plot.scales.x;
-  return steps.length > 1 && (min > steps[0] + 1e-9 || max < steps[steps.length - 1] - 1e-9);
-}
-
-async function drawRun() {
-  const { run, steps, palette, indicators } = view.state, wanted = [];
-  for (const name of ["loss", "grad_norm"]) {
-    if (run[name]) wanted.push({ name, steps, lines: [{ label: labelOf(name), ...run[name], colour: palette.lines[1], width: 1.5 }] });
-  }
-  if (indicators.length) {
-    if (!indicators.includes(view.indicator)) view.indicator = indicators.includes("max_logit") ? "max_logit" : indicators[0];
-    const select = $("indicator");
-    if (select.options.length !== indicators.length) {
-      select.replaceChildren(...indicators.map((name) => { const option = element("option", labelOf(name)); option.value = name; return option; }));
-    }
-    select.value = view.indicator;
-    for (const name of new Set(["w_q_spectral_norm", view.indicator].filter((name) => indicators.includes(name)))) {
-      const found = await ask(`curves?indicator=${name}`);
-      wanted.push({ name, title: `${labelOf(name)}: all heads (grey: 5 to 95 %), and those to watch`, steps: found.steps, lines: [
-        { low: found.typical_low, high: found.typical_high, colour: "#8c939e", bandOnly: true },
-        { label: "median", high: found.typical, colour: "#8c939e", width: 1 },
-        ...found.heads.map((head, index) => ({ label: nameOf(head.layer, head.head), low: head.low, high: head.high,
-          colour: palette.lines[index], dash: DASHES[index] })),
-      ] });
-    }
-  }
-  drawCharts($("run-charts"), wanted, () => view.state.marks);
-}
-
-async function drawHead() {
-  $("detail").hidden = !view.head;
-  if (!view.head) return;
-  const { layer, head } = view.head, found = await ask(`head?layer=${layer}&head=${head}`), { palette } = view.state;
-  $("detail-title").textContent = `${nameOf(layer, head)}  (${found.site})`;
-  const alarms = found.events.filter((event) => event.kind === "alarm"), switched = found.events.filter((event) => event.kind === "switch");
-  $("detail-note").textContent = alarms.length
-    ? `First alarm at step ${alarms[0].step.toLocaleString("en")}: ${alarms[0].why.replace(/\.$/, "")}.` + (switched.length ? ` Switched to ${switched.at(-1).stabilizer} at step ${switched.at(-1).step.toLocaleString("en")}.` : "")
-    : "No alarm. Coloured: this head; grey: the median head.";
-  $("detail").marks = found.marks;
-  drawCharts($("detail-charts"), Object.entries(found.indicators).map(([name, values]) => ({
-    name, steps: found.steps, lines: [
-      { label: "median head", high: values.typical, colour: "#8c939e", width: 1 },
-      { label: nameOf(layer, head), low: values.low, high: values.high, colour: palette.lines[0] },
-    ],
-  })), () => $("detail").marks);
 }
 
 function select(head) {
@@ -321,13 +37,17 @@ function where(line) {
   return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
 }
 
+// What has become of the run is final once it has ended.
+function drawHeadline(status) {
+  const { headline, headline_running, outcome } = view.state;
+  $("headline").textContent = status.end ? headline : headline_running;
+  $("headline").className = `outcome ${outcome}`;
+}
+
 function drawWords() {
-  const { events, num_events, worst, verdict, sites, map } = view.state;
+  const { events, num_events, verdict } = view.state;
   const alarms = events.filter((event) => event.kind === "alarm"), lines = together(events);
   const switches = lines.filter(([event]) => event.kind === "switch");
-  const headline = verdict && HEADLINES[verdict.verdict] ? HEADLINES[verdict.verdict]
-    : alarms.length ? "Alarms have fired" : view.state.last_step < 0 ? "Waiting for the first sample" : "No alarm so far";
-  $("headline").textContent = headline;
   const sentences = [];
   if (alarms.length) {
     // The verdict quotes the alarms it rests on; they are not quoted twice.
@@ -340,19 +60,10 @@ function drawWords() {
   }
   if (verdict) sentences.push(`${verdict.why}.`);
   $("lede").textContent = sentences.join(" ").replaceAll("..", ".");
-  const alarmed = new Set(map.alarmed.map(String));
-  // A head at its baseline is nothing to watch.
-  const watched = worst.filter((head, place) => head.excess >= 1.5 || place < 3);
-  $("worst").tBodies[0].replaceChildren(...watched.map((head) => {
-    const row = element("tr", null, alarmed.has(`${head.layer},${head.head}`) ? "alarmed" : "");
-    row.tabIndex = 0;
-    row.append(element("td", nameOf(head.layer, head.head)), element("td", labelOf(head.indicator)),
-      element("td", number(head.value), "number"), element("td", times(head.excess), "number"));
-    row.title = sites[head.layer] ?? "";
-    row.onclick = () => select({ layer: head.layer, head: head.head });
-    row.onkeydown = (event) => event.key === "Enter" && row.onclick();
-    return row;
-  }));
+  drawEvents(events, num_events, lines);
+}
+
+function drawEvents(events, num_events, lines) {
   $("event-count").textContent = num_events > events.length ? `${events.length} of ${num_events.toLocaleString("en")}: the newest, and all first alarms and switches` : "";
   const list = $("events");
   list.replaceChildren(...lines.toReversed().map((line) => {
@@ -374,7 +85,8 @@ function drawStatus(status) {
   if (status.problem) [text, kind] = [`cannot read the run: ${status.problem}`, "lost"];
   else if (!status.samples && status.read >= 1) [text, kind] = [`waiting for the run’s first sample in ${status.folder}`, "waiting"];
   else if (status.read < 1) [text, kind] = [`reading ${Math.round(100 * status.read)} %`, "alive"];
-  else if (silent > SILENT_AFTER) [text, kind] = [`nothing new: last written ${ago(silent)}; the run has ended, hangs or was killed`, "silent"];
+  else if (status.end) [text, kind] = [`${ENDS[status.end] ?? "the run has ended"}, ${ago(silent)}`, status.end];
+  else if (silent > SILENT_AFTER) [text, kind] = [`nothing new: last written ${ago(silent)}; the run hangs or was killed`, "silent"];
   else [text, kind] = [`last written ${ago(silent)}`, "alive"];
   chip.textContent = text; chip.className = kind;
 }
@@ -393,6 +105,7 @@ async function update() {
   const since = view.step == null ? view.version : -1;
   const state = await ask(`state?since=${since}` + (view.step == null ? "" : `&step=${view.step}`));
   drawStatus(state.status);
+  if (!state.map && view.state) drawHeadline(state.status);
   if (!state.map) return;
   const changed = state.version !== view.version;
   view.state = state; view.version = state.version;
@@ -400,6 +113,8 @@ async function update() {
   $("title").textContent = state.title;
   drawSlider();
   if (state.layers) { drawMap(); drawRamp(); }
+  drawWorst();
+  drawHeadline(state.status);
   if (!changed) return;
   drawWords();
   await drawRun();
@@ -421,16 +136,7 @@ async function tick() {
   }
 }
 
-$("map").addEventListener("click", (event) => { const found = view.state?.layers && headAt(event); if (found) select(found); });
-$("map").addEventListener("mousemove", pointAt);
-$("map").addEventListener("mouseleave", () => { $("tip").hidden = true; });
-$("map").addEventListener("keydown", (event) => {
-  const moves = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }, move = moves[event.key];
-  if (!move || !view.state?.layers) return;
-  event.preventDefault();
-  const from = view.head ?? { layer: 0, head: 0 }, { layers, heads } = view.state;
-  select({ layer: Math.min(Math.max(from.layer + move[0], 0), layers - 1), head: Math.min(Math.max(from.head + move[1], 0), heads - 1) });
-});
+listenToMap();
 $("detail-close").addEventListener("click", () => select(null));
 $("log").addEventListener("change", async (event) => { view.log = event.target.checked; await drawRun(); await drawHead(); });
 $("indicator").addEventListener("change", (event) => { view.indicator = event.target.value; drawRun(); });

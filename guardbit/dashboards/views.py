@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 import pyarrow as pa
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
@@ -15,7 +17,9 @@ from guardbit.dashboards import marks
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
-from guardbit.dashboards.palette import HEAT_STOPS, HIGHLIGHTS, INK, MOST_EXCESS
+from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
+from guardbit.dashboards.tables import SAMPLE_COLUMNS
 from guardbit.records import Event
 from guardbit.store.bounds import MAX_LAYERS
 
@@ -33,7 +37,7 @@ _TYPICAL_HEADS = 1024
 #: Maps of earlier steps that are kept.
 _KEPT_MAPS = 32
 #: What the page calls each indicator, and which have no place on a log scale.
-_CATALOG: Json = {
+CATALOG_OF_PAGES: Json = {
     one.name: {
         "label": f"{one.label} ({one.unit})" if one.unit else one.label,
         "is_signed": one.is_signed,
@@ -106,7 +110,7 @@ class RunViews:
             "steps": _steps(history),
             "last_step": history.last_step,
             "map": newest,
-            "worst": self._worst(newest),
+            "worst": self._worst(history.used - 1),
             "indicators": [name for name in HEAD_INDICATORS if name in history.high],
             "events": [_event(event) for event in _shown(self.events)],
             "marks": _marks(self.events),
@@ -120,20 +124,21 @@ class RunViews:
                 for name in RUN_INDICATORS
                 if name in history.run_high
             },
-            "catalog": _CATALOG,
+            "catalog": CATALOG_OF_PAGES,
             "palette": {
                 "heat": HEAT_STOPS,
+                "heat_dark": HEAT_STOPS_DARK,
                 "most": MOST_EXCESS,
-                "lines": [colour for colour, _ in HIGHLIGHTS],
-                "ink": INK,
             },
+            **self._outcome(),
         }
 
     def picture(self, step: int | None) -> Json:
-        """Returns the latest picture, with the model map at a step; None for the newest."""
+        """Returns the latest picture, with map and worst heads at a step; None for the newest."""
         if step is None:
             return dict(self._picture)
-        return {**self._picture, "map": self._map(self._history.bucket_of(step))}
+        bucket = self._history.bucket_of(step)
+        return {**self._picture, "map": self._map(bucket), "worst": self._worst(bucket)}
 
     def head(self, layer: int, head: int) -> Json:
         """Returns every indicator of one head.
@@ -219,6 +224,32 @@ class RunViews:
     def _site(self, layer: int) -> str:
         return next((site for site, at in self._layers.of.items() if at == layer), "")
 
+    def _outcome(self) -> Json:
+        """What has become of the run so far; where it ends, what became of it."""
+        history, site_of = self._history, {layer: site for site, layer in self._layers.of.items()}
+        rows = [
+            (history.last_step, site_of.get(at, ""), at, head, "", 0.0)
+            for at, head in history.heads
+        ]
+        if "loss" in history.run_high:
+            loss = history.run_high["loss"][history.known]
+            rows += [
+                (step, "", -1, -1, "loss", value)
+                for step, value in zip(_steps(history), loss.tolist(), strict=True)
+                if not np.isnan(value)
+            ]
+        events = pd.DataFrame([asdict(event) for event in self.events])
+        found = outcome_of(pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS)), events)
+        return {
+            "outcome": found.kind if rows else "waiting",
+            "headline": headline(found) if rows else "Waiting for the first sample",
+            "headline_running": headline(found, is_running=True)
+            if rows
+            else "Waiting for the first sample",
+            "facts": facts(found),
+            "departed": found.departed,
+        }
+
     def _verdict(self) -> Json | None:
         given = [event for event in self.events if event.kind == "verdict"]
         return _event(given[-1]) if given else None
@@ -260,17 +291,18 @@ class RunViews:
         current = {head: name for head, name in stabilized.items() if name != "none"}
         return alarmed, current
 
-    def _worst(self, newest: Json) -> list[Json]:
-        """The heads that are farthest above their baseline, worst first."""
+    def _worst(self, bucket: int) -> list[Json]:
+        """The heads that are farthest above their baseline at a bucket, worst first."""
         history = self._history
-        excess, which, names = history.excess()
+        excess, which, names = history.excess(bucket)
         order = np.argsort(-np.nan_to_num(excess, nan=0.0), axis=None, kind="stable")[:_WORST]
         worst: list[Json] = []
         for layer, head in zip(*np.unravel_index(order, excess.shape), strict=True):
             if np.isnan(excess[layer, head]):
                 continue
             name = names[int(which[layer, head])]
-            _, values = history.of_head(name, int(layer), int(head))
+            column = history.column_of(int(layer), int(head))
+            values = history.high[name][: bucket + 1, column]
             worst.append(
                 {
                     "layer": int(layer),
@@ -290,8 +322,16 @@ class RunViews:
             if event.kind == "alarm" and event.site in layer_of
             for head in event.heads
         ]
-        worst = [(head["layer"], head["head"]) for head in self._picture["worst"]]
-        return list(dict.fromkeys([*dict.fromkeys(alarmed[: _DRAWN - 1]), *worst]))[:_DRAWN]
+        # Beside the alarmed heads those that were far above their baseline by then.
+        first = min(
+            (event.step for event in self.events if event.kind == "alarm" and event.site),
+            default=None,
+        )
+        far = self._picture["worst"]
+        if first is not None:
+            far = self._worst(max(self._history.bucket_of(first), 0))
+        worst = [(head["layer"], head["head"]) for head in far]
+        return list(dict.fromkeys([*alarmed, *worst]))[:_DRAWN]
 
     def _typical(self, indicator: str, quantiles: Sequence[float]) -> list[Floats]:
         """Quantiles over heads by bucket."""
@@ -304,6 +344,16 @@ class RunViews:
         count = (~np.isnan(middle)).sum(axis=1)
         rows = np.arange(len(middle))
         return [middle[rows, (q * np.maximum(count - 1, 0)).astype(int)] for q in quantiles]
+
+
+def plain_numbers(values: Floats) -> list[float | None]:
+    """Values as JSON has them: four significant digits, None for what is not finite."""
+    return _numbers(np.asarray(values, dtype=float))
+
+
+def thinned(series: pd.Series, most: int = 400) -> pd.Series:
+    """At most so many of a curve's values, evenly spread, the last one among them."""
+    return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
 
 
 def _steps(history: History) -> list[int]:

@@ -1,0 +1,97 @@
+"""Runs that begin as one: where they part, and which of them loses its loss to the other.
+
+Two copies of a run, such as one that was switched at an alarm and one that was left alone, have the
+same losses up to the step at which they part. From there on each is the other's measure, which sees
+a departure that the loss alone does not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards.outcome import Outcome
+
+#: Losses in common that make two runs copies of one.
+FEWEST_SHARED = 20
+#: A loss has left another when its mean over so many steps lies so many nats above, as in the
+#: rescue study (`docs/evidence.md`): runs on the same batches lay 0.045 above one another at most.
+WINDOW, MARGIN = 500, 0.1
+#: What a loss counts as that is not finite.
+_LARGE = 1e3
+
+
+def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
+    """The last step up to which all runs have the same losses.
+
+    None where they share no beginning, or never part.
+
+    Args:
+        losses: Name of each run -> its losses by step.
+    """
+    if len(losses) < 2:
+        return None
+    table = pd.concat(losses, axis=1, join="inner").dropna()
+    same = table.nunique(axis=1).to_numpy() == 1
+    shared = int(same.argmin()) if len(same) else 0
+    return int(table.index[shared - 1]) if shared >= FEWEST_SHARED else None
+
+
+def departure(loss: pd.Series, other: pd.Series) -> int | None:
+    """The first step at which a loss has left the other one's, None where it has not.
+
+    Args:
+        loss: By step.
+        other: The same of the run that it is held against.
+    """
+    finite = loss.where(np.isfinite(loss.to_numpy()), _LARGE)
+    above = cast(pd.Series, finite - other).dropna()
+    if len(above) < 2:
+        return None
+    steps = above.index.to_numpy()
+    every = float(np.median(np.diff(steps)))
+    mean = cast(pd.Series, above.rolling(max(round(WINDOW / every), 1)).mean())
+    left = steps[mean.to_numpy() > MARGIN]
+    return int(left[0]) if len(left) else None
+
+
+def against_each_other(
+    outcomes: Mapping[str, Outcome], losses: Mapping[str, pd.Series]
+) -> dict[str, Outcome]:
+    """The outcomes of copies of one run, with the departures that only the copies show.
+
+    A run is held against the copies whose own loss has not left. It is lost from where its loss
+    leaves one of theirs.
+    """
+    if fork_of(losses) is None:
+        return dict(outcomes)
+    left = {
+        (name, other): departure(losses[name], losses[other])
+        for name in outcomes
+        for other in outcomes
+        if name != other
+    }
+    # Who leaves another one is no measure for it.
+    sound = {
+        name
+        for name, outcome in outcomes.items()
+        if outcome.departed is None
+        and not any(left[name, other] for other in outcomes if other != name)
+    }
+    found: dict[str, Outcome] = {}
+    for name, outcome in outcomes.items():
+        steps = [left[name, other] for other in sound if other != name]
+        departed = min((step for step in steps if step is not None), default=None)
+        if departed is None or not outcome.alarmed:
+            found[name] = outcome
+            continue
+        departed = min(departed, outcome.departed or departed)
+        lead = departed - outcome.first_alarm if outcome.first_alarm is not None else None
+        is_lost = outcome.kind in ("saved", "alarmed", "lost")
+        kind = "lost" if is_lost else outcome.kind
+        found[name] = replace(outcome, kind=kind, departed=departed, lead=lead)
+    return found

@@ -1,0 +1,292 @@
+"""What became of a run: healthy, saved, alarmed, lost, too high a learning rate, or unclear.
+
+The outcome is derived from what the run recorded, its events and its losses; nothing is judged
+anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+import pandas as pd
+
+from guardbit.dashboards import marks, tables
+from guardbit.dashboards.tables import Head
+from guardbit.records import Event
+
+OutcomeKind = Literal["healthy", "saved", "alarmed", "lost", "learning-rate", "unclear"]
+OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
+
+#: The rule that dates the loss's departure (`guardbit.monitor.detectors.rules.loss_departure`).
+DEPARTURE_RULE = "loss_departure"
+#: A loss has come back when the median of this many last samples is within so many nats of the
+#: smallest such median.
+LOSS_SAMPLES, COME_BACK = 8, 0.1
+#: Steps after which a lasting alarm is repeated (`guardbit.monitor.detectors`), so that a head
+#: without an alarm for longer is calm.
+LASTING = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a run.
+
+    Attributes:
+        kind: One of `OUTCOMES`. "saved": all alarmed heads were switched, none of them goes on
+            alarming, and the loss has not left. "alarmed": the loss has not left either, but heads
+            are not switched or go on alarming. "lost": single heads alarmed, and the loss has left.
+        verdict: The last verdict; "stable" where there was no alarm, "" where none was recorded.
+        first_step: First recorded step, None without samples.
+        last_step: The last one.
+        first_alarm: Step of the first alarm, None without any.
+        num_alarms: Alarms in all.
+        alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
+        num_heads: Heads measured.
+        num_layers: Attention modules measured.
+        first_switch: Step of the first switch to a stabilizer, None without any.
+        switched: Number of heads that were switched.
+        stabilizers: What they were switched to.
+        alarming_again: Number of switched heads that go on alarming at the end.
+        departed: Step at which the loss has left, None where it has not or has come back.
+        lead: Steps from the first alarm on a head to that one; None without either.
+    """
+
+    kind: OutcomeKind
+    verdict: str
+    first_step: int | None
+    last_step: int | None
+    first_alarm: int | None
+    num_alarms: int
+    alarmed: tuple[Head, ...]
+    num_heads: int
+    num_layers: int
+    first_switch: int | None
+    switched: int
+    stabilizers: tuple[str, ...]
+    alarming_again: int
+    departed: int | None
+    lead: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The same for a program; `outcome` is the kind, `headline` the sentence."""
+        fields = asdict(self)
+        kind = fields.pop("kind")
+        return {"outcome": kind, "headline": headline(self), **fields}
+
+
+def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
+    """Derives the outcome of a run.
+
+    Args:
+        frame: Samples, as `guardbit.read_run` returns them.
+        events: Events, as `guardbit.read_events` returns them.
+    """
+    frame = tables.check_samples(frame)
+    happened = marks.events_of(events)
+    alarms = [event for event in happened if event.kind == "alarm"]
+    of_heads = [event for event in alarms if event.site]
+    alarmed = marks.first_events(frame, events, "alarm")
+    switched = marks.first_events(frame, events, "switch")
+    first, last = (None, None) if frame.empty else tables.steps(frame)
+    heads = tables.heads_of_layer(frame)
+    departed = _departed(alarms, tables.of_run(frame, "loss"))
+    given = [event.verdict for event in happened if event.kind == "verdict"]
+    verdict = given[-1] if given else "" if alarms else "stable"
+    again = _alarming_again(frame, events, switched, last)
+    return Outcome(
+        kind=_kind(verdict, heads, alarms, alarmed, switched, again, departed),
+        verdict=verdict,
+        first_step=first,
+        last_step=last,
+        first_alarm=min((event.step for event in alarms), default=None),
+        num_alarms=len(alarms),
+        alarmed=tuple(alarmed),
+        num_heads=sum(map(len, heads.values())),
+        num_layers=len(heads),
+        first_switch=min((event.step for event in switched.values()), default=None),
+        switched=len(switched),
+        stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
+        alarming_again=len(again),
+        departed=departed,
+        lead=departed - min(event.step for event in of_heads)
+        if departed is not None and of_heads
+        else None,
+    )
+
+
+def _kind(
+    verdict: str,
+    heads: dict[int, list[int]],
+    alarms: Sequence[Event],
+    alarmed: dict[Head, Event],
+    switched: dict[Head, Event],
+    again: set[Head],
+    departed: int | None,
+) -> OutcomeKind:
+    if verdict == "learning-rate":
+        return "learning-rate"
+    if verdict == "unclear" or not heads:
+        return "unclear"
+    if departed is not None:
+        return "lost" if alarmed else "unclear"
+    if not alarmed:  # on the whole run, or on modules without samples
+        return "alarmed" if alarms else "healthy"
+    return "saved" if alarmed.keys() <= switched.keys() and not again else "alarmed"
+
+
+def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
+    """The step at which the loss has left for good."""
+    left = min((event.step for event in alarms if event.rule == DEPARTURE_RULE), default=None)
+    if loss.empty:
+        return left
+    finite = loss.map(math.isfinite).to_numpy()
+    if not finite[-1]:
+        before = finite.nonzero()[0]
+        lost = int(loss.index[before[-1] + 1 if len(before) else 0])
+        return lost if left is None else min(left, lost)
+    medians = cast(pd.Series, loss.rolling(LOSS_SAMPLES, min_periods=1).median()).to_numpy()
+    return None if medians[-1] <= np.nanmin(medians) + COME_BACK else left
+
+
+def _alarming_again(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    switched: dict[Head, Event],
+    last: int | None,
+) -> set[Head]:
+    """The heads with an alarm in the last steps of the run, long after their switch."""
+    if last is None:
+        return set()
+    return {
+        head
+        for event, heads in marks.heads_of_events(frame, events)
+        if event.kind == "alarm" and event.step > last - LASTING
+        for head in heads
+        if head in switched and event.step > switched[head].step + LASTING
+    }
+
+
+def headline(outcome: Outcome, *, is_running: bool = False) -> str:
+    """The outcome in a sentence, most important first.
+
+    Args:
+        outcome: The outcome.
+        is_running: Whether the run is known to go on, so that nothing is final.
+    """
+    so_far = _SO_FAR.get(outcome.kind) if is_running else None
+    return (so_far or _HEADLINES[outcome.kind])(outcome)
+
+
+def _healthy(outcome: Outcome) -> str:
+    return f"Healthy: no alarm up to step {outcome.last_step:,}"
+
+
+def _saved(outcome: Outcome) -> str:
+    return (
+        f"Saved: {_counted(outcome)} alarmed at step {outcome.first_alarm:,}, corrected, loss"
+        " unharmed"
+    )
+
+
+def _alarmed(outcome: Outcome) -> str:
+    if not outcome.alarmed:
+        return f"Alarmed: since step {outcome.first_alarm:,}, and no measured head says why"
+    since = f"Alarmed: {_counted(outcome)} since step {outcome.first_alarm:,}"
+    if outcome.alarming_again:
+        return f"{since}; {outcome.alarming_again} still alarming after the switch"
+    if outcome.switched:
+        return f"{since}, not all of them switched; no alarm on the loss"
+    return f"{since}, none switched; no alarm on the loss"
+
+
+def _lost(outcome: Outcome) -> str:
+    assert outcome.lead is not None and outcome.departed is not None
+    if outcome.lead <= 0:
+        return f"Lost: the loss left at step {outcome.departed:,}, before any head alarmed"
+    despite = ", in spite of the switch" if outcome.switched else ""
+    return f"Lost: the loss left {outcome.lead:,} steps after the first alarm{despite}"
+
+
+def _learning_rate(outcome: Outcome) -> str:
+    return f"Learning rate too high: all layers left at once, at step {outcome.first_alarm:,}"
+
+
+def _unclear(outcome: Outcome) -> str:
+    if outcome.departed is not None and not outcome.alarmed:
+        return f"Unclear: the loss left at step {outcome.departed:,}, and no head says why"
+    if outcome.num_alarms:
+        return f"Unclear: alarms since step {outcome.first_alarm:,}, and their signs disagree"
+    return "Unclear: this run could not be judged"
+
+
+_HEADLINES = {
+    "healthy": _healthy,
+    "saved": _saved,
+    "alarmed": _alarmed,
+    "lost": _lost,
+    "learning-rate": _learning_rate,
+    "unclear": _unclear,
+}
+
+
+def _healthy_so_far(outcome: Outcome) -> str:
+    return "Running: no alarm so far"
+
+
+def _saved_so_far(outcome: Outcome) -> str:
+    return (
+        f"Running: {_counted(outcome)} alarmed at step {outcome.first_alarm:,}, corrected, loss"
+        " unharmed so far"
+    )
+
+
+def _alarmed_so_far(outcome: Outcome) -> str:
+    if not outcome.alarmed:
+        return f"Running: alarms since step {outcome.first_alarm:,}"
+    named = name_of_head(outcome, outcome.alarmed[0])
+    more = f" and {len(outcome.alarmed) - 1} more" if len(outcome.alarmed) > 1 else ""
+    if outcome.verdict == "rounding":
+        return f"Running: rounding has taken hold in {named}{more}"
+    return f"Running: alarms in {named}{more}"
+
+
+#: Of outcomes that are not final while a run goes on.
+_SO_FAR = {"healthy": _healthy_so_far, "saved": _saved_so_far, "alarmed": _alarmed_so_far}
+
+
+def facts(outcome: Outcome) -> list[str]:
+    """What the headline rests on, in one line's worth of parts: alarms, lead, what was done."""
+    parts = []
+    if outcome.first_alarm is not None:
+        parts.append(f"first alarm at step {outcome.first_alarm:,}")
+    if outcome.alarmed:
+        alarmed = outcome.alarmed
+        named = ", ".join(name_of_head(outcome, head) for head in alarmed[:3])
+        parts.append(f"in {named}" + (f" and {len(alarmed) - 3} more" if len(alarmed) > 3 else ""))
+    if outcome.departed is not None:
+        parts.append(f"loss left at step {outcome.departed:,}")
+        if outcome.lead is not None:
+            parts.append(f"lead {outcome.lead:,} steps")
+    if outcome.first_switch is not None:
+        to = " and ".join(outcome.stabilizers)
+        parts.append(f"{outcome.switched} switched to {to} at step {outcome.first_switch:,}")
+    elif outcome.alarmed:
+        parts.append("nothing was switched")
+    return parts
+
+
+def name_of_head(outcome: Outcome, head: Head) -> str:
+    """A short name: "head 2.6" is head 6 of layer 2."""
+    layer, number = head
+    # One value a layer may be the largest over its heads: their numbers are then not known.
+    return f"head {layer}.{number}" if outcome.num_heads > outcome.num_layers else f"layer {layer}"
+
+
+def _counted(outcome: Outcome) -> str:
+    by_head = outcome.num_heads > outcome.num_layers
+    total, noun = (outcome.num_heads, "head") if by_head else (outcome.num_layers, "layer")
+    return f"{len(outcome.alarmed):,} of {total:,} {noun}{'s' * (total != 1)}"

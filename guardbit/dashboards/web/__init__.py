@@ -1,0 +1,10 @@
+"""What the live page and the report share: theme, drawing, and the chart library (uPlot, MIT)."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+
+def asset(name: str) -> str:
+    """Returns the text of a file of this folder."""
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

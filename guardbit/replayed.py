@@ -1,0 +1,57 @@
+"""`guardbit demo --recorded`: a real failure and its rescued copy, which come with the package."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from importlib import resources
+from pathlib import Path
+
+from rich.console import Console
+
+from guardbit.dashboards.forks import against_each_other
+from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.report import Run, write_reports
+from guardbit.dashboards.tables import of_run
+from guardbit.store import read_events, read_metadata, read_run
+
+#: What the two runs are called, and what they are.
+RUNS = {
+    "lost": "GPT-2 small, left alone",
+    "saved": "the same run, its heads switched at the alarm",
+}
+
+
+def show_recorded(run_dir: Path) -> Path:
+    """Writes the reports of the recorded runs, says what became of each, and opens the comparison.
+
+    A browser is opened only where a person is at the terminal.
+
+    Args:
+        run_dir: Folder the reports are written to.
+
+    Returns:
+        The comparison's path.
+    """
+    recorded = resources.files("guardbit").joinpath("recorded")
+    runs: list[Run] = []
+    for name in RUNS:
+        with resources.as_file(recorded.joinpath(name)) as folder:
+            samples, events = read_run(folder), read_events(folder)
+            runs.append(Run(name, samples, events, read_metadata(folder)))
+    outcomes = against_each_other(
+        {run.title: outcome_of(run.frame, run.events) for run in runs},
+        {run.title: of_run(run.frame, "loss") for run in runs},
+    )
+    console = Console(highlight=False)
+    for name, outcome in outcomes.items():
+        console.print(f"\n[bold]{headline(outcome)}[/bold]  ({RUNS[name]})")
+        console.print(" · ".join(facts(outcome)))
+    comparison = write_reports(runs, run_dir / "comparison.html")
+    for run in runs:
+        write_reports([run], run_dir / f"{run.title}.html")
+    console.print(f"\nSide by side: [bold]{comparison}[/bold]", soft_wrap=True)
+    console.print(f"Each by itself: {', '.join(f'{name}.html' for name in RUNS)} beside it")
+    if sys.stdout.isatty():
+        webbrowser.open(comparison.resolve().as_uri())
+    return comparison

@@ -1,0 +1,76 @@
+"""Thins a failed run and its rescued copy for the package: what `guardbit demo --recorded` shows.
+
+python -m studies.rescue.thin studies/rescue/results guardbit/recorded
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter, read_events, read_metadata, read_run
+
+#: Folder of each run in the package -> the run of the study.
+RUNS = {
+    "lost": "stock-cudnn-lr1.5e-03-seed10",
+    "saved": "rescue_all-compensated-cudnn-lr1.5e-03-seed10",
+}
+INDICATORS = (
+    "w_q_spectral_norm",
+    "max_logit",
+    "multiple_maxima_bf16",
+    "attention_entropy",
+    "delta_bias_cumulative",
+    "loss",
+)
+#: Steps between the samples kept, of heads and of the loss; those of first alarms are kept besides.
+HEADS_EVERY, LOSS_EVERY = 200, 20
+#: Significant digits.
+DIGITS = 4
+
+
+def thin(source: Path, target: Path) -> None:
+    """Writes the thin copy of a run; all its events are kept."""
+    frame, events = read_run(source), read_events(source)
+    alarms = set(events.loc[events["kind"] == "alarm"].drop_duplicates("site")["step"])
+    of_run = frame["site"] == ""
+    kept = (of_run & (frame["step"] % LOSS_EVERY == 0)) | (
+        ~of_run & ((frame["step"] % HEADS_EVERY == 0) | frame["step"].isin(alarms))
+    )
+    frame = frame[kept & frame["indicator"].isin(INDICATORS)]
+    metadata = {**read_metadata(source), "recorded": f"a thin copy of {source.name}"}
+    with RunWriter(target, metadata=metadata, flush_every=10**6) as writer:
+        writer.add(samples_of(frame))
+        for event in events.to_dict("records"):
+            writer.event(Event(**event))
+
+
+def samples_of(frame: pd.DataFrame) -> list[Sample]:
+    """The rows as samples, one for each step, module and indicator."""
+    samples = []
+    for (step, site, layer, indicator), rows in frame.groupby(
+        ["step", "site", "layer", "indicator"], sort=True
+    ):
+        values = {int(h): v for h, v in zip(rows["head"], rows["value"], strict=True)}
+        count = max(max(values) + 1, 1)
+        listed = [values.get(head if site else -1, float("nan")) for head in range(count)]
+        rounded = tuple(float(f"{value:.{DIGITS}g}") for value in listed)
+        samples.append(Sample(int(step), str(site), int(layer), str(indicator), rounded))
+    return samples
+
+
+def main() -> None:
+    """Thins both runs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("target", type=Path)
+    settings = parser.parse_args()
+    for name, run in RUNS.items():
+        thin(settings.results / run, settings.target / name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The interactive report in a real browser (Debian's chromium): skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from guardbit.dashboards.report import Run, contents, write_report, write_reports
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+pytestmark = pytest.mark.skipif(
+    not Path(CHROMIUM).exists(), reason="chromium is not installed (apt-get install chromium)"
+)
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens pages, and fails the test where a script of one does, or asks for anything."""
+    problems, opened = [], []
+
+    def visit(path, fragment="", **settings):
+        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **settings})
+        opened.append(page)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console", lambda told: problems.append(told.text) if told.type == "error" else None
+        )
+        page.on(
+            "request",
+            lambda request: (
+                problems.append(request.url) if not request.url.startswith("file:") else None
+            ),
+        )
+        page.goto(f"file://{path}{fragment}")
+        return page
+
+    yield visit
+    for page in opened:
+        page.close()
+    assert problems == []
+
+
+def wait(page, expression):
+    deadline = time.monotonic() + 20
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"still not: {expression}"
+        page.wait_for_timeout(50)
+
+
+@pytest.fixture(scope="module")
+def without_figures():
+    """The pictures beside the page take most of the time, and other tests look at them."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(contents, "CHARTS", contents.CHARTS[:1])
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="module")
+def report(run, without_figures, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    return write_report(run.frame, run.events, {"a": 1}, path, title="a run")
+
+
+def colour(page, layer, head):
+    """Of the middle of a cell of the map, as numbers."""
+    return page.evaluate(
+        """([layer, head]) => {
+          const { left, cell, layers } = geometry(), dots = window.devicePixelRatio || 1;
+          const x = left + (head + 0.25) * cell.width;
+          const y = 1 + (layers - 1 - layer + 0.25) * cell.height;
+          const pen = document.getElementById("map").getContext("2d");
+          return Array.from(pen.getImageData(x * dots, y * dots, 1, 1).data).slice(0, 3);
+        }""",
+        [layer, head],
+    )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_tells_its_outcome_first_and_fits(visit, report, scheme, width):
+    viewport = {"width": width, "height": 900}
+    page = visit(report, color_scheme=scheme, viewport=viewport)
+    wait(page, "document.querySelectorAll('#story-charts .uplot').length === 3")
+    assert page.inner_text("h1").startswith("Saved: 2 of 144 heads alarmed at step 2,950")
+    assert page.locator("h1").bounding_box()["y"] < 300
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    # No text is smaller than 11 pixels: neither in the page nor on its canvases.
+    sizes = page.evaluate(
+        "[...document.querySelectorAll('main *')].filter((one) => one.offsetParent && "
+        "[...one.childNodes].some((part) => part.nodeType === 3 && part.data.trim()))"
+        ".map((one) => parseFloat(getComputedStyle(one).fontSize))"
+    )
+    assert min(sizes) >= 11
+    paper = sum(page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g)"
+                              ".slice(0, 3).map(Number)"))  # fmt: skip
+    assert (paper > 600) == (scheme == "light")
+    # At the end the alarmed head stands out against the others on either paper.
+    page.evaluate("showStep(data.maps.length - 1)")
+    sick, well = sum(colour(page, 2, 7)), sum(colour(page, 9, 9))
+    assert sick < well - 300 if scheme == "light" else sick > well + 100
+
+
+def test_the_player_the_cells_and_the_links(visit, report):
+    page = visit(report)
+    wait(page, "document.body.dataset.step >= 2950")
+    assert "at step 2,9" in page.inner_text("#map-step")
+    page.evaluate("showStep(0)")
+    assert page.evaluate("view.state.map.alarmed.length") == 0
+    page.click("#play")
+    wait(page, "view.at > 1")
+    page.click("#play")
+    # A cell opens its head's history, and the address names both.
+    page.evaluate("select({ layer: 2, head: 7 })")
+    wait(page, "!document.getElementById('detail').hidden")
+    assert "layer 2 · head 7" in page.inner_text("#detail-title")
+    assert "First alarm at step 2,950" in page.inner_text("#detail-note")
+    assert page.evaluate("location.hash").endswith("&head=2.7")
+    other = visit(report, "#step=4000&head=2.3")
+    wait(other, "!document.getElementById('detail').hidden")
+    assert "layer 2 · head 3" in other.inner_text("#detail-title")
+    assert abs(other.evaluate("view.state.map.step") - 4000) <= 130
+
+
+def test_zoom_is_linked(visit, report):
+    page = visit(report)
+    wait(page, "document.querySelectorAll('#story-charts .uplot').length === 3")
+    scales = "$('story-charts').charts.map(({ plot }) => [plot.scales.x.min, plot.scales.x.max])"
+    box = page.locator("#story-charts .u-over").first.bounding_box()
+    y = box["y"] + box["height"] / 2
+    page.mouse.move(box["x"] + box["width"] * 0.25, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=4)
+    page.mouse.up()
+    zoomed = page.evaluate(scales)
+    assert zoomed[0][0] > 1000 and zoomed[0][1] < 4000
+    assert all(scale == pytest.approx(zoomed[0]) for scale in zoomed)
+
+
+def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_path):
+    alarms = [
+        (3000 + n, "alarm", f"h.{n % 12}.attn", (n % 5,), f"It grew {n}.", "norm_growth", "")
+        for n in range(300)
+    ]
+    events = pd.DataFrame(alarms, columns=EVENTS)
+    page = visit(write_report(run.frame, events, {}, tmp_path / "report.html"))
+    rows = page.locator(".alarms > details")
+    assert rows.count() == 11  # ten, and one that folds the others
+    assert page.locator(".alarms > details > summary").first.inner_text().split("\n") == [
+        "layer 0 · head 0",
+        "norm_growth × 5",
+        "steps 3,000 to 3,240",
+    ]
+    sentence = page.locator(".alarms p", has_text="It grew 0.").first
+    assert sentence.is_hidden()
+    page.locator(".alarms > details > summary").first.click()
+    assert sentence.is_visible()
+
+
+def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
+    well = run.frame[run.frame["layer"].isin([-1, 4, 5])]
+    runs = [Run("ill", run.frame, run.events), Run("well", well)]
+    page = visit(write_reports(runs, tmp_path / "comparison.html"))
+    wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
+    assert page.inner_text("h1") == "2 runs: 1 saved, 1 healthy"
+    labels = page.locator("#overlays .u-legend").first.inner_text()
+    assert "ill" in labels and "well" in labels

@@ -1,0 +1,48 @@
+"""A run in a notebook."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import guardbit
+
+RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
+
+
+@pytest.fixture(scope="module")
+def run():
+    return guardbit.load(RESULTS / "rescue_all-compensated-cudnn-lr1.5e-03-seed10")
+
+
+def test_a_run_says_what_became_of_it(run):
+    said = "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed"
+    assert repr(run) == f"{run.name}: {said}"
+    html = run._repr_html_()
+    assert said in html and "head 2.11" in html and "144 switched to compensated" in html
+    run.name, name = "<b>", run.name
+    assert "&lt;b&gt;" in run._repr_html_()
+    run.name = name
+
+
+def test_its_summary_names_the_alarmed_head_first(run):
+    first = run.summary(3).iloc[0]
+    assert (first["layer"], first["head"], first["rule"]) == (2, 11, "norm_growth")
+    assert len(run.summary(3)) == 3
+
+
+def test_its_figures_show_by_themselves(run):
+    for figure in (run.plot.heads(), run.plot.map(), run.plot.map(step=4000)):
+        assert Image.open(io.BytesIO(figure._repr_png_())).width == 1000
+    titles = [run.plot.map(step).axes[0].get_title(loc="left") for step in (None, 4000)]
+    assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
+
+
+def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no run at"):
+        guardbit.load(tmp_path / "none")
+    with pytest.raises(ValueError, match="the folder is empty"):
+        guardbit.load(tmp_path)

@@ -1,0 +1,173 @@
+"""The outcome of a run, from made-up runs whose outcome is known by construction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from guardbit.dashboards.outcome import OUTCOMES, headline, outcome_of
+
+SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
+LAST = 10_000
+SITE = "h.1.attn"
+
+
+def samples(loss=lambda step: 3.0 - step / LAST):
+    steps = range(0, LAST + 1, 100)
+    rows = [
+        (step, f"h.{layer}.attn", layer, head, "max_logit", 10.0)
+        for step in steps
+        for layer in range(3)
+        for head in range(4)
+    ]
+    rows += [(step, "", -1, -1, "loss", loss(step)) for step in steps]
+    return pd.DataFrame(rows, columns=SAMPLES)
+
+
+def alarm(step, head=2, rule="norm_growth", site=SITE):
+    return (step, "alarm", site, (head,) if site else (), "It grew.", rule, "", "")
+
+
+def loss_alarm(step):
+    return alarm(step, rule="loss_departure", site="")
+
+
+def switch(step, heads=(0, 1, 2, 3), stabilizer="exact_delta", site=SITE):
+    return (step, "switch", site, heads, "alarmed", "", stabilizer, "")
+
+
+def verdict(step, which):
+    return (step, "verdict", "", (), "So it is.", "", "", which)
+
+
+def outcome(*events, loss=None):
+    frame = samples() if loss is None else samples(loss)
+    return outcome_of(frame, pd.DataFrame(events, columns=EVENTS))
+
+
+def rising_from(step, height=2.0):
+    return lambda at: 3.0 - min(at, step) / LAST + (height if at >= step else 0.0)
+
+
+def test_without_an_alarm_a_run_is_healthy():
+    found = outcome()
+    assert (found.kind, found.verdict, found.num_alarms) == ("healthy", "stable", 0)
+    assert headline(found) == "Healthy: no alarm up to step 10,000"
+    # Stabilized from the start on is no rescue.
+    assert outcome(switch(0)).kind == "healthy"
+
+
+def test_alarmed_switched_and_the_loss_unharmed_is_saved():
+    found = outcome(alarm(6750), switch(6750), verdict(6750, "rounding"))
+    assert found.kind == "saved"
+    assert headline(found) == (
+        "Saved: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed"
+    )
+    assert (found.first_alarm, found.first_switch, found.switched) == (6750, 6750, 4)
+    assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
+
+
+def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is_not():
+    events = [alarm(3000), switch(3000), verdict(3000, "rounding")]
+    assert outcome(*events, alarm(3100)).kind == "saved"
+    assert outcome(*events, alarm(5000)).kind == "saved", "calm for 5,000 steps since"
+    found = outcome(*events, alarm(9500))
+    assert (found.kind, found.alarming_again) == ("alarmed", 1)
+    assert headline(found) == (
+        "Alarmed: 1 of 12 heads since step 3,000; 1 still alarming after the switch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("switches", "said"),
+    [
+        ((), "none switched; no alarm on the loss"),
+        ((switch(3000, (0, 1)),), "not all of them switched; no alarm on the loss"),
+        # To plain attention is no correction.
+        ((switch(3000, stabilizer="none"),), "none switched; no alarm on the loss"),
+    ],
+)
+def test_a_head_that_is_not_switched_is_alarmed(switches, said):
+    found = outcome(alarm(3000), *switches, verdict(3000, "rounding"))
+    assert found.kind == "alarmed"
+    assert headline(found) == f"Alarmed: 1 of 12 heads since step 3,000, {said}"
+
+
+@pytest.mark.parametrize("switches", [(), (switch(3000),)])
+def test_a_loss_that_has_left_is_lost_whatever_was_switched(switches):
+    events = [alarm(3000), *switches, loss_alarm(6910), verdict(6910, "rounding")]
+    found = outcome(*events, loss=rising_from(6900))
+    assert (found.kind, found.departed, found.lead) == ("lost", 6910, 3910)
+    assert headline(found).startswith("Lost: the loss left 3,910 steps after the first alarm")
+    assert ("in spite of the switch" in headline(found)) == bool(switches)
+
+
+def test_a_loss_that_has_come_back_is_not_lost():
+    def spike(step):
+        return 3.0 - step / LAST + (2.0 if 4000 <= step < 5000 else 0.0)
+
+    events = [alarm(3000), switch(3000), loss_alarm(4700), verdict(4700, "rounding")]
+    found = outcome(*events, loss=spike)
+    assert (found.kind, found.departed) == ("saved", None)
+
+
+@pytest.mark.parametrize("end", [np.nan, np.inf])
+def test_a_loss_that_ends_not_finite_is_lost_without_an_alarm_on_it(end):
+    found = outcome(
+        alarm(3000), verdict(3000, "rounding"), loss=lambda step: 3.0 if step < 8000 else end
+    )
+    assert (found.kind, found.departed, found.lead) == ("lost", 8000, 5000)
+
+
+def test_the_verdicts_of_other_causes_are_the_outcome():
+    found = outcome(alarm(900), loss_alarm(880), verdict(900, "unclear"))
+    assert found.kind == "unclear"
+    assert outcome(alarm(900), loss_alarm(880), verdict(900, "learning-rate")).kind == (
+        "learning-rate"
+    )
+    found = outcome(loss_alarm(880), loss=rising_from(800))
+    assert headline(found) == "Unclear: the loss left at step 880, and no head says why"
+
+
+@pytest.mark.parametrize("site", ["another.module", ""])
+def test_an_alarm_on_no_measured_head_is_never_healthy(site):
+    found = outcome(alarm(880, site=site, rule="a_rule"))
+    assert found.kind == "alarmed"
+    assert headline(found) == "Alarmed: since step 880, and no measured head says why"
+    assert headline(found, is_running=True) == "Running: alarms since step 880"
+
+
+def test_a_run_in_which_no_head_was_measured_is_unclear():
+    frame = samples()
+    assert outcome_of(frame[frame["site"] == ""], None).kind == "unclear"
+    found = outcome_of(pd.DataFrame(), None)
+    assert (found.kind, found.last_step) == ("unclear", None)
+    assert headline(found) == "Unclear: this run could not be judged"
+
+
+def test_one_value_a_layer_counts_layers():
+    frame = samples()
+    found = outcome_of(
+        frame[frame["head"] <= 0], pd.DataFrame([alarm(3000, head=0)], columns=EVENTS)
+    )
+    assert headline(found).startswith("Alarmed: 1 of 3 layers since step 3,000")
+
+
+def test_a_run_that_goes_on_is_not_final():
+    found = outcome(alarm(6750), switch(6750), verdict(6750, "rounding"))
+    assert headline(found, is_running=True) == (
+        "Running: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed so far"
+    )
+    found = outcome(alarm(6750), alarm(6800, head=3), verdict(6750, "rounding"))
+    assert headline(found, is_running=True) == (
+        "Running: rounding has taken hold in head 1.2 and 1 more"
+    )
+    assert headline(outcome(), is_running=True) == "Running: no alarm so far"
+
+
+def test_in_json_it_is_plain():
+    fields = outcome(alarm(6750), switch(6750), verdict(6750, "rounding")).as_json()
+    assert fields["outcome"] in OUTCOMES and fields["headline"].startswith("Saved: ")
+    assert fields["alarmed"] == ((1, 2),) and "kind" not in fields
