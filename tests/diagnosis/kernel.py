@@ -1,0 +1,113 @@
+"""Heads to diagnose, and a kernel in FP32 of which any operation can be made wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit.diagnosis.head import HeadInputs, head_of_call
+from guardbit.kernels.spec import AttentionSpec
+
+Rounding = Callable[[Tensor], Tensor]
+
+
+def keep(x: Tensor) -> Tensor:
+    return x
+
+
+def nearest(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def truncate(x: Tensor) -> Tensor:
+    """FP32 to the FP32 number of a BF16 significand toward zero."""
+    return (x.view(torch.int32) & ~0xFFFF).view(torch.float32)
+
+
+def dropped(x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+class Tensors(NamedTuple):
+    """BF16 `(B, 1, N, D)` each, causal."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+
+
+def kernel(
+    tensors: Tensors,
+    *,
+    s: Rounding = keep,
+    p: Rounding = nearest,
+    pv: Rounding = keep,
+    out: Rounding = nearest,
+    delta: Rounding = keep,
+    dp: Rounding = keep,
+    ds: Rounding = nearest,
+    dq: Rounding = nearest,
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 in one tile: out and dQ, BF16."""
+    q, k, v, d_out = (x.float() for x in tensors)
+    scale = 1 / math.sqrt(q.size(-1))
+    seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    scores = s(q @ k.mT * scale).masked_fill(~seen, -math.inf)
+    top = scores.amax(-1, keepdim=True)
+    numerators = (scores - top).exp()
+    total = numerators.sum(-1, keepdim=True)
+    o = out(pv(p(numerators) @ v) / total)
+    probabilities = (scores - (top + total.log())).exp()
+    used = delta((d_out * o).sum(-1, keepdim=True))
+    d_scores = ds(probabilities * (dp(d_out @ v.mT) - used))
+    return o.bfloat16(), dq(d_scores @ k * scale).bfloat16()
+
+
+def exact_gradient(tensors: Tensors) -> Tensor:
+    """dQ in FP64 by autograd of the plain formula."""
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    scores = q @ k.mT / math.sqrt(q.size(-1))
+    hidden = ~torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
+    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
+    return torch.autograd.grad(out, q, tensors.d_out.double())[0]
+
+
+def head_of(tensors: Tensors, out: Tensor | None, dq: Tensor | None, **known: Tensor) -> HeadInputs:
+    spec = AttentionSpec(1 / math.sqrt(tensors.q.size(-1)), "top-left")
+    return head_of_call(*tensors, spec, 0, out=out, dq=dq, **known)
+
+
+def sound(seed: int = 0, rows: int = 128, width: int = 32) -> Tensors:
+    """Standard normal."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(2, 1, rows, width, generator=generator) for _ in range(4))
+    return Tensors(*(x.bfloat16() for x in drawn))
+
+
+def peaked(seed: int = 0, share: float = 0.25, rows: int = 128, width: int = 32) -> Tensors:
+    """Tokens that attend to themselves, and keys that have much in common: q has some of k.
+
+    A share of the values is one unit in the last place (2^-6) from -2, all others are -2. So O lies
+    that part of a unit beyond -2 in all rows and is rounded the same way: to -2, too large, for a
+    share below one half. Gradients are positive, and so delta is too large in nearly all rows.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    noise = [torch.randn(2, 1, rows, width, generator=generator) for _ in range(3)]
+    k = 2 + 0.5 * noise[1]
+    q = 0.5 * noise[0] + 0.1 * k
+    v = -2 - 2**-6 * (torch.rand(2, 1, rows, width, generator=generator) < share)
+    d_out = 1 + noise[2].abs()
+    return Tensors(*(x.bfloat16() for x in (q, k, v, d_out)))
+
+
+def varied(seed: int = 0) -> Tensors:
+    """`peaked` with values that differ: each operation's rounding shows in the output."""
+    generator = torch.Generator().manual_seed(seed + 100)
+    tensors = peaked(seed)
+    v = -2 - 0.5 * torch.randn(tensors.v.shape, generator=generator).abs()
+    return tensors._replace(v=v.bfloat16())

@@ -1,0 +1,190 @@
+"""What moves dQ, whether it adds up, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from guardbit.diagnosis.arithmetic import FLASH
+from guardbit.diagnosis.diagnosis import diagnose
+from guardbit.diagnosis.head import head_of_call
+from guardbit.diagnosis.isolation import isolate
+from guardbit.diagnosis.roots import find_roots
+from guardbit.diagnosis.text import as_json, sentences, tables
+from guardbit.kernels.spec import AttentionSpec
+from tests.diagnosis.kernel import (
+    Tensors,
+    exact_gradient,
+    head_of,
+    kernel,
+    nearest,
+    peaked,
+    sound,
+)
+
+
+def diagnosed(*all_tensors):
+    return diagnose([head_of(tensors, *kernel(tensors)) for tensors in all_tensors])
+
+
+# O lies a quarter of a unit beyond -2 and is rounded to -2; or three quarters, and is rounded on.
+@pytest.mark.parametrize(("share", "sign"), [(0.25, 1), (0.75, -1)])
+def test_the_rounding_of_delta_is_the_cause_with_its_sign(share, sign):
+    found = diagnosed(peaked(0, share))
+    assert (found.cause, found.operation, found.root) == ("rounding", "delta", "O")
+    assert found.error.push * sign > 0
+    assert found.roots.positive > 0.9 if sign > 0 else found.roots.positive < 0.1
+    # Equation 2 of the paper: nearly all of it is of one rank, as all rows push along the same.
+    assert found.error.rank_one > 0.99
+    assert found.isolation.moved_back("delta") > 0.99
+    what, adding_up, whence = sentences(found)
+    assert what.startswith("Rounding of delta: dQ is wrong by")
+    assert "wrong because O is rounded" in what
+    assert ("grow" if sign > 0 else "shrink") in adding_up
+    assert "leaves" in whence
+
+
+def test_remedies_leave_what_they_should():
+    left = diagnosed(peaked(1)).remedies
+    for name in ("exact_delta", "compensated", "centered_keys", "FP32"):
+        assert left[name].summed < 0.1 * left["none"].summed, name
+
+
+def test_several_steps_are_added_up():
+    same = diagnosed(peaked(0), peaked(1), peaked(2))
+    assert same.samples == 3 and same.rows == 3 * 256
+    # Keys have 0.97 of their size in common, and so have the sums of two steps 0.97 of each side.
+    assert same.error.coherence > 0.97**2
+    one = diagnosed(peaked(0))
+    assert same.error.significance > 1.5 * one.error.significance  # sqrt(3) times
+    opposed = diagnosed(peaked(0, 0.25), peaked(0, 0.75))
+    assert opposed.error.coherence < 0.5
+    assert opposed.cause == "unclear"
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_where_dq_is_right_rounding_is_not_the_cause(factor):
+    # A learning rate that is too high has large queries and logits in all heads.
+    tensors = sound(3)
+    found = diagnosed(tensors._replace(q=tensors.q * factor))
+    assert found.cause == "not rounding"
+    first, second, _ = sentences(found)
+    assert first.startswith("Rounding is not the cause: dQ is right to")
+    assert "learning rate" in second
+
+
+def test_errors_that_cancel_are_no_proof():
+    tensors = peaked(0)
+    signs = torch.where(torch.arange(128) % 2 == 0, 1.0, -1.0)[:, None].bfloat16()
+    found = diagnosed(tensors._replace(q=tensors.q * signs))
+    assert found.cause == "unclear"
+    assert sentences(found)[0].startswith("Maybe rounding of delta")
+
+
+def test_measures_are_those_of_the_definitions():
+    tensors = peaked(2)
+    generator = torch.Generator().manual_seed(1)
+    w_q = torch.randn(32, 48, generator=generator)
+    x = torch.randn(2, 128, 48, generator=generator)
+    out, dq = kernel(tensors)
+    found = isolate(head_of(tensors, out, dq, w_q=w_q, x=x), FLASH).whole
+    exact, q = exact_gradient(tensors)[:, 0], tensors.q[:, 0].double()
+    error = dq[:, 0].double() - exact
+    u = torch.linalg.svd(w_q.double())[0][:, 0]
+    pushes = -(error @ u) * (q @ u)
+    assert found.relative_error == pytest.approx((error.norm() / exact.norm()).item())
+    size = ((exact @ u) * (q @ u)).abs().sum()
+    assert found.push_share == pytest.approx((pushes.sum() / size).item())
+    deviations = pushes.sum() / pushes.square().sum().sqrt()
+    assert found.significance == pytest.approx(deviations.item())
+    d_w = torch.einsum("snd,snc->dc", error, x.double())
+    left, values, _ = torch.linalg.svd(d_w)
+    assert found.summed == pytest.approx(d_w.norm().item())
+    assert found.rank_one == pytest.approx((values[0] ** 2 / (values**2).sum()).item())
+    angle = math.degrees(math.acos(abs((left[:, 0] @ u).item())))
+    assert found.angle == pytest.approx(angle)
+
+
+def test_roundings_alone_are_those_put_in_by_hand():
+    tensors = peaked(3)
+    found = isolate(head_of(tensors, *kernel(tensors)), FLASH)
+    exact = exact_gradient(tensors)[:, 0]
+    keep = {"p": lambda x: x, "out": lambda x: x, "ds": lambda x: x}
+    for name, argument in (("O", "out"), ("dS", "ds")):
+        *_, dq = kernel(tensors, **{**keep, argument: nearest}, dq=lambda x: x)
+        # dQ is returned in BF16: of errors this large a part of 2^-8.
+        if name == "O":
+            size = (dq[:, 0].double() - exact).square().sum().item()
+            assert found.alone[name].error_squares == pytest.approx(size, rel=0.02)
+    assert found.alone["dS"].error_squares < 0.01 * found.alone["O"].error_squares
+
+
+def planted_sink() -> Tensors:
+    """Every query attends to key 0, keys 5 and 9 are the same, column 7 alone rounds one way."""
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 64, 16, generator=generator) * 0.1
+    k[..., 0] = 0.0
+    k[:, :, 0, 0], k[:, :, 5] = 8.0, k[:, :, 9]
+    q = torch.randn(1, 1, 64, 16, generator=generator) * 0.1
+    q[..., 0] = 2.0
+    v = torch.zeros(1, 1, 64, 16)
+    v[..., 7] = -2.0
+    v[:, :, 3:, 7] = -2.5
+    d_out = torch.zeros(1, 1, 64, 16)
+    d_out[..., 7] = 1.0
+    return Tensors(*(x.bfloat16() for x in (q, k, v, d_out)))
+
+
+def test_sink_repeated_key_and_column_are_found():
+    tensors = planted_sink()
+    roots = find_roots(head_of(tensors, *kernel(tensors)), FLASH)
+    assert roots.keys[0].number == 0
+    assert "a sink" in roots.keys[0].what
+    assert roots.repeated == pytest.approx(2 / 64)
+    assert roots.columns[0].number == 7
+    assert roots.columns[0].what == "100% of its values are negative"
+    others = roots.column_push.clone()
+    others[7] = 0
+    assert others.abs().max() == 0
+
+
+def test_parts_of_the_push_add_up_to_it():
+    tensors = peaked(4)
+    head = head_of(tensors, *kernel(tensors))
+    roots, whole = find_roots(head, FLASH), isolate(head, FLASH).without["dQ"]
+    for parts in (roots.row_push, roots.key_push):
+        assert parts.sum().item() == pytest.approx(whole.push, rel=1e-6)
+    assert roots.rows[0].push == pytest.approx(roots.row_push.abs().max().item(), rel=1e-9)
+    place = roots.rows[0]
+    exact = exact_gradient(tensors)
+    assert exact.shape[2] > place.position >= 0
+
+
+def test_tied_maxima_are_counted_and_hidden_keys_are_none():
+    tensors = sound(1, rows=6)
+    tensors.k[:, :, 1] = tensors.k[:, :, 0]
+    tensors.k[:, :, 2:] = 0
+    tensors.q[...] = tensors.k[:, :, :1]  # so that keys 0 and 1 have the largest score
+    q, k, v, d_out = tensors
+    spec = AttentionSpec(1.0, True)
+    roots = find_roots(head_of_call(q, k, v, d_out, spec, 0), FLASH)
+    assert roots.tied == pytest.approx(5 / 6)  # all but the first row, which sees one key
+
+
+def test_json_and_tables_hold_what_was_found():
+    found = diagnosed(peaked(0))
+    told = json.loads(json.dumps(as_json(found), allow_nan=False))
+    assert told["cause"] == "rounding" and told["operation"] == "delta"
+    assert set(told["remedies"]) == {
+        "none", "exact_delta", "centered_keys", "compensated", "row_max", "FP32",
+    }  # fmt: skip
+    text = "\n".join(tables(found))
+    assert "exact delta" in text and "remedy row_max" in text
+
+
+def test_no_sample_is_refused():
+    with pytest.raises(ValueError, match="no sample"):
+        diagnose([])

@@ -1,0 +1,95 @@
+"""A made-up fault in each operation in turn is found and named, and none in sound kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guardbit.diagnosis.diagnosis import diagnose
+from guardbit.diagnosis.recognition import recognize
+from guardbit.diagnosis.text import sentences
+from guardbit.kernels.engines import Inputs
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.spec import AttentionSpec
+from tests.diagnosis.kernel import (
+    dropped,
+    head_of,
+    kernel,
+    nearest,
+    peaked,
+    sound,
+    truncate,
+    varied,
+)
+
+# What is made wrong, and what it must be called.
+FAULTS = {
+    "S truncated": ({"s": truncate}, "S", "truncated"),
+    "S rounded": ({"s": nearest}, "S", "rounded"),
+    "P truncated": ({"p": truncate}, "P", "truncated"),
+    "PV truncated": ({"pv": truncate}, "PV", "truncated"),
+    "PV rounded": ({"pv": nearest}, "PV", "rounded"),
+    "O truncated": ({"out": truncate}, "O", "truncated"),
+    "delta truncated": ({"delta": truncate}, "delta", "truncated"),
+    "delta rounded": ({"delta": nearest}, "delta", "rounded"),
+    "delta dropped": ({"delta": dropped}, "delta", "dropped"),
+    "dP truncated": ({"dp": truncate}, "dP", "truncated"),
+    "dP rounded": ({"dp": nearest}, "dP", "rounded"),
+    "dS truncated": ({"ds": truncate}, "dS", "truncated"),
+    "dQ truncated": ({"dq": truncate}, "dQ", "truncated"),
+}
+
+
+@pytest.mark.parametrize("make", [sound, varied])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_fault_is_named(make, fault):
+    changed, operation, kind = FAULTS[fault]
+    tensors = make(0)
+    found = recognize(head_of(tensors, *kernel(tensors, **changed)))
+    assert [(one.operation, one.kind) for one in found.faults] == [(operation, kind)]
+    assert found.unexplained == 0
+
+
+def test_two_faults_are_both_named():
+    tensors = varied(1)
+    found = recognize(head_of(tensors, *kernel(tensors, out=truncate, ds=truncate)))
+    assert {(one.operation, one.kind) for one in found.faults} == {
+        ("O", "truncated"), ("dS", "truncated"),
+    }  # fmt: skip
+
+
+def test_a_race_is_named_with_its_rows():
+    tensors = sound(2)
+    out, dq = kernel(tensors)
+    dq[1, 0, 48:64] *= 0.9  # a part of the sum that was not waited for
+    found = diagnose([head_of(tensors, out, dq)])
+    assert found.cause == "fault"
+    assert [(one.operation, one.kind) for one in found.faults] == [("dQ", "rows")]
+    first, *_ = sentences(found)
+    assert "16 of 256 rows of dQ are wrong, the first row 48 of sequence 1" in first
+    assert "race" in first
+
+
+@pytest.mark.parametrize("make", [sound, peaked, varied])
+@pytest.mark.parametrize("seed", range(3))
+def test_no_fault_in_a_sound_kernel(make, seed):
+    tensors = make(seed)
+    assert not recognize(head_of(tensors, *kernel(tensors))).faults
+
+
+@pytest.mark.parametrize("make", [sound, peaked, varied])
+def test_no_fault_in_the_kernel_of_pytorch(make):
+    tensors, engine = make(0, rows=300) if make is not varied else varied(), CPUFlash()
+    spec = AttentionSpec(tensors.q.size(-1) ** -0.5, "top-left")
+    inputs = Inputs(tensors.q, tensors.k, tensors.v, spec)
+    with torch.no_grad():
+        out, lse = engine.forward(inputs, True)
+        dq = engine.backward(inputs, tensors.d_out, out, lse).dq
+    assert not recognize(head_of(tensors, out, dq)).faults
+
+
+def test_the_operation_of_a_fault_is_that_of_the_diagnosis():
+    tensors = varied(3)
+    found = diagnose([head_of(tensors, *kernel(tensors, dp=truncate))])
+    assert (found.cause, found.operation) == ("fault", "dP")
+    assert sentences(found)[0].startswith("The kernel is at fault: dP is truncated")
