@@ -7,6 +7,7 @@ sum, E. Where x is not known, q = W_Q x stands in for it: E is then the error of
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -97,9 +98,11 @@ class Measures:
 
 
 def top_direction(head: HeadInputs) -> Tensor:
-    """Returns u, FP64 `(D,)`: of W_Q, or where that is not known of the queries."""
-    wide = head.q.flatten(0, 1).double().mT if head.w_q is None else head.w_q.double()
-    return torch.linalg.eigh(wide @ wide.mT).eigenvectors[:, -1]
+    """Returns u, FP64 `(D,)`; where it is not known, the direction in which queries are largest."""
+    if head.direction is not None:
+        return head.direction.double()
+    wide = head.q.flatten(0, 1).double()
+    return torch.linalg.eigh(wide.mT @ wide).eigenvectors[:, -1]
 
 
 class Measuring:
@@ -111,7 +114,7 @@ class Measuring:
 
     def __init__(self, head: HeadInputs) -> None:
         self._along = top_direction(head)
-        self._sums = [0.0] * 6
+        self._sums: defaultdict[str, float] = defaultdict(float)
         inputs = head.q if head.x is None else head.x
         size = len(head.q), head.q.size(-1), inputs.size(-1)
         self._matrices = torch.zeros(size, dtype=torch.float64, device=head.q.device)
@@ -128,23 +131,22 @@ class Measuring:
         q_along = q @ self._along
         push = -(error @ self._along) * q_along
         exact_push = -(exact @ self._along) * q_along
-        for number, value in enumerate(
-            (
-                error.square().sum(),
-                exact.square().sum(),
-                push.sum(),
-                push.square().sum(),
-                exact_push.abs().sum(),
-                exact_push.sum(),
-            )
-        ):
-            self._sums[number] += float(value)
+        sums = {
+            "error_squares": error.square(),
+            "exact_squares": exact.square(),
+            "push": push,
+            "push_squares": push.square(),
+            "exact_push": exact_push.abs(),
+            "exact_drift": exact_push,
+        }
+        for name, values in sums.items():
+            self._sums[name] += float(values.sum())
         self._matrices += error.mT @ (q if rows.x is None else rows.x.double())
 
     def done(self) -> Measures:
         """Returns what all rows gave."""
         parts = float(self._matrices.flatten(1).norm(dim=1).sum())
-        return Measures(*self._sums, self._matrices.sum(0), parts, self._along)
+        return Measures(**self._sums, matrix=self._matrices.sum(0), parts=parts, along=self._along)
 
 
 def _ratio(part: float, whole: float) -> float:

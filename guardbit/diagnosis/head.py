@@ -31,7 +31,8 @@ class HeadInputs:
         sink: FP32 `()`, the head's sink; None for none.
         out: `(S, R, E)`, the output of the kernel in use; None if it is not known.
         dq: `(S, R, D)`, the gradient of q by the kernel in use; None if it is not known.
-        w_q: FP32 `(D, C)`, the head's rows of the query projection; None if they are not known.
+        direction: FP32 `(D,)`, u, the unit vector along which the head's W_Q is largest: its first
+            left singular vector; None if it is not known.
         x: `(S, R, C)`, what the projection was given; None if it is not known.
     """
 
@@ -48,7 +49,7 @@ class HeadInputs:
     sink: Tensor | None = None
     out: Tensor | None = None
     dq: Tensor | None = None
-    w_q: Tensor | None = None
+    direction: Tensor | None = None
     x: Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ def head_of_call(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     dq: Tensor | None = None,
-    w_q: Tensor | None = None,
+    direction: Tensor | None = None,
     x: Tensor | None = None,
 ) -> HeadInputs:
     """Takes one head out of an attention call, with copies of its tensors.
@@ -100,7 +101,7 @@ def head_of_call(
         rows: INT64 `(R,)`, which queries; None for all N.
         out: `(B, H, N, E)`.
         dq: `(B, H, N, D)`.
-        w_q: See `HeadInputs`.
+        direction: See `HeadInputs`.
         x: `(B, N, C)`.
 
     Raises:
@@ -141,6 +142,6 @@ def head_of_call(
         None if spec.sinks is None else spec.sinks[head].float(),
         of_rows(out),
         of_rows(dq),
-        w_q,
+        direction,
         None if x is None else x[batch[:, None], present],
     )

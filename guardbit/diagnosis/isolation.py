@@ -35,7 +35,7 @@ class Isolation:
         recorded = None
         if self.recorded is not None and other.recorded is not None:
             recorded = self.recorded + other.recorded
-        names = [name for name in self.without if name in other.without]
+        names: list[Operation] = [name for name in self.without if name in other.without]
         return Isolation(
             recorded,
             self.together + other.together,
@@ -56,7 +56,7 @@ class Isolation:
     @property
     def root(self) -> Operation:
         """Of delta what makes it wrong, else the operation itself."""
-        earlier = [name for name in THROUGH_DELTA if name in self.without]
+        earlier: list[Operation] = [name for name in THROUGH_DELTA if name in self.without]
         if self.operation != "delta" or not earlier:
             return self.operation
         return self._worst(earlier)

@@ -18,6 +18,7 @@ from tests.diagnosis.kernel import (
     nearest,
     peaked,
     sound,
+    tiled,
     truncate,
     varied,
 )
@@ -70,11 +71,12 @@ def test_a_race_is_named_with_its_rows():
     assert "race" in first
 
 
+@pytest.mark.parametrize("run", [kernel, tiled])
 @pytest.mark.parametrize("make", [sound, peaked, varied])
 @pytest.mark.parametrize("seed", range(3))
-def test_no_fault_in_a_sound_kernel(make, seed):
+def test_no_fault_in_a_sound_kernel(run, make, seed):
     tensors = make(seed)
-    assert not recognize(head_of(tensors, *kernel(tensors))).faults
+    assert not recognize(head_of(tensors, *run(tensors))).faults
 
 
 @pytest.mark.parametrize("make", [sound, peaked, varied])
