@@ -22,7 +22,11 @@ from guardbit.callbacks.loggers import LoggedRun
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import check_settings
+from guardbit.monitor.settings import (
+    SNAPSHOT_MEGABYTES,
+    check_settings,
+    check_snapshot_megabytes,
+)
 from guardbit.monitor.stages import log
 from guardbit.store.files import RUN_FOLDER, publish
 
@@ -52,6 +56,8 @@ class HuggingFaceMonitor(TrainerCallback):
             sampled step; the heads take turns.
         rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
+        snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
+            for `guardbit diagnose`; 0 for nothing.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -70,9 +76,11 @@ class HuggingFaceMonitor(TrainerCallback):
         num_audited_heads: int = 1,
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
+        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
+        check_snapshot_megabytes(snapshot_megabytes)
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,
@@ -83,6 +91,7 @@ class HuggingFaceMonitor(TrainerCallback):
             "num_rows": num_rows,
             "num_audited_heads": num_audited_heads,
             "rules": rules,
+            "snapshot_megabytes": snapshot_megabytes,
             "strict": strict,
         }
         self.session: MonitorSession | None = None

@@ -23,7 +23,11 @@ from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import check_settings
+from guardbit.monitor.settings import (
+    SNAPSHOT_MEGABYTES,
+    check_settings,
+    check_snapshot_megabytes,
+)
 from guardbit.records import RunEnd
 from guardbit.store import RUN_FOLDER
 
@@ -74,6 +78,8 @@ class AttentionMonitor(pl.Callback):
         rules: The detectors' rules, with their thresholds.
         dirpath: Folder of the telemetry; None for ``guardbit`` in the run's log directory, or,
             where the logger has none, in the folder of Lightning's checkpoints.
+        snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
+            for `guardbit diagnose`; 0 for nothing.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -91,9 +97,11 @@ class AttentionMonitor(pl.Callback):
         image_every_n_samples: int | None = None,
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
+        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
+        check_snapshot_megabytes(snapshot_megabytes)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
@@ -106,6 +114,7 @@ class AttentionMonitor(pl.Callback):
         self.image_every_n_samples = image_every_n_samples
         self.rules = rules
         self.dirpath = dirpath
+        self.snapshot_megabytes = snapshot_megabytes
         self.strict = strict
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
@@ -145,6 +154,7 @@ class AttentionMonitor(pl.Callback):
                 policy=policy,
                 dry_run=self.dry_run,
                 dirpath=dirpath if trainer.is_global_zero else None,
+                snapshot_megabytes=self.snapshot_megabytes,
                 strict=self.strict,
             ),
         )

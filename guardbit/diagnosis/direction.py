@@ -99,7 +99,7 @@ class Measures:
 
 def top_direction(head: HeadInputs) -> Tensor:
     """Returns u, FP64 `(D,)`; where it is not known, the direction in which queries are largest."""
-    if head.direction is not None:
+    if head.direction is not None and bool(head.direction.any()):
         return head.direction.double()
     wide = head.q.flatten(0, 1).double()
     return torch.linalg.eigh(wide.mT @ wide).eigenvectors[:, -1]

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines.proof import proofs
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
@@ -40,8 +41,13 @@ from guardbit.monitor.measure import (
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import check_settings
+from guardbit.monitor.settings import (
+    SNAPSHOT_MEGABYTES,
+    check_settings,
+    check_snapshot_megabytes,
+)
 from guardbit.monitor.sites import Instrumentation, instrument
+from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.monitor.switching import Switching
 from guardbit.records import Alarm, Event, RunEnd, Sample
@@ -89,6 +95,8 @@ class MonitorSession:
         policy: Decides what alarms lead to; None to watch only.
         dry_run: Record the policy's decisions without switching anything.
         dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
+        snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
+            `guardbit diagnose`; 0 for nothing.
         strict: Raise errors of the monitor itself, instead of logging them and going on.
 
     Attributes:
@@ -118,9 +126,11 @@ class MonitorSession:
         policy: Policy | None = None,
         dry_run: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
+        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
+        check_snapshot_megabytes(snapshot_megabytes)
         if policy is not None and not isinstance(policy, Policy):
             raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
         if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
@@ -162,9 +172,7 @@ class MonitorSession:
         self._measurement = Measurement(
             self.instrumentation, self.indicators, num_rows, num_audited_heads
         )
-        self._capture = Capture(
-            self.instrumentation, self._measurement.consume, self._capture_failed
-        )
+        self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
         self._schedule = Schedule(every_n_train_steps)
@@ -175,6 +183,13 @@ class MonitorSession:
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
         self._stages = Stages(strict, self._tell_failure)
         self._journal = Journal(dirpath, self._settings(), self._stages)
+        self._snapshots = Snapshots(
+            self.instrumentation,
+            dirpath,
+            snapshot_megabytes,
+            lambda site: self._measurement.directions.get(site),
+            lambda why: self._journal.note({"snapshots": why}),
+        )
         self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._checkpoint = Checkpoint(
@@ -323,6 +338,7 @@ class MonitorSession:
         self._has_given_up = not self.attempt("ranks", self._agree)
         if self._has_given_up:
             return alarms
+        self.attempt("snapshots", lambda: self._snapshots.write(step))
         self.attempt(_WATCHING, lambda: self._measure(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
@@ -412,6 +428,7 @@ class MonitorSession:
         for alarm in found:
             self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
             self._findings.add(alarm)
+            self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))
 
     def abandon_step(self) -> None:
@@ -422,6 +439,7 @@ class MonitorSession:
         self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
+        self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._do_deferred()
 
@@ -527,6 +545,32 @@ class MonitorSession:
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off."""
         return self._stages.always(stage, function)
+
+    def snapshot(self, site: str, heads: Sequence[int]) -> None:
+        """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
+
+        Args:
+            site: Name of a site.
+            heads: The heads.
+
+        Raises:
+            ValueError: If there is no such site or no folder, or snapshots are off.
+            IndexError: If a head is out of range.
+        """
+        if not self._snapshots.is_on:
+            raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
+        found = self.instrumentation.sites.get(site)
+        if found is None:
+            known = ", ".join(self.instrumentation.sites) or "none yet"
+            raise ValueError(f"there is no attention module {site!r}; known are {known}")
+        for head in heads:
+            if not 0 <= head < found.num_heads:
+                raise IndexError(f"head {head} of {site} does not exist; it has {found.num_heads}")
+        self._snapshots.want(site, heads)
+
+    def _consume(self, call: AttentionCall) -> None:
+        self._measurement.consume(call)
+        self.attempt("snapshots", lambda: self._snapshots.consume(call))
 
     # --- state -----------------------------------------------------------------------------------
 

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import Detectors, Rule
+
+#: Megabytes of snapshots that a run keeps unless it is told otherwise.
+SNAPSHOT_MEGABYTES = 64
+
+
+def check_snapshot_megabytes(megabytes: float) -> None:
+    """Refuses a size that is none.
+
+    Raises:
+        ValueError: Naming the value and what is allowed.
+    """
+    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
+    if not is_number or not 0 <= megabytes < math.inf:
+        raise ValueError(
+            f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
+        )
 
 
 def check_settings(

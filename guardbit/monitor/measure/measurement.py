@@ -56,6 +56,7 @@ class Measurement:
 
     Attributes:
         suspects: Site -> heads that are also audited, at every sampled step.
+        directions: Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Measurement:
         # The sites on this rank, by number.
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
-        self._directions: dict[str, Tensor] = {}
+        self.directions: dict[str, Tensor] = {}
         self._next_audited = 0
         self._num_joined = 0  # sites of all ranks, if each has sites of its own
         self._running_sums = RunningSums()
@@ -114,7 +115,7 @@ class Measurement:
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         """Returns the call as probes see it, with the heads to audit."""
         view = CallView(call, self._num_rows, needs_shadow=self._plan.needs_shadow)
-        directions = self._directions.get(site.name)
+        directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if (
             not self._plan.audits
@@ -192,7 +193,7 @@ class Measurement:
         for norms in norms_of_sites(sites, self._plan.norms):
             columns[norms.site, norms.indicator] = norms.values
             if norms.indicator == "w_q_spectral_norm":
-                self._directions[norms.site] = norms.directions
+                self.directions[norms.site] = norms.directions
         self._next_audited += self._num_audited_heads
         return columns
 
@@ -259,7 +260,7 @@ class Measurement:
             "next_audited": self._next_audited,
             "directions": {
                 name: vectors.tolist()
-                for name, vectors in self._directions.items()
+                for name, vectors in self.directions.items()
                 if name not in shared  # each rank has its own, and reads the state of rank 0
             },
             **self._run.state_dict(),
@@ -273,7 +274,7 @@ class Measurement:
         self._running_sums.load_state_dict(state.get("running_sums", earlier))
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
-        self._directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
+        self.directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
         self._run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:

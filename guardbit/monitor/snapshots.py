@@ -1,0 +1,156 @@
+"""Keeps the inputs of alarmed heads at the next sampled steps, for `guardbit diagnose`.
+
+An alarm comes when the step that raised it is over and its tensors are gone. So a head is kept at
+the sampled steps after it. Training is not changed by it: what is kept are copies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from guardbit.diagnosis.head import HeadInputs, head_of_call
+from guardbit.diagnosis.storage import Snapshot, snapshot_files, write_snapshots
+from guardbit.kernels.attention_call import AttentionCall
+from guardbit.monitor.sites import Instrumentation
+
+#: How often a head is kept after its alarm: whether errors add up shows over several steps.
+STEPS = 4
+#: Query rows of a head to keep: of whole sequences as many as fit, of longer ones evenly spread.
+ROWS = 4096
+# Heads to keep at one step.
+_HEADS = 8
+
+
+class Snapshots:
+    """Takes wanted heads out of the attention calls of sampled steps.
+
+    Args:
+        instrumentation: The instrumented model.
+        dirpath: Folder of the telemetry; None to keep nothing (other ranks than 0).
+        megabytes: How much to write in all, files of earlier sessions counted; 0 for nothing.
+        direction: Site -> FP32 `(H, D)` of the heads on this rank, along which W_Q is largest, or
+            None.
+        note: Takes why heads are not kept, once a reason.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        dirpath: str | os.PathLike[str] | None,
+        megabytes: float,
+        direction: Callable[[str], Tensor | None],
+        note: Callable[[str], None],
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._folder = None if dirpath is None or megabytes == 0 else Path(dirpath)
+        self._megabytes = megabytes
+        self._direction = direction
+        self._note = note
+        # Steps still to be kept of each head, and all that were ever wanted by an alarm.
+        self._wanted: dict[tuple[str, int], int] = {}
+        self._alarmed: set[tuple[str, int]] = set()
+        self._held: dict[tuple[str, int], Snapshot] = {}
+        self._told: set[str] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything can be kept here."""
+        return self._folder is not None
+
+    def alarm(self, site: str, heads: Iterable[int]) -> None:
+        """Keeps heads at the next `STEPS` sampled steps, after their first alarm."""
+        new = {(site, head) for head in heads} - self._alarmed
+        self._alarmed |= new
+        self._wanted |= dict.fromkeys(sorted(new), STEPS)
+
+    def want(self, site: str, heads: Iterable[int]) -> None:
+        """Keeps heads at the next sampled step."""
+        for head in heads:
+            self._wanted.setdefault((site, head), 1)
+
+    def consume(self, call: AttentionCall) -> None:
+        """Takes an attention call of a sampled step; of each head the first one of a step."""
+        if not self._wanted or not self.is_on:
+            return
+        sites = self._instrumentation.sites
+        found = next((site for site in sites.values() if site.number == call.site), None)
+        if found is None or found.sharded is not None or call.d_out is None:
+            return
+        own, name = found.own_heads, found.name
+        if len(own) != call.q.size(1):
+            return
+        for place, head in enumerate(own):
+            key = name, head
+            if key in self._wanted and key not in self._held and len(self._held) < _HEADS:
+                try:
+                    inputs = self._take(call, place, name)
+                except ValueError as error:  # a call that cannot be diagnosed
+                    self._refuse(key, str(error))
+                    continue
+                self._held[key] = Snapshot(-1, name, head, call.stabilizers[place], inputs)
+
+    def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
+        assert call.d_out is not None
+        batch, _, length, _ = call.q.shape
+        rows = None
+        if length > ROWS:
+            rows = torch.linspace(0, length - 1, ROWS, device=call.q.device).round().long()
+        directions = self._direction(site)
+        is_stock = call.stabilizers[place] == "none"
+        # Of a stabilized head the out of the call is no output, and its dQ is cured.
+        return head_of_call(
+            call.q,
+            call.k,
+            call.v,
+            call.d_out,
+            call.spec,
+            place,
+            sequences=range(min(batch, max(1, ROWS // length))),
+            rows=rows,
+            out=call.out if is_stock else None,
+            dq=call.dq if is_stock else None,
+            direction=None if directions is None else directions[place].to(call.q.device),
+        )
+
+    def discard(self) -> None:
+        """Drops what an abandoned step left."""
+        self._held.clear()
+
+    def write(self, step: int) -> None:
+        """Writes what the step gave, as far as there is room.
+
+        Raises:
+            OSError: If it cannot be written.
+        """
+        held, self._held = self._held, {}
+        if not held or self._folder is None:
+            return
+        room = self._megabytes * 2**20 - sum(
+            path.stat().st_size for path in snapshot_files(self._folder).values()
+        )
+        kept: list[Snapshot] = []
+        for key, one in held.items():
+            # What else the file holds is some kilobytes a head.
+            size = one.inputs.nbytes + 2**14
+            if size > room:
+                self._refuse(key, f"no room is left of the {self._megabytes:g} MB for snapshots")
+                continue
+            room -= size
+            kept.append(one._replace(step=step))
+            self._wanted[key] -= 1
+            if self._wanted[key] == 0:
+                del self._wanted[key]
+        if kept:
+            write_snapshots(self._folder, step, kept)
+
+    def _refuse(self, key: tuple[str, int], why: str) -> None:
+        """Tries a head no more, and says why once a reason."""
+        self._wanted.pop(key, None)
+        if why not in self._told:
+            self._told.add(why)
+            self._note(f"head {key[1]} of {key[0]} is not kept: {why}")

@@ -1,0 +1,224 @@
+"""Snapshots of alarmed heads: what is kept, how much, and that training does not notice."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events
+from guardbit.diagnosis.diagnosis import diagnose
+from guardbit.diagnosis.storage import read_snapshots, snapshot_files
+from guardbit.monitor import snapshots
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.policy import Policy
+from guardbit.store import read_metadata
+
+SITE = "layers.1"
+
+
+class Attention(nn.Module):
+    dropout = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 64, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        q, k, v = (
+            p(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """Names heads of the second layer at one step."""
+
+    step: int = 2
+    heads: tuple[int, ...] = (1,)
+    name: str = "at_step"
+
+    def examine(self, snapshot, state):
+        is_due = snapshot.step == self.step and SITE in snapshot.of("max_logit")
+        return [Finding(SITE, self.heads, "it is time")] if is_due else []
+
+
+def train(steps=8, *, dtype=torch.bfloat16, session=None, batch=2, length=24):
+    """Trains a model; returns it and what its heads were given, by step."""
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = None if session is None else session(model)
+    given = {}
+    for step in range(steps):
+        x = torch.randn(batch, length, 32, generator=torch.Generator().manual_seed(step)).to(dtype)
+        if watched is not None:
+            watched.begin_batch(step)
+        held = model.layers[1].q_proj.register_forward_hook(
+            lambda module, inputs, out, step=step: given.__setitem__(step, out.detach().clone())
+        )
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        held.remove()
+        if watched is not None:
+            watched.end_step()
+    if watched is not None:
+        watched.close()
+    return model, given
+
+
+def monitored(path, **settings):
+    settings = {"every_n_train_steps": 1, "rules": (AtStep(),), "strict": True, **settings}
+    return lambda model: MonitorSession(model, dirpath=path, **settings)
+
+
+def test_an_alarmed_head_is_kept_at_the_next_samples(tmp_path):
+    _, given = train(session=monitored(tmp_path))
+    kept = read_snapshots(tmp_path)
+    assert [(one.step, one.site, one.head, one.stabilizer) for one in kept] == [
+        (step, SITE, 1, "none") for step in (3, 4, 5, 6)
+    ]
+    for one in kept:
+        q = given[one.step].unflatten(-1, (4, 16))[:, :, 1]
+        assert torch.equal(one.inputs.q, q)
+        assert one.inputs.scale == 1 / math.sqrt(16)
+        assert one.inputs.end.tolist() == list(range(1, 25))
+        assert one.inputs.direction is not None and one.inputs.direction.norm() == pytest.approx(1)
+
+
+def test_what_is_kept_can_be_diagnosed(tmp_path):
+    train(session=monitored(tmp_path))
+    found = diagnose([one.inputs for one in read_snapshots(tmp_path)])
+    assert (found.cause, found.samples, found.rows) == ("not rounding", 4, 4 * 48)
+    assert not found.faults
+    # The kernel's own dQ is that of the inputs: all its error is that of BF16's roundings.
+    assert 0 < found.error.relative_error < 0.01
+
+
+def test_the_weights_are_those_of_a_run_that_nobody_watches(tmp_path):
+    unwatched, _ = train()
+    watched, _ = train(session=monitored(tmp_path))
+    assert snapshot_files(tmp_path)
+    assert all(map(torch.equal, watched.parameters(), unwatched.parameters()))
+
+
+def test_a_stabilized_head_is_kept_without_what_its_kernel_made(tmp_path):
+    train(session=monitored(tmp_path, policy=Policy("exact_delta", scope="head")))
+    kept = read_snapshots(tmp_path)
+    assert {one.stabilizer for one in kept} == {"exact_delta"}
+    assert all(one.inputs.out is None and one.inputs.dq is None for one in kept)
+    assert diagnose([one.inputs for one in kept]).cause == "not rounding"
+
+
+def test_nothing_is_kept_without_room_or_an_alarm(tmp_path):
+    train(session=monitored(tmp_path / "off", snapshot_megabytes=0))
+    train(session=monitored(tmp_path / "sound", rules=()))
+    train(session=monitored(tmp_path / "full", snapshot_megabytes=0.01))
+    for name in ("off", "sound", "full"):
+        assert not snapshot_files(tmp_path / name)
+    assert "no room is left of the 0.01 MB" in read_metadata(tmp_path / "full")["snapshots"]
+
+
+def test_files_of_earlier_sessions_count(tmp_path):
+    train(session=monitored(tmp_path))
+    used = sum(path.stat().st_size for path in snapshot_files(tmp_path).values()) / 2**20
+    train(session=monitored(tmp_path, rules=(AtStep(heads=(0,)),), snapshot_megabytes=used + 0.01))
+    assert {one.head for one in read_snapshots(tmp_path)} == {1}
+
+
+def test_rows_and_heads_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "ROWS", 48)
+    rules = (AtStep(heads=(0, 1, 2, 3)),)
+    monkeypatch.setattr(snapshots, "_HEADS", 3)
+    train(session=monitored(tmp_path / "whole", rules=rules), batch=5)
+    kept = read_snapshots(tmp_path / "whole")
+    assert {tuple(one.inputs.q.shape) for one in kept} == {(2, 24, 16)}
+    assert max(sum(one.step == step for one in kept) for step in range(8)) == 3
+    train(session=monitored(tmp_path / "long", rules=rules), length=100)
+    one = read_snapshots(tmp_path / "long")[0].inputs
+    assert tuple(one.q.shape) == (1, 48, 16) and tuple(one.k.shape) == (1, 100, 16)
+    assert one.rows[0] == 0 and one.rows[-1] == 99
+
+
+def test_heads_are_kept_on_demand(tmp_path):
+    class Asking(MonitorSession):
+        def end_step(self):
+            alarms = super().end_step()
+            if self._schedule.last_ended == 4:
+                self.snapshot(SITE, [0, 2])
+            return alarms
+
+    train(session=lambda model: Asking(
+        model, every_n_train_steps=1, rules=(), dirpath=tmp_path, strict=True
+    ))  # fmt: skip
+    assert [(one.step, one.head) for one in read_snapshots(tmp_path)] == [(5, 0), (5, 2)]
+
+
+def test_impossible_demands_are_refused(tmp_path):
+    model = Model()
+    session = MonitorSession(model, dirpath=tmp_path)
+    with session.step(0):
+        model(torch.randn(1, 4, 32)).sum().backward()
+    with pytest.raises(ValueError, match=r"no attention module 'x'; known are layers\.0"):
+        session.snapshot("x", [0])
+    with pytest.raises(IndexError, match=r"head 9 of layers\.1 does not exist; it has 4"):
+        session.snapshot(SITE, [9])
+    session.close()
+    off = MonitorSession(Model(), snapshot_megabytes=0, dirpath=tmp_path / "off")
+    with pytest.raises(ValueError, match="no snapshots are kept"):
+        off.snapshot(SITE, [0])
+    off.close()
+    with pytest.raises(ValueError, match="snapshot_megabytes is -1; it must be a number from 0"):
+        MonitorSession(Model(), snapshot_megabytes=-1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"dtype": torch.float32}, "only BF16 and FP16 heads"), ({"dropout": 0.1}, "dropout")],
+)
+def test_what_cannot_be_diagnosed_is_told_in_the_metadata(tmp_path, monkeypatch, settings, why):
+    settings = dict(settings)
+    monkeypatch.setattr(Attention, "dropout", settings.pop("dropout", 0.0))
+    train(session=monitored(tmp_path), **settings)
+    assert not snapshot_files(tmp_path)
+    assert why in read_metadata(tmp_path)["snapshots"]
+    assert "monitor_error" not in set(read_events(tmp_path)["kind"])
+
+
+@pytest.mark.parametrize("place", ["head_of_call", "write_snapshots"])
+def test_an_error_stays_inside(tmp_path, monkeypatch, place):
+    def fails(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshots, place, fails)
+    unwatched, _ = train()
+    watched, _ = train(session=monitored(tmp_path, strict=False))
+    assert all(map(torch.equal, watched.parameters(), unwatched.parameters()))
+    events = read_events(tmp_path)
+    (why,) = events[events.kind == "monitor_error"]["why"]
+    assert why.startswith("snapshots: ") and "No space left" in why
+    assert not snapshot_files(tmp_path)
+
+
+def test_a_broken_file_is_refused_in_a_sentence(tmp_path):
+    (tmp_path / "snapshot-000000003.pt").write_bytes(b"no snapshot")
+    with pytest.raises(ValueError, match=r"the snapshot .* cannot be read"):
+        read_snapshots(tmp_path)
