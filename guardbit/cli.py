@@ -1,4 +1,4 @@
-"""The command line: `guardbit demo | doctor | report | live | replay`.
+"""The command line: `guardbit demo | doctor | diagnose | report | live | replay`.
 
 What a command needs is imported inside it, so that help is quick and no command imports torch that
 does not compute with it.
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from guardbit.dashboards.outcome import Outcome
     from guardbit.dashboards.report import Run as ReportedRun
+    from guardbit.diagnosis.run import Diagnosed
     from guardbit.monitor.detectors import Rule
     from guardbit.monitor.replay import Replay
     from guardbit.records import Alarm
@@ -478,3 +479,77 @@ def doctor(
                 typer.echo(printable(line))
     if result.is_broken:
         raise typer.Exit(1)
+
+
+@app.command()
+def diagnose(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
+    ],
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE:NUMBER",
+            help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the figures, by default `diagnosis` in the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="After how long no further head is begun.")
+    ] = 60,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
+    ] = False,
+) -> None:
+    """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
+    from guardbit.diagnosis import text
+    from guardbit.diagnosis.run import diagnose_heads, heads_of_run, last_verdict
+    from guardbit.store import folder_of_run
+
+    with _refusing(OSError, ValueError):
+        folder = folder_of_run(path)
+        verdict = last_verdict(folder)
+        heads = heads_of_run(folder, head or ())
+        found = []
+        for one in diagnose_heads(heads, seconds):
+            found.append(one)
+            if not as_json:
+                for line in text.page(one):
+                    typer.echo(printable(line) if line else "")
+                place = (output or folder / "diagnosis") / text.file_name(one)
+                typer.echo(f"Figure: {printable(str(_draw(one, place)))}\n")
+    if as_json:
+        told = [text.as_json(one) for one in found]
+        left = len(heads) - len(found)
+        typer.echo(json.dumps({"heads": told, "verdict": verdict, "not_reached": left}))
+        return
+    if len(found) < len(heads):
+        typer.echo(
+            f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
+            " --head asks for one, --seconds for more time."
+        )
+    typer.echo(f"The rules' own verdict on the run: {printable(verdict) or 'none'}.")
+
+
+def _draw(one: Diagnosed, place: Path) -> Path:
+    from guardbit.dashboards.figures.diagnosis import head_diagnosis
+    from guardbit.diagnosis import text
+
+    roots = one.found.roots
+    figure = head_diagnosis(
+        printable(text.heading(one)),
+        text.parts_left(one.found),
+        roots.row_push.flatten().tolist(),
+        roots.key_push.sum(0).tolist(),
+        roots.column_push.tolist(),
+    )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(place)
+    return place

@@ -9,6 +9,7 @@ from typing import Any
 from guardbit.diagnosis.diagnosis import Diagnosis
 from guardbit.diagnosis.direction import Measures
 from guardbit.diagnosis.isolation import THROUGH_DELTA
+from guardbit.diagnosis.run import Diagnosed
 
 #: Remedies that a head can be switched to.
 _SWITCHES = ("exact_delta", "centered_keys", "compensated", "row_max")
@@ -104,9 +105,57 @@ def tables(found: Diagnosis) -> Iterator[str]:
             yield f"{part.number:<16}{part.push:>+11.3g}  {part.what}".rstrip()
 
 
-def as_json(found: Diagnosis) -> dict[str, Any]:
-    """All numbers of a diagnosis, for `json.dumps`."""
+def heading(one: Diagnosed) -> str:
+    """Names the head and what was looked at."""
+    steps, found = one.steps, one.found
+    when = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
+    return f"{one.site} head {one.head}, {when}: {found.samples} samples, {found.rows:,} rows"
+
+
+def page(one: Diagnosed) -> Iterator[str]:
+    """Yields all that is said of a head: the answer first, then the tables."""
+    yield heading(one)
+    yield from sentences(one.found)
+    if one.stabilizer != "none":
+        yield (
+            f"The head ran {one.stabilizer}: what its own kernel would have returned is not known,"
+            " FlashAttention-2's roundings stand in for it."
+        )
+    yield ""
+    yield from tables(one.found)
+    yield ""
+
+
+def parts_left(found: Diagnosis) -> dict[str, float]:
+    """What is left of the summed error of dQ without each rounding and with each remedy."""
+    whole = found.isolation.together.summed or 1.0
+    left = {
+        ("exact delta" if name == "delta" else f"{name} not rounded"): measures.summed / whole
+        for name, measures in found.isolation.without.items()
+    }
+    stock = found.remedies["none"].summed or 1.0
+    left |= {
+        f"remedy {name}": measures.summed / stock
+        for name, measures in found.remedies.items()
+        if name != "none"
+    }
+    return left
+
+
+def file_name(one: Diagnosed) -> str:
+    """Returns the name of the head's figure."""
+    site = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in one.site)
+    return f"{site}-head{one.head}.png"
+
+
+def as_json(one: Diagnosed) -> dict[str, Any]:
+    """All numbers of a diagnosed head, for `json.dumps`."""
+    found = one.found
     return {
+        "site": one.site,
+        "head": one.head,
+        "steps": list(one.steps),
+        "stabilizer": one.stabilizer,
         "cause": found.cause,
         "operation": found.operation,
         "root": found.root,

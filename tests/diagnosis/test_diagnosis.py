@@ -13,6 +13,7 @@ from guardbit.diagnosis.diagnosis import diagnose
 from guardbit.diagnosis.head import head_of_call
 from guardbit.diagnosis.isolation import isolate
 from guardbit.diagnosis.roots import find_roots
+from guardbit.diagnosis.run import Diagnosed
 from guardbit.diagnosis.text import as_json, sentences, tables
 from guardbit.kernels.spec import AttentionSpec
 from tests.diagnosis.kernel import (
@@ -177,7 +178,10 @@ def test_tied_maxima_are_counted_and_hidden_keys_are_none():
 
 def test_json_and_tables_hold_what_was_found():
     found = diagnosed(peaked(0))
-    told = json.loads(json.dumps(as_json(found), allow_nan=False))
+    told = json.loads(
+        json.dumps(as_json(Diagnosed("attn", 3, (7,), "none", found)), allow_nan=False)
+    )
+    assert (told["site"], told["head"], told["steps"]) == ("attn", 3, [7])
     assert told["cause"] == "rounding" and told["operation"] == "delta"
     assert set(told["remedies"]) == {
         "none", "exact_delta", "centered_keys", "compensated", "row_max", "FP32",

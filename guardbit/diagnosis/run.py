@@ -1,0 +1,93 @@
+"""Diagnoses the heads of a run's snapshots, within a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from guardbit.diagnosis.diagnosis import Diagnosis, diagnose
+from guardbit.diagnosis.storage import Snapshot, read_snapshots
+from guardbit.store import read_events, read_metadata
+
+
+class Diagnosed(NamedTuple):
+    """A head and what was found of it.
+
+    Attributes:
+        site: Name of the attention module.
+        head: Number of the head.
+        steps: The steps of the snapshots that were looked at.
+        stabilizer: What ran in the head then; unless "none", what its kernel returned is not known,
+            and FlashAttention-2's roundings are taken for its own.
+        found: The diagnosis.
+    """
+
+    site: str
+    head: int
+    steps: tuple[int, ...]
+    stabilizer: str
+    found: Diagnosis
+
+
+def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[Snapshot]]:
+    """Reads the snapshots of a run, head by head, the first that was kept first.
+
+    Of a head that was switched in between, the snapshots before the switch count.
+
+    Args:
+        folder: Of the run.
+        wanted: Heads as "site:number"; empty for all.
+
+    Raises:
+        ValueError: If there are none, or not of a wanted head.
+        OSError: If they cannot be read.
+    """
+    heads: dict[str, list[Snapshot]] = {}
+    for snapshot in read_snapshots(folder):
+        heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
+    if not heads:
+        raise ValueError(f"the run at {folder} holds no snapshots: {_why_none(folder)}")
+    for name in wanted:
+        if name not in heads:
+            raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
+    chosen = []
+    for name, snapshots in heads.items():
+        if not wanted or name in wanted:
+            stock = [one for one in snapshots if one.stabilizer == "none"]
+            chosen.append(stock or snapshots)
+    return chosen
+
+
+def diagnose_heads(heads: Iterable[list[Snapshot]], seconds: float) -> Iterator[Diagnosed]:
+    """Diagnoses head after head; none is begun once the time is over, but the first one."""
+    end = time.monotonic() + seconds
+    for number, snapshots in enumerate(heads):
+        if number and time.monotonic() > end:
+            return
+        last = snapshots[-1]
+        yield Diagnosed(
+            last.site,
+            last.head,
+            tuple(one.step for one in snapshots),
+            last.stabilizer,
+            diagnose([one.inputs for one in snapshots]),
+        )
+
+
+def last_verdict(folder: Path) -> str:
+    """Returns the verdict that the run ends with, of its telemetry; "" if it has none."""
+    events = read_events(folder)
+    verdicts = events.loc[events["kind"] == "verdict", "verdict"]
+    return "" if verdicts.empty else str(verdicts.iloc[-1])
+
+
+def _why_none(folder: Path) -> str:
+    noted = read_metadata(folder).get("snapshots")
+    if noted:
+        return str(noted)
+    return (
+        "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0;"
+        " session.snapshot(site, heads) keeps any head"
+    )

@@ -1,0 +1,131 @@
+"""`guardbit diagnose`: what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from guardbit.cli import app
+from guardbit.diagnosis import run as run_module
+from guardbit.diagnosis.storage import Snapshot, write_snapshots
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter
+from tests.diagnosis.kernel import head_of, kernel, peaked, sound
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+
+
+def head(tensors, stabilizer="none"):
+    made = kernel(tensors) if stabilizer == "none" else (None, None)
+    return head_of(tensors, *made, direction=torch.full((32,), 32**-0.5))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with one failing head at two steps, and a sound one."""
+    with RunWriter(tmp_path / "run") as writer:
+        writer.add([Sample(3, "h.1.attn", 1, "max_logit", (1.0, 2.0))])
+        writer.event(Event(5, "verdict", "", (), "so it is", verdict="rounding"))
+    for step in (3, 4):
+        kept = [Snapshot(step, "h.1.attn", 1, "none", head(peaked(step)))]
+        if step == 4:
+            kept.append(Snapshot(step, "h/0 attn", 0, "none", head(sound(1))))
+        write_snapshots(tmp_path / "run", step, kept)
+    return tmp_path / "run"
+
+
+def test_the_answer_comes_first_and_figures_are_drawn(run):
+    result = invoke(run)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "h.1.attn head 1, steps 3 to 4: 2 samples, 512 rows"
+    assert lines[1].startswith("Rounding of delta: dQ is wrong by")
+    assert lines[2].startswith("The error adds up: it makes W_Q grow")
+    assert "Rounding is not the cause" in result.stdout
+    assert lines[-1] == "The rules' own verdict on the run: rounding."
+    drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
+    assert drawn == ["h.1.attn-head1.png", "h_0_attn-head0.png"]
+    assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn)
+
+
+def test_json_holds_all_heads_and_draws_nothing(run):
+    result = invoke(run, "--json")
+    told = json.loads(result.stdout)
+    assert [(one["site"], one["head"], one["cause"]) for one in told["heads"]] == [
+        ("h.1.attn", 1, "rounding"), ("h/0 attn", 0, "not rounding"),
+    ]  # fmt: skip
+    assert (told["verdict"], told["not_reached"]) == ("rounding", 0)
+    assert told["heads"][0]["steps"] == [3, 4]
+    assert not (run / "diagnosis").exists()
+
+
+def test_one_head_and_another_place(run, tmp_path):
+    result = invoke(run, "--head", "h/0 attn:0", "--output", tmp_path / "there")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("h/0 attn head 0, step 4: 1 samples, 256 rows")
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["h_0_attn-head0.png"]
+
+
+def test_heads_that_are_not_reached_are_told(run, monkeypatch):
+    times = iter([0.0, 100.0])
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: next(times))
+    result = invoke(run)
+    assert "1 more heads were not reached in 60 seconds" in result.stdout
+
+
+def test_snapshots_before_a_switch_count(run):
+    write_snapshots(
+        run, 9, [Snapshot(9, "h.1.attn", 1, "exact_delta", head(peaked(9), "exact_delta"))]
+    )
+    told = json.loads(invoke(run, "--json").stdout)["heads"][0]
+    assert (told["steps"], told["stabilizer"]) == ([3, 4], "none")
+
+
+def test_of_a_switched_head_flash_roundings_stand_in(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
+    write_snapshots(
+        tmp_path, 3, [Snapshot(3, "attn", 0, "exact_delta", head(peaked(0), "exact_delta"))]
+    )
+    result = invoke(tmp_path)
+    assert "Rounding of delta" in result.stdout
+    assert "The head ran exact_delta: what its own kernel would have returned" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--head", "h.1.attn:7"), "there is no snapshot of h.1.attn:7; there are h.1.attn:1, h"),
+        (("--seconds", "0"), "Invalid value for '--seconds'"),
+    ],
+)
+def test_impossible_wishes_are_refused(run, arguments, why):
+    result = invoke(run, *arguments)
+    assert result.exit_code == 2
+    assert why in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [
+        ({}, "no head was alarmed with a sampled step to come"),
+        ({"snapshots": "head 1 of attn is not kept: a call with dropout"}, "dropout"),
+    ],
+)
+def test_a_run_without_snapshots_is_refused(tmp_path, metadata, why):
+    with RunWriter(tmp_path, metadata=metadata) as writer:
+        writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert "holds no snapshots" in result.stderr and why in result.stderr
+
+
+def test_no_run_is_refused(tmp_path):
+    result = invoke(tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert "there is no run at" in result.stderr
