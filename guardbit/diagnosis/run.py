@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from guardbit.diagnosis.diagnosis import Diagnosis, diagnose
-from guardbit.diagnosis.storage import Snapshot, read_snapshots
+from guardbit.diagnosis.storage import KeptHead, read_snapshots
 from guardbit.store import read_events, read_metadata
 
 
@@ -31,7 +31,7 @@ class Diagnosed(NamedTuple):
     found: Diagnosis
 
 
-def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[Snapshot]]:
+def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
     """Reads the snapshots of a run, head by head, the first that was kept first.
 
     Of a head that was switched in between, the snapshots before the switch count.
@@ -44,7 +44,7 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[Snapshot
         ValueError: If there are none, or not of a wanted head.
         OSError: If they cannot be read.
     """
-    heads: dict[str, list[Snapshot]] = {}
+    heads: dict[str, list[KeptHead]] = {}
     for snapshot in read_snapshots(folder):
         heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
     if not heads:
@@ -60,7 +60,7 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[Snapshot
     return chosen
 
 
-def diagnose_heads(heads: Iterable[list[Snapshot]], seconds: float) -> Iterator[Diagnosed]:
+def diagnose_heads(heads: Iterable[list[KeptHead]], seconds: float) -> Iterator[Diagnosed]:
     """Diagnoses head after head; none is begun once the time is over, but the first one."""
     end = time.monotonic() + seconds
     for number, snapshots in enumerate(heads):

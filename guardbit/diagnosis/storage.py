@@ -22,7 +22,7 @@ _FORMAT = 1
 _NAME = re.compile(r"snapshot-(\d+)\.pt")
 
 
-class Snapshot(NamedTuple):
+class KeptHead(NamedTuple):
     """One head at one step.
 
     Attributes:
@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
     inputs: HeadInputs
 
 
-def write_snapshots(folder: Path, step: int, snapshots: Sequence[Snapshot]) -> Path:
+def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
     """Writes the snapshots of one step, or nothing at all.
 
     Raises:
@@ -73,7 +73,7 @@ def snapshot_files(folder: Path) -> dict[int, Path]:
     return found
 
 
-def read_snapshots(folder: Path) -> list[Snapshot]:
+def read_snapshots(folder: Path) -> list[KeptHead]:
     """Reads the snapshots of a run, in the order of their steps.
 
     Raises:
@@ -89,7 +89,7 @@ def read_snapshots(folder: Path) -> list[Snapshot]:
                 raise ValueError("it is of another version of GuardBit")
             for one in held["heads"]:
                 inputs = HeadInputs(**{name: one[name] for name in names})
-                found.append(Snapshot(step, one["site"], one["head"], one["stabilizer"], inputs))
+                found.append(KeptHead(step, one["site"], one["head"], one["stabilizer"], inputs))
         except OSError:
             raise
         except Exception as error:  # whatever unpickling a broken file raises

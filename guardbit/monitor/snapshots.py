@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guardbit.diagnosis.head import HeadInputs, head_of_call
-from guardbit.diagnosis.storage import Snapshot, snapshot_files, write_snapshots
+from guardbit.diagnosis.storage import KeptHead, snapshot_files, write_snapshots
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.sites import Instrumentation
 
@@ -54,7 +54,7 @@ class Snapshots:
         # Steps still to be kept of each head, and all that were ever wanted by an alarm.
         self._wanted: dict[tuple[str, int], int] = {}
         self._alarmed: set[tuple[str, int]] = set()
-        self._held: dict[tuple[str, int], Snapshot] = {}
+        self._held: dict[tuple[str, int], KeptHead] = {}
         self._told: set[str] = set()
 
     @property
@@ -92,7 +92,7 @@ class Snapshots:
                 except ValueError as error:  # a call that cannot be diagnosed
                     self._refuse(key, str(error))
                     continue
-                self._held[key] = Snapshot(-1, name, head, call.stabilizers[place], inputs)
+                self._held[key] = KeptHead(-1, name, head, call.stabilizers[place], inputs)
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
         assert call.d_out is not None
@@ -133,7 +133,7 @@ class Snapshots:
         room = self._megabytes * 2**20 - sum(
             path.stat().st_size for path in snapshot_files(self._folder).values()
         )
-        kept: list[Snapshot] = []
+        kept: list[KeptHead] = []
         for key, one in held.items():
             # What else the file holds is some kilobytes a head.
             size = one.inputs.nbytes + 2**14

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from guardbit.cli import app
 from guardbit.diagnosis import run as run_module
-from guardbit.diagnosis.storage import Snapshot, write_snapshots
+from guardbit.diagnosis.storage import KeptHead, write_snapshots
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from tests.diagnosis.kernel import head_of, kernel, peaked, sound
@@ -32,9 +32,9 @@ def run(tmp_path):
         writer.add([Sample(3, "h.1.attn", 1, "max_logit", (1.0, 2.0))])
         writer.event(Event(5, "verdict", "", (), "so it is", verdict="rounding"))
     for step in (3, 4):
-        kept = [Snapshot(step, "h.1.attn", 1, "none", head(peaked(step)))]
+        kept = [KeptHead(step, "h.1.attn", 1, "none", head(peaked(step)))]
         if step == 4:
-            kept.append(Snapshot(step, "h/0 attn", 0, "none", head(sound(1))))
+            kept.append(KeptHead(step, "h/0 attn", 0, "none", head(sound(1))))
         write_snapshots(tmp_path / "run", step, kept)
     return tmp_path / "run"
 
@@ -80,7 +80,7 @@ def test_heads_that_are_not_reached_are_told(run, monkeypatch):
 
 def test_snapshots_before_a_switch_count(run):
     write_snapshots(
-        run, 9, [Snapshot(9, "h.1.attn", 1, "exact_delta", head(peaked(9), "exact_delta"))]
+        run, 9, [KeptHead(9, "h.1.attn", 1, "exact_delta", head(peaked(9), "exact_delta"))]
     )
     told = json.loads(invoke(run, "--json").stdout)["heads"][0]
     assert (told["steps"], told["stabilizer"]) == ([3, 4], "none")
@@ -90,7 +90,7 @@ def test_of_a_switched_head_flash_roundings_stand_in(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
     write_snapshots(
-        tmp_path, 3, [Snapshot(3, "attn", 0, "exact_delta", head(peaked(0), "exact_delta"))]
+        tmp_path, 3, [KeptHead(3, "attn", 0, "exact_delta", head(peaked(0), "exact_delta"))]
     )
     result = invoke(tmp_path)
     assert "Rounding of delta" in result.stdout
