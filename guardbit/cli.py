@@ -535,7 +535,7 @@ def diagnose(
             f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
             " --head asks for one, --seconds for more time."
         )
-    typer.echo(f"The rules' own verdict on the run: {printable(verdict) or 'none'}.")
+    typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
 
 
 def _draw(one: Diagnosed, place: Path) -> Path:

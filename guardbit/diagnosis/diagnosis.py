@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from guardbit.diagnosis.arithmetic import Operation
+from guardbit.diagnosis.attention import thinned
 from guardbit.diagnosis.direction import Measures
 from guardbit.diagnosis.head import HeadInputs
 from guardbit.diagnosis.isolation import Isolation, isolate
@@ -44,7 +45,7 @@ class Diagnosis:
         remedies: What is left with each remedy, by name.
         roots: Rows, keys and columns of the last sample.
         samples: How many were looked at.
-        rows: How many rows they have together.
+        rows: How many rows were looked at, of all samples.
     """
 
     cause: Cause
@@ -68,13 +69,15 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     """Diagnoses a head; what adds up is looked for over all samples together.
 
     Args:
-        samples: The same head at one step or more, the last one last.
+        samples: The same head at one step or more, the last one last. Of long sequences so many
+            rows are looked at that it takes some seconds a sample.
 
     Raises:
         ValueError: If there is none.
     """
     if not samples:
         raise ValueError("there is no sample of the head to diagnose")
+    samples = [thinned(sample) for sample in samples]
     with float32_products():
         found = [recognize(sample) for sample in samples]
         isolation = reduce(

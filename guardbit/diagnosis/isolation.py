@@ -50,8 +50,12 @@ class Isolation:
 
     @property
     def operation(self) -> Operation:
-        """The operation without which least of the summed error is left."""
-        return self._worst(self.without)
+        """The operation without which least of the summed error is left.
+
+        What reaches dQ through delta counts as delta, see `root`.
+        """
+        hidden = THROUGH_DELTA if "delta" in self.without else ()
+        return self._worst(name for name in self.without if name not in hidden)
 
     @property
     def root(self) -> Operation:

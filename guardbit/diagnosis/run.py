@@ -77,10 +77,13 @@ def diagnose_heads(heads: Iterable[list[KeptHead]], seconds: float) -> Iterator[
 
 
 def last_verdict(folder: Path) -> str:
-    """Returns the verdict that the run ends with, of its telemetry; "" if it has none."""
+    """Returns the verdict that the run ends with, and why; "none" if it has none."""
     events = read_events(folder)
-    verdicts = events.loc[events["kind"] == "verdict", "verdict"]
-    return "" if verdicts.empty else str(verdicts.iloc[-1])
+    verdicts = events[events["kind"] == "verdict"]
+    if verdicts.empty:
+        return "none"
+    last = verdicts.iloc[-1]
+    return f"{last['verdict']}: {last['why']}"
 
 
 def _why_none(folder: Path) -> str:

@@ -549,6 +549,8 @@ class MonitorSession:
     def snapshot(self, site: str, heads: Sequence[int]) -> None:
         """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
 
+        Rank 0 keeps those of its own sequences and heads; on other ranks nothing happens.
+
         Args:
             site: Name of a site.
             heads: The heads.
@@ -557,6 +559,8 @@ class MonitorSession:
             ValueError: If there is no such site or no folder, or snapshots are off.
             IndexError: If a head is out of range.
         """
+        if ranks.rank() > 0:
+            return
         if not self._snapshots.is_on:
             raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
         found = self.instrumentation.sites.get(site)

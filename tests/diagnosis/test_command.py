@@ -47,7 +47,7 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert lines[1].startswith("Rounding of delta: dQ is wrong by")
     assert lines[2].startswith("The error adds up: it makes W_Q grow")
     assert "Rounding is not the cause" in result.stdout
-    assert lines[-1] == "The rules' own verdict on the run: rounding."
+    assert lines[-1] == "The rules' own verdict on the run is rounding: so it is"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
     assert drawn == ["h.1.attn-head1.png", "h_0_attn-head0.png"]
     assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn)
@@ -59,7 +59,7 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     assert [(one["site"], one["head"], one["cause"]) for one in told["heads"]] == [
         ("h.1.attn", 1, "rounding"), ("h/0 attn", 0, "not rounding"),
     ]  # fmt: skip
-    assert (told["verdict"], told["not_reached"]) == ("rounding", 0)
+    assert (told["verdict"], told["not_reached"]) == ("rounding: so it is", 0)
     assert told["heads"][0]["steps"] == [3, 4]
     assert not (run / "diagnosis").exists()
 

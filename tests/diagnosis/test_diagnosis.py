@@ -8,7 +8,9 @@ import math
 import pytest
 import torch
 
+from guardbit.diagnosis import attention
 from guardbit.diagnosis.arithmetic import FLASH
+from guardbit.diagnosis.attention import thinned
 from guardbit.diagnosis.diagnosis import diagnose
 from guardbit.diagnosis.head import head_of_call
 from guardbit.diagnosis.isolation import isolate
@@ -66,9 +68,9 @@ def test_several_steps_are_added_up():
     assert opposed.cause == "unclear"
 
 
-@pytest.mark.parametrize("factor", [1.0, 4.0])
+@pytest.mark.parametrize("factor", [1.0, 16.0, 64.0])
 def test_where_dq_is_right_rounding_is_not_the_cause(factor):
-    # A learning rate that is too high has large queries and logits in all heads.
+    # A learning rate that is too high has large queries in all heads, here with logits of hundreds.
     tensors = sound(3)
     found = diagnosed(tensors._replace(q=tensors.q * factor))
     assert found.cause == "not rounding"
@@ -188,6 +190,17 @@ def test_json_and_tables_hold_what_was_found():
     }  # fmt: skip
     text = "\n".join(tables(found))
     assert "exact delta" in text and "remedy row_max" in text
+
+
+def test_of_long_sequences_some_rows_are_looked_at(monkeypatch):
+    tensors = peaked(0)
+    head = head_of(tensors, *kernel(tensors))
+    monkeypatch.setattr(attention, "_ENTRIES", 2 * 128 * 32)  # 32 rows of two sequences
+    few = thinned(head)
+    assert len(few.rows) == 32 and few.rows[0] == 0 and few.rows[-1] == 127
+    assert torch.equal(few.q, head.q[:, few.rows]) and torch.equal(few.k, head.k)
+    found = diagnose([head])
+    assert (found.rows, found.cause, found.operation) == (64, "rounding", "delta")
 
 
 def test_no_sample_is_refused():

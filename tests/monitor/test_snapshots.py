@@ -190,6 +190,14 @@ def test_impossible_demands_are_refused(tmp_path):
         MonitorSession(Model(), snapshot_megabytes=-1)
 
 
+def test_other_ranks_keep_nothing_and_refuse_nothing(monkeypatch):
+    session = MonitorSession(Model())
+    monkeypatch.setattr("guardbit.monitor.ranks.rank", lambda: 1)
+    session.snapshot(SITE, [0])
+    monkeypatch.undo()
+    session.close()
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [({"dtype": torch.float32}, "only BF16 and FP16 heads"), ({"dropout": 0.1}, "dropout")],
