@@ -66,6 +66,15 @@ class HeadInputs:
         """Returns the head with other keys."""
         return replace(self, k=k)
 
+    def on_host(self) -> HeadInputs:
+        """Returns the head with all tensors in the host's memory."""
+        moved = {
+            field.name: value.cpu()
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return replace(self, **moved)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""

@@ -10,10 +10,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from guardbit.diagnosis.head import HeadInputs
 from guardbit.store.files import publish
@@ -30,7 +29,7 @@ class KeptHead(NamedTuple):
         site: Name of the attention module.
         head: Number of the head.
         stabilizer: What ran in it; unless "none", the kernel's output and dQ are not kept.
-        inputs: The head.
+        inputs: The head, in the host's memory.
     """
 
     step: int
@@ -51,10 +50,7 @@ def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> P
             "site": one.site,
             "head": one.head,
             "stabilizer": one.stabilizer,
-            **{
-                field.name: _on_host(getattr(one.inputs, field.name))
-                for field in fields(HeadInputs)
-            },
+            **{field.name: getattr(one.inputs, field.name) for field in fields(HeadInputs)},
         }
         for one in snapshots
     ]
@@ -96,7 +92,3 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
             why = str(error).partition("\n")[0]
             raise ValueError(f"the snapshot {path} cannot be read: {why}") from error
     return found
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

@@ -24,6 +24,8 @@ STEPS = 4
 ROWS = 4096
 # Heads to keep at one step.
 _HEADS = 8
+# Bytes of a file besides tensors, for a head.
+_OVERHEAD = 2**14
 
 
 class Snapshots:
@@ -89,40 +91,61 @@ class Snapshots:
             if key in self._wanted and key not in self._held and len(self._held) < _HEADS:
                 try:
                     inputs = self._take(call, place, name)
-                except ValueError as error:  # a call that cannot be diagnosed
+                except ValueError as error:
                     self._refuse(key, str(error))
                     continue
                 self._held[key] = KeptHead(-1, name, head, call.stabilizers[place], inputs)
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
+        """Copies a head to the host.
+
+        Raises:
+            ValueError: If the call cannot be diagnosed, or the head is larger than what is left.
+        """
         assert call.d_out is not None
         batch, _, length, _ = call.q.shape
+        sequences = range(min(batch, max(1, ROWS // length)))
         rows = None
         if length > ROWS:
             rows = torch.linspace(0, length - 1, ROWS, device=call.q.device).round().long()
+        # Before anything is copied: the keys of a long sequence may be more than there is room for.
+        whole = sum(x[:1, :1].nbytes for x in (call.k, call.v))
+        of_rows = sum(x[:1, :1, :ROWS].nbytes for x in (call.q, call.d_out))
+        if call.spec.mask is not None:
+            of_rows += min(length, ROWS) * call.k.size(2) * call.spec.mask.element_size()
+        self._check_room(len(sequences) * (whole + of_rows))
         directions = self._direction(site)
         is_stock = call.stabilizers[place] == "none"
         # Of a stabilized head the out of the call is no output, and its dQ is cured.
-        return head_of_call(
+        inputs = head_of_call(
             call.q,
             call.k,
             call.v,
             call.d_out,
             call.spec,
             place,
-            sequences=range(min(batch, max(1, ROWS // length))),
+            sequences=sequences,
             rows=rows,
             out=call.out if is_stock else None,
             dq=call.dq if is_stock else None,
             direction=None if directions is None else directions[place].to(call.q.device),
-        )
+        ).on_host()
+        self._check_room(inputs.nbytes)
+        return inputs
+
+    def _check_room(self, size: int) -> None:
+        assert self._folder is not None
+        used = sum(path.stat().st_size for path in snapshot_files(self._folder).values())
+        used += sum(one.inputs.nbytes + _OVERHEAD for one in self._held.values())
+        if used + size + _OVERHEAD > self._megabytes * 2**20:
+            raise ValueError(f"no room is left of the {self._megabytes:g} MB for snapshots")
 
     def discard(self) -> None:
         """Drops what an abandoned step left."""
         self._held.clear()
 
     def write(self, step: int) -> None:
-        """Writes what the step gave, as far as there is room.
+        """Writes what the step gave.
 
         Raises:
             OSError: If it cannot be written.
@@ -130,23 +153,11 @@ class Snapshots:
         held, self._held = self._held, {}
         if not held or self._folder is None:
             return
-        room = self._megabytes * 2**20 - sum(
-            path.stat().st_size for path in snapshot_files(self._folder).values()
-        )
-        kept: list[KeptHead] = []
-        for key, one in held.items():
-            # What else the file holds is some kilobytes a head.
-            size = one.inputs.nbytes + 2**14
-            if size > room:
-                self._refuse(key, f"no room is left of the {self._megabytes:g} MB for snapshots")
-                continue
-            room -= size
-            kept.append(one._replace(step=step))
+        write_snapshots(self._folder, step, [one._replace(step=step) for one in held.values()])
+        for key in held:
             self._wanted[key] -= 1
             if self._wanted[key] == 0:
                 del self._wanted[key]
-        if kept:
-            write_snapshots(self._folder, step, kept)
 
     def _refuse(self, key: tuple[str, int], why: str) -> None:
         """Tries a head no more, and says why once a reason."""

@@ -137,6 +137,16 @@ def test_nothing_is_kept_without_room_or_an_alarm(tmp_path):
     assert "no room is left of the 0.01 MB" in read_metadata(tmp_path / "full")["snapshots"]
 
 
+def test_a_head_without_room_is_not_copied_first(tmp_path, monkeypatch):
+    def copied(*_, **__):
+        raise AssertionError("it was copied")
+
+    monkeypatch.setattr(snapshots, "head_of_call", copied)
+    # 24 rows of 16 features in BF16, twice, of q, k, v and dO are 6 KB; a file holds 16 KB besides.
+    train(session=monitored(tmp_path, snapshot_megabytes=0.02))
+    assert "no room is left" in read_metadata(tmp_path)["snapshots"]
+
+
 def test_files_of_earlier_sessions_count(tmp_path):
     train(session=monitored(tmp_path))
     used = sum(path.stat().st_size for path in snapshot_files(tmp_path).values()) / 2**20
