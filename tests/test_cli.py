@@ -297,7 +297,7 @@ def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
     assert (result.exit_code, result.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Alarmed: 2 of 12 layers since step 6,800, none switched")
+    assert text.startswith("# Alarmed: 2 of 12 layers since step 7,200, none switched")
     assert "Verdict rounding: " in text and "found in the samples" in text
 
 
