@@ -61,6 +61,10 @@ _POLICY_SETTINGS = (
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
 
+#: Heads of an attention module that advisories have audited at each sampled step, besides one in
+#: turn.
+MOST_ADVISED = 2
+
 
 class MonitorSession:
     """Watches a model's attention heads over a run and, with a policy, switches them.
@@ -424,9 +428,14 @@ class MonitorSession:
         )
 
     def _tell(self, found: list[Alarm]) -> None:
-        """Records alarms and advisories; their heads are audited at each sampled step from now."""
+        """Records alarms and advisories; their heads are audited at each sampled step from now.
+
+        Of advisories only a few: many heads may be named in a sound run, and an audit costs time.
+        """
         for alarm in found:
-            self._measurement.suspects.setdefault(alarm.site, set()).update(alarm.heads)
+            suspects = self._measurement.suspects.setdefault(alarm.site, set())
+            room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
+            suspects.update(alarm.heads if room is None else alarm.heads[: max(0, room)])
             self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))

@@ -139,7 +139,7 @@ def test_loss_departure_takes_nan_and_inf_for_large_but_spares_one(value):
     for step in range(20):
         assert detectors.update([run_loss(step, value if step == 10 else 3.0)]) == []
     alarms = [a for step in range(20, 40) for a in detectors.update([run_loss(step, value)])]
-    assert alarms[-1].why == "the loss is no longer finite"
+    assert alarms[-1].why == "the loss is not finite"
 
 
 def test_loss_departure_spares_noisy_losses():
@@ -379,6 +379,12 @@ def test_steps_may_be_counted_from_below_zero():
         for start in steps
     }
     assert found[-500] == found[500] != []
+
+
+@pytest.mark.parametrize("broken", [NAN, INF, -INF])
+def test_a_loss_that_was_never_finite_is_a_departure(broken):
+    alarms = run(Detectors(), {"": [[broken]] * 8}, "loss")
+    assert [(a.rule, a.why) for a in alarms] == [("loss_departure", "the loss is not finite")]
 
 
 @pytest.mark.parametrize("broken", [NAN, INF, -INF])

@@ -16,19 +16,31 @@ from guardbit.records import Role, Sample
 
 
 class Attention(nn.Module):
-    """Two heads of 16."""
+    """Heads of 16, two if not told otherwise."""
 
-    def __init__(self):
+    def __init__(self, heads=2):
         super().__init__()
-        self.qkv = nn.Linear(32, 96)
+        self.qkv = nn.Linear(16 * heads, 48 * heads)
 
     def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).split(32, -1))
+        q, k, v = (y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + y.transpose(1, 2).flatten(-2)
 
 
-ALARM = Role()
+ALARM, ADVISORY = Role(), Role(is_advisory=True)
+
+
+@dataclass(frozen=True)
+class Advises:
+    """Names four heads of the first layer in every sample: an advisory."""
+
+    name: str = "advises"
+    reads: ClassVar[tuple[str, ...]] = ()
+    role: Role = ADVISORY
+
+    def examine(self, snapshot, state):
+        return [Finding("0", (0, 1, 2, 3), "")] if snapshot.of("max_logit") else []
 
 
 @dataclass(frozen=True)
@@ -124,6 +136,24 @@ def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
     audited = frame.groupby("step")["head"].apply(list).to_dict()
     # One head in turn, from the second sample on; after the advisory the one that it names too.
     assert audited == {500: [1], 1000: [0, 1], 1500: [1]}
+
+
+def test_of_many_advised_heads_two_a_module_are_audited_besides(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(6)).bfloat16()
+    session = MonitorSession(
+        model, every_n_train_steps=500, rules=(Advises(),), dirpath=tmp_path, strict=True
+    )
+    for step in (0, 500, 1000, 1500):
+        with session.step(step):
+            model(torch.randn(1, 8, 96).bfloat16()).float().square().mean().backward()
+    session.close()
+    assert events(tmp_path, "advisory")[0][2] == [0, 1, 2, 3], "all are named"
+    frame = read_run(tmp_path).query("indicator == 'dq_coherent_error'")
+    # The head whose turn it is, and the two.
+    audited = frame.groupby("step")["head"].apply(list).to_dict()
+    assert all(len(set(heads) - {0, 1}) <= 1 for heads in audited.values())
+    assert all({0, 1} <= set(heads) for step, heads in audited.items() if step > 500)
 
 
 def test_heads_with_large_logits_are_restless():

@@ -291,6 +291,18 @@ def test_speed_passes_over_pauses_and_restarts():
     assert np.isnan(measures.speed({}, 0, 600))
 
 
+def test_of_heads_that_are_audited_in_turn_all_audits_are_kept(tmp_path):
+    folder = tmp_path / "runs" / "one"
+    with RunWriter(folder, metadata={"settings": {}}) as writer:
+        for turn, step in enumerate(range(0, 401, 10)):
+            values = (1.0, float("nan")) if turn % 2 else (float("nan"), 1.0)
+            writer.add([Sample(step, "h.0", 0, "dq_relative_error", values)])
+    (folder / "about.json").write_text(json.dumps({"arm": "stock"}))
+    pack(tmp_path / "runs", tmp_path / "packed")
+    (run,) = load(tmp_path / "packed")
+    assert run.frame["step"].tolist() == [*range(0, 401, 10)]
+
+
 def test_what_pack_keeps(tmp_path):
     folder = tmp_path / "runs" / "one"
     with RunWriter(folder, metadata={"settings": {}}) as writer:
@@ -311,7 +323,8 @@ def test_what_pack_keeps(tmp_path):
     kept = run.frame.groupby("indicator")
     assert kept["step"].unique().map(list).to_dict() == {
         "loss": [*range(0, 401, 20)], "max_logit": [0, 200, 400],
-        "dq_relative_error": [*range(0, 401, 10)], "dq_coherent_error": [*range(0, 401, 10)],
+        # Both heads are audited at each sample.
+        "dq_relative_error": [*range(0, 401, 100)], "dq_coherent_error": [*range(0, 401, 100)],
     }  # fmt: skip
     assert kept["value"].min().to_dict() == {
         "loss": 1.2346,

@@ -35,8 +35,11 @@ class KeyProbe:
         """Takes the mean of a call's keys; packed documents count as one sequence."""
         heads = view.call.q.size(1)
         k = view.call.k.float()
+        documents = view.call.spec.documents
+        starts = None if documents is None else documents.cu_keys
         # Mean squares, which FP32 holds whatever the number of keys.
-        parts = k.mean(2).square().sum(-1), k.square().sum(-1).mean(2)
+        means, squares = _means(k, starts), _means(k.square().sum(-1, keepdim=True), starts)
+        parts = means.square().sum(-1), squares[..., 0]
         group = heads // k.size(1)
         of_heads = (part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts)
         return Found(range(heads), tuple(of_heads))
@@ -50,3 +53,20 @@ class KeyProbe:
         squares = state["key_squares"]
         share = (state["key_means"] / squares).sqrt().where(squares > 0, torch.nan)
         return {name: share for name in self.indicators}
+
+
+def _means(x: Tensor, starts: Tensor | None) -> Tensor:
+    """Means over the keys of each sequence, `(P, H, D)`; 0 for an empty document.
+
+    Args:
+        x: `(B, H, M, D)`; with documents B is 1, and they follow one another.
+        starts: `(P + 1,)`, where each document begins and the last one ends; None: P is B.
+    """
+    if starts is None:
+        return x.mean(2)
+    keys = torch.arange(x.size(2), device=x.device)
+    document = torch.searchsorted(starts[1:].contiguous(), keys, right=True)
+    # One more, for the keys behind the last document, which are padding.
+    sums = x.new_zeros(len(starts), x.size(1), x.size(3))
+    sums.index_add_(0, document, x[0].transpose(0, 1))
+    return sums[:-1] / starts.diff().clamp_min(1)[:, None, None]

@@ -44,7 +44,9 @@ class RunningSums:
         name = _SUM_OF.get(sample.indicator)
         if name is None:
             return
-        sums = self.sums[name].setdefault(sample.site, [math.nan] * len(sample.values))
+        sums = self.sums[name].setdefault(sample.site, [])
+        if len(sums) != len(sample.values):  # another module has this name now
+            sums[:] = [math.nan] * len(sample.values)
         for head, value in enumerate(sample.values):
             if math.isfinite(value):
                 sums[head] = value if math.isnan(sums[head]) else sums[head] + value

@@ -578,7 +578,7 @@ def test_the_indicators_of_a_call_are_numbers():
     finally:
         inst.remove()
     found = gathered.measured()
-    assert len(found) == 8 and all(values.isfinite().all() for values in found.values())
+    assert len(found) == 10 and all(values.isfinite().all() for values in found.values())
     audited = found["dq_relative_error"][0]
     rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
     # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from guardbit.kernels.attention_call import AttentionCall
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.gradient_audit import gradient_error
 from guardbit.monitor.measure.keys import KeyProbe
 from guardbit.monitor.measure.probes import CallView
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
+from tests.kernels.spec_cases import packed
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -45,14 +47,15 @@ def test_an_error_without_anything_beside_it_pushes_with_all_it_has():
     assert (push.sum((0, 2)) / sizes.sum((0, 2))).tolist() == [1.0, -1.0], "descent: W_Q grows"
 
 
-def call_with(k, heads):
+def call_with(k, heads, documents=None):
     q = torch.zeros(k.size(0), heads, 3, k.size(3), dtype=k.dtype)
-    return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), "q": q, "k": k})
+    fields = {"q": q, "k": k, "spec": AttentionSpec(1.0, documents=documents)}
+    return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), **fields})
 
 
-def common_modes(calls, heads):
+def common_modes(calls, heads, documents=None):
     probe = KeyProbe(["key_common_mode"])
-    found = [probe.update(CallView(call_with(k, heads))) for k in calls]
+    found = [probe.update(CallView(call_with(k, heads, documents))) for k in calls]
     assert all(list(one.heads) == list(range(heads)) for one in found)
     state = dict(
         zip(probe.sums, map(sum, zip(*(one.values for one in found), strict=True)), strict=True)
@@ -78,6 +81,16 @@ def test_heads_of_a_group_share_their_keys_and_sequences_their_means():
             squares = squares + sequence.square().sum((1, 2)) / sequence.size(1)
     expected = (means / squares).sqrt().repeat_interleave(2)
     torch.testing.assert_close(common_modes(calls, 4), expected, rtol=1e-6, atol=0)
+
+
+def test_packed_documents_have_a_mean_each():
+    lengths = [4, 1, 0, 6]
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(1, 2, length, 5, generator=generator) + 0.5 for length in lengths]
+    packed_keys = torch.cat([*parts, torch.full((1, 2, 3, 5), 9.0)], 2)  # padding behind
+    found = common_modes([packed_keys], 4, packed(lengths, lengths, "cpu"))
+    alone = common_modes([part for part in parts if part.size(2)], 4)
+    torch.testing.assert_close(found, alone, rtol=1e-6, atol=0)
 
 
 def test_keys_that_are_zero_have_nothing_in_common():

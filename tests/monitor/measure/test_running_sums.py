@@ -64,3 +64,10 @@ def test_a_sum_needs_what_it_sums_up():
     assert measured(["delta_bias_cumulative"], "delta") == ("delta_bias",)
     assert measured(["w_q_push_cumulative", "max_logit"], "gradient_audit") == ("w_q_push",)
     assert measured(["max_logit"], "delta") == ()
+
+
+def test_a_module_with_another_number_of_heads_begins_anew():
+    running = RunningSums()
+    list(running.follow(sample(0, (1.0, 2.0))))
+    (found,) = running.follow(sample(1, (4.0, 5.0, 6.0)))
+    assert found.values == (4.0, 5.0, 6.0)

@@ -44,6 +44,40 @@ def test_false_alarms_come_no_oftener_than_it_says():
     assert 100 < count <= 1100
 
 
+def test_two_tests_together_make_no_more_false_alarms():
+    """A head at both bounds: sizes of 0 and 1 with mean 0.1, pushes of -1 and 1 with mean 0.1."""
+    generator = np.random.default_rng(4)
+    rounds, heads = 400, 250
+    sizes = (generator.random((rounds, heads)) < 0.1).astype(float)
+    pushes = np.where(generator.random((rounds, heads)) < 0.55, 1.0, -1.0)
+    samples = [
+        Sample(10 * i, "a", 0, name, tuple(values[i]))
+        for i in range(rounds)
+        for name, values in (("dq_coherent_error", sizes), ("w_q_push", pushes))
+    ]
+    detectors = Detectors((GradientError(audits_to_false_alarm=100.0),), cool_down_steps=0)
+    alarms = detectors.update(samples)
+    count = sum(len(alarm.heads) for alarm in alarms)
+    # At most 1,000 are expected; their scatter is some 40.
+    assert 100 < count <= 1100
+
+
+@pytest.mark.parametrize(("name", "value", "audit"), [("w_q_push", 1.0, 19), ("dq", 0.5, 8)])
+def test_with_a_push_beside_it_twice_the_evidence_is_needed(name, value, audit):
+    push, size = (value, 0.0) if name == "w_q_push" else (0.0, value)
+    samples = [
+        Sample(10 * i, "a", 0, indicator, (number,))
+        for i in range(audit)
+        for indicator, number in (("dq_coherent_error", size), ("w_q_push", push))
+    ]
+    assert [a.step for a in Detectors((GradientError(),)).update(samples)] == [10 * (audit - 1)]
+
+
+def test_a_threshold_that_nothing_is_to_reach_is_not_reached():
+    rule = GradientError(audits_to_false_alarm=math.inf)
+    assert Detectors((rule,)).update(audits([[1.0]] * 1000)) == []
+
+
 def test_heads_that_are_not_audited_neither_win_nor_lose():
     often = [[1.0, math.nan]] * 4 + [[math.nan, 1.0]] * 4 + [[1.0, math.nan], [math.nan, 1.0]]
     alarms = Detectors((GradientError(),)).update(audits(often))

@@ -6,6 +6,9 @@ import numpy as np
 
 from guardbit.monitor.detectors.values import State, Values
 
+#: Evidence is cut here, above any threshold in use.
+MOST_WEALTH = 1e300
+
 
 def bet(
     state: State, site: str, outcome: Values, tolerated: float, stakes: tuple[float, ...]
@@ -32,7 +35,8 @@ def bet(
     wealth = np.array(kept + [[0.0] * len(stakes)] * (len(outcome) - len(kept)))
     played = (wealth + 1.0) * (1.0 + np.array(stakes) * (outcome[:, None] / tolerated - 1.0))
     seen = ~np.isnan(outcome)
-    wealth[seen] = played[seen]
+    # Without a limit it would overflow, and a threshold that nothing is to reach would be reached.
+    wealth[seen] = np.minimum(played[seen], MOST_WEALTH)
     state[site] = wealth.tolist()
     return wealth.mean(1)
 

@@ -32,7 +32,8 @@ class CommonMode:
     In all 31 runs of the study at 1.5e-3 without a switch some heads come to be so, by step 7,600
     at the latest, and most of these runs were not seen to fail; in the five compensated ones none
     ever is. It says where to look, and heads that it names are audited at each sampled step from
-    then on.
+    then on, as long as they are few. An additive bias, such as ALiBi's, counts as a logit: where it
+    is large by itself, the advisory says nothing.
 
     Attributes:
         logit: Smallest largest logit, on two samples in a row.
@@ -67,7 +68,7 @@ class CommonMode:
 def _why(high: Values, wide: Values, heads: tuple[int, ...]) -> str:
     top = max(heads, key=lambda head: high[head])
     return (
-        f"rounding has taken hold: head {top} has logits of {high[top]:.3g} while a row attends to "
-        f"{np.exp(wide[top]):.2g} keys, so its keys are nearly alike, and an error of delta "
-        "does not cancel in dQ"
+        f"rounding may have taken hold: head {top} has logits of {high[top]:.3g} while a row "
+        f"attends to {np.exp(wide[top]):.2g} keys, so its keys are probably nearly alike, and an "
+        "error of delta does not cancel in dQ"
     )

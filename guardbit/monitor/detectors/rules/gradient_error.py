@@ -28,12 +28,14 @@ class GradientError:
 
     `tolerated`: in the sound runs no audit finds more than 0.019, and no head's mean is above
     0.007. A head is audited in turn, one of its module at a sampled step, at every sampled step
-    once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh. No
-    committed run has recorded the push yet; it is cut at 1 in size, and 1 fires in the 18th audit.
+    once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh, or in
+    the eighth where the push is measured. No committed run has recorded the push yet; it is cut
+    at 1 in size, and 1 fires in the 19th audit, beside errors that do not.
 
     Attributes:
         tolerated: Mean size of the coherent error, and mean push, still called healthy; 0 to 1.
-        audits_to_false_alarm: Mean number of audits of a head to a false alarm, at least.
+        audits_to_false_alarm: Mean number of audits of a head to a false alarm, at least. Where
+            the push is measured the rule makes two tests, and each must find twice as much.
         stakes: See `betting.bet`.
     """
 
@@ -65,11 +67,13 @@ class GradientError:
             site: (np.clip(values, -1.0, 1.0) + 1.0) / 2.0
             for site, values in snapshot.of("w_q_push").items()
         }
+        # Two tests that each fire at twice the evidence make no more false alarms than one.
+        needed = self.audits_to_false_alarm * (2 if sizes and pushes else 1)
+        size, push = (state.setdefault(name, {}) for name in ("size", "push"))
+        fair = (1.0 + self.tolerated) / 2.0
         return [
-            *self._test(state.setdefault("size", {}), sizes, self.tolerated, self._why_size),
-            *self._test(
-                state.setdefault("push", {}), pushes, (1.0 + self.tolerated) / 2.0, self._why_push
-            ),
+            *self._test(size, sizes, self.tolerated, needed, self._why_size),
+            *self._test(push, pushes, fair, needed, self._why_push),
         ]
 
     def _test(
@@ -77,11 +81,12 @@ class GradientError:
         state: State,
         outcomes: Mapping[str, Values],
         tolerated: float,
+        needed: float,
         why: Callable[[Values, tuple[int, ...]], str],
     ) -> Iterator[Finding]:
         for site, outcome in outcomes.items():
             evidence = bet(state, site, outcome, tolerated, self.stakes)
-            fired = (evidence >= self.audits_to_false_alarm) & ~np.isnan(outcome)
+            fired = (evidence >= needed) & ~np.isnan(outcome)
             if heads := heads_where(fired):
                 settle(state, site, heads)
                 yield Finding(site, heads, partial(why, outcome))

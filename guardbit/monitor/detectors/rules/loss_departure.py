@@ -56,13 +56,13 @@ class LossDeparture:
             if median <= state.get("best", math.inf):
                 deviation = statistics.median(abs(value - median) for value in recent)
                 state.update(best=median, spread=1.4826 * deviation)
-            rise = median - state["best"]
+            rise = median - state["best"] if median < OVERFLOW / 2 else OVERFLOW
             if rise >= max(self.rise, self.spread * state["spread"]):
                 why = (
                     f"the loss has risen to {median:.3g}, {rise:.2g} nats above its best "
                     f"(threshold {self.rise:g})"
                     if median < OVERFLOW / 2
-                    else "the loss is no longer finite"
+                    else "the loss is not finite"
                 )
                 findings.append(Finding(site, (), why))
         return findings
