@@ -74,7 +74,7 @@ class Checkpoint:
         """
         if state.get("format") != _FORMAT:
             stabilizers = state.get("stabilizers", {})
-            self.switching.load(stabilizers)
+            self.switching.load(stabilizers, state.get("is_of_parts", False))
             log.warning(
                 "the state is of another version of GuardBit: the heads it has switched stay"
                 " switched (%s), detectors and sums begin anew",

@@ -886,6 +886,25 @@ def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
     loop.session.close()
 
 
+def test_of_a_pipeline_s_state_of_another_version_other_stages_modules_are_no_error(caplog):
+    loop = Loop(every_n_train_steps=1, strict=True)
+    own, elsewhere = {SITES[0]: ["none", "compensated"]}, {"other_stage.attention": ["row_max"]}
+    loop.session.load_state_dict(
+        {"format": 2, "stabilizers": {**own, **elsewhere}, "is_of_parts": True}
+    )
+    loop.run([0, 1], close=False)
+    assert loop.session.instrumentation.stabilizers()[SITES[0]] == own[SITES[0]]
+    assert loop.session.state_dict()["stabilizers"] == {**own, **elsewhere}, "for later stages"
+    loop.session.close()
+
+
+def test_a_state_of_another_version_and_another_model_is_refused():
+    loop = Loop(every_n_train_steps=1, strict=True)
+    with pytest.raises(ValueError, match="no module 'other.attention' to switch"):
+        loop.session.load_state_dict({"format": 2, "stabilizers": {"other.attention": ["row_max"]}})
+    loop.session.close()
+
+
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
 def test_what_is_no_step_is_refused(step):
     loop = Loop()
