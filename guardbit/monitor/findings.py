@@ -44,12 +44,14 @@ class Findings:
 
     @property
     def way_back(self) -> str:
-        """Names the checkpoint to go back to where no switch has helped."""
+        """The checkpoint to go back to where no switch has helped; `Policy.remedy` goes on."""
         if self.sound_step is None:
-            return "no checkpoint from before the first alarm is known; begin anew with always=True"
+            return "no checkpoint from before the first alarm is known; begin anew"
+        # Trainers name files by the number of steps that are done, and steps count from 0.
+        step = self.sound_step
         return (
-            f"go back to the checkpoint of step {self.sound_step}, the last one before the first "
-            "alarm, and resume with always=True, or at a lower learning rate"
+            f"go back to the checkpoint after step {step} ({step + 1} in the file's name), the last"
+            " one before the first alarm, if it is still there, and resume"
         )
 
     def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:

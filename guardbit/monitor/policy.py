@@ -200,6 +200,15 @@ class Policy:
         """Whether heads are to be switched without waiting for a sample."""
         return self.always and not self._switched
 
+    @property
+    def remedy(self) -> str:
+        """How to train from an earlier checkpoint where no switch has helped."""
+        if not self.always:
+            return "with always=True, or at a lower learning rate"
+        if self.stabilizer == "compensated":
+            return "at a lower learning rate"
+        return "at a lower learning rate, or with stabilizer='compensated'"
+
     def state_dict(self) -> dict[str, Any]:
         """Returns all that is remembered, as plain dicts, lists, numbers, texts and None."""
         state = {
@@ -251,7 +260,7 @@ class Policy:
                     f"head {head} of {alarm.site} is alarmed {alarm.step - since:,} steps after it"
                     f" was to run {self.stabilizer}"
                 )
-                self._widen_from(alarm, step, why)
+                self._widen_from(alarm, head, step, why)
             elif agreed and self.scope == "head" and not self.always:
                 recent = [
                     head
@@ -270,19 +279,29 @@ class Policy:
         since = self._since.get(alarm.site, {}).get(str(head))
         return since is not None and alarm.step - since >= SETTLING_STEPS
 
-    def _widen_from(self, alarm: Alarm, step: int, why: str) -> None:
+    def _widen_from(self, alarm: Alarm, head: int, step: int, why: str) -> None:
         """Goes one step wider than what a head was switched with, once that has settled."""
         is_layer = self.scope == "layer" or alarm.site in self._widened
         if self.always or self.scope == "model" or "" in self._widened:
             last, _ = self._widened.get("", (-SETTLING_STEPS, ""))
             if alarm.step - last >= SETTLING_STEPS and self.advice is None:
-                self.advice = f"{why}, and all heads are"
+                self.advice = self._all_did_not_help(f"head {head} of {alarm.site}")
         elif not is_layer:
             self._widened[alarm.site] = step, f"{why}, so all of its layer's heads are switched"
         else:
             last, _ = self._widened.get(alarm.site, (-SETTLING_STEPS, ""))
             if alarm.step - last >= SETTLING_STEPS:
                 self._widened[""] = step, f"{why}, so all heads of the model are switched"
+
+    def _all_did_not_help(self, head: str) -> str:
+        """Says that a head is alarmed although all heads are switched."""
+        since = [step for steps in self._since.values() for step in steps.values()]
+        num_heads = sum(len(heads) for heads in self._switched.values())
+        which = "" if len(since) == num_heads else " that could be switched"
+        return (
+            f"all heads of the model{which} run {self.stabilizer} since step {max(since)}, and"
+            f" {head} is alarmed again"
+        )
 
     def _of_heads(
         self,

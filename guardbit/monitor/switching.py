@@ -117,7 +117,7 @@ class Switching:
         for decision in self._policy.decide(alarms, step, asked, restless):
             self._act(decision, self._policy.stabilizer, last_ended)
         if self._policy.advice != advice:
-            why = f"{self._policy.advice}; {way_back}"
+            why = f"{self._policy.advice}; {way_back} {self._policy.remedy}"
             self._record(Event(last_ended, "advisory", "", (), why))
 
     def _act(self, decision: Decision, stabilizer: str, step: int) -> None:

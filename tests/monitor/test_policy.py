@@ -551,7 +551,7 @@ def test_a_head_alarmed_long_after_its_switch_widens_to_the_layer_and_then_to_th
     assert decide(policy, [alarm(4599)], 4599) == [] and policy.advice is None
     assert decide(policy, [alarm(4600)], 4600) == []
     assert policy.advice == (
-        "head 3 of h.2 is alarmed 4,500 steps after it was to run compensated, and all heads are"
+        "all heads of the model run compensated since step 3100, and head 3 of h.2 is alarmed again"
     )
 
 
@@ -596,10 +596,32 @@ def test_where_all_heads_are_switched_only_advice_is_left(settings):
     decide(policy, [alarm(1599)], 1599)
     assert policy.advice is None
     assert decide(policy, [alarm(1600)], 1600) == []
-    assert policy.advice.startswith("head 3 of h.2 is alarmed 1,500 steps after")
+    assert policy.advice == (
+        "all heads of the model run exact_delta since step 100, and head 3 of h.2 is alarmed again"
+    )
     told = policy.advice
     decide(policy, [alarm(9000)], 9000)
     assert policy.advice == told, "once"
+
+
+@pytest.mark.parametrize(
+    "settings, remedy",
+    [
+        ({}, "with always=True, or at a lower learning rate"),
+        ({"always": True}, "at a lower learning rate, or with stabilizer='compensated'"),
+        ({"always": True, "stabilizer": "compensated"}, "at a lower learning rate"),
+    ],
+)
+def test_what_was_tried_already_is_not_advised(settings, remedy):
+    assert Policy(**settings).remedy == remedy
+
+
+def test_the_advice_does_not_claim_heads_that_somebody_else_has_switched():
+    policy = Policy(scope="model")
+    taken = {**PLAIN, "h.5": ["row_max"] * 12}
+    decide(policy, [alarm(100)], 100, taken)
+    decide(policy, [alarm(1600)], 1600, taken)
+    assert policy.advice.startswith("all heads of the model that could be switched run exact_delta")
 
 
 def test_logits_that_all_run_away_widen_nothing():

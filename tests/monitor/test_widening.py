@@ -108,7 +108,9 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     session.close()
     (advice,) = read_events(again).query("kind == 'advisory'").to_dict("records")
     assert (advice["step"], advice["site"], list(advice["heads"])) == (6500, "", [])
-    assert "the checkpoint of step 0, the last one before the first alarm" in advice["why"]
+    # The state of step 0 is the one after 1 step, by which trainers name their files.
+    assert "the checkpoint after step 0 (1 in the file's name), the last one" in advice["why"]
+    assert advice["why"].endswith("and resume with always=True, or at a lower learning rate")
 
 
 def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_path):
@@ -116,7 +118,21 @@ def test_without_a_checkpoint_before_the_alarm_there_is_none_to_go_back_to(tmp_p
     run(model, session, (0, 500, 1000, 1500, 2000))
     session.close()
     (why,) = read_events(tmp_path).query("kind == 'advisory'").why
-    assert "no checkpoint from before the first alarm is known" in why
+    assert why == (
+        "all heads of the model run exact_delta since step 0, and head 1 of 1 is alarmed again; no"
+        " checkpoint from before the first alarm is known; begin anew with always=True, or at a"
+        " lower learning rate"
+    )
+
+
+def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_so(tmp_path):
+    model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(always=True))
+    run(model, session, STEPS[:6])
+    session.close()
+    (why,) = read_events(tmp_path).query("kind == 'advisory'").why
+    assert why.endswith(
+        "and resume at a lower learning rate, or with stabilizer='compensated'"
+    ) and "always" not in why  # fmt: skip
 
 
 def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
