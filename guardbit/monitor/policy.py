@@ -133,7 +133,7 @@ class Policy:
         # The same for groups of heads that are switched together: site, or "" for the model.
         self._groups: dict[str, str] = {}
         self._model_alarm: int | None = None
-        # Site -> head -> step since which it is to be stabilized by this policy.
+        # Site -> head -> step since which this policy stabilizes it, or would without a dry run.
         self._since: dict[str, dict[str, int]] = {}
         # Site, or "" for the model -> step and reason of the widening.
         self._widened: dict[str, tuple[int, str]] = {}
@@ -184,6 +184,11 @@ class Policy:
             for group, sites in groups.items()
             for decision in self._of_group(group, step, sites, restless)
         ]
+
+    def was_refused(self, site: str, heads: Iterable[int]) -> None:
+        """Takes that heads were not switched as decided: of them no effect is expected."""
+        for head in heads:
+            self._since.get(site, {}).pop(str(head), None)
 
     @property
     def calm_steps(self) -> int | None:

@@ -115,18 +115,23 @@ class Switching:
         own = {name: site.asked for name, site in called.items()}
         asked, advice = {**self.asked_elsewhere, **own}, self._policy.advice
         for decision in self._policy.decide(alarms, step, asked, restless):
-            self._act(decision, self._policy.stabilizer, last_ended)
+            self._act(decision, self._policy, last_ended)
         if self._policy.advice != advice:
             why = f"{self._policy.advice}; {way_back} {self._policy.remedy}"
+            if self._dry_run:
+                why = (
+                    "dry run: no head was switched, so it is not known whether that helps; had all"
+                    f" alarms come in spite of the switches, the advice would be: {why}"
+                )
             self._record(Event(last_ended, "advisory", "", (), why))
 
-    def _act(self, decision: Decision, stabilizer: str, step: int) -> None:
+    def _act(self, decision: Decision, policy: Policy, step: int) -> None:
         site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
         asked = self.asked_elsewhere[decision.site] if site is None else site.asked
         refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
         if decision.stabilizer == "none" and not self._dry_run:
             # Leave heads alone whose switch was refused, or that somebody has switched since.
-            ours = {head for head, name in enumerate(asked) if name == stabilizer}
+            ours = {head for head, name in enumerate(asked) if name == policy.stabilizer}
             refusal, heads = None, tuple(head for head in heads if head in ours)
             if not heads:
                 return
@@ -138,6 +143,8 @@ class Switching:
                 asked[head] = decision.stabilizer
         else:
             why = f"not switched to {decision.stabilizer}: {refusal} ({decision.why})"
+            if not self._dry_run:
+                policy.was_refused(decision.site, heads)
         kind = "refusal" if refusal else "switch"
         self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
 

@@ -21,10 +21,11 @@ class Attention(nn.Module):
     def __init__(self, heads=2):
         super().__init__()
         self.qkv = nn.Linear(16 * heads, 48 * heads)
+        self.dropout = 0.0
 
     def forward(self, x):
         q, k, v = (y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
         return x + y.transpose(1, 2).flatten(-2)
 
 
@@ -110,6 +111,9 @@ def test_the_layer_the_model_and_then_the_way_back(tmp_path, dry_run):
     assert (advice["step"], advice["site"], list(advice["heads"])) == (6500, "", [])
     # The state of step 0 is the one after 1 step, by which trainers name their files.
     assert "the checkpoint after step 0 (1 in the file's name), the last one" in advice["why"]
+    told = "dry run: no head was switched" if dry_run else "all heads of the model run exact_delta"
+    assert advice["why"].startswith(told)
+    assert ("advice would be: all heads" in advice["why"]) is dry_run
     assert advice["why"].endswith("and resume with always=True, or at a lower learning rate")
 
 
@@ -133,6 +137,21 @@ def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_s
     assert why.endswith(
         "and resume at a lower learning rate, or with stabilizer='compensated'"
     ) and "always" not in why  # fmt: skip
+
+
+@pytest.mark.parametrize("scope", ["head", "layer", "model"])
+def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, scope):
+    model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(scope=scope))
+    model[1].dropout = 1.0  # of such calls none can be switched
+    states = run(model, session, STEPS)
+    session.close()
+    assert {site for _, site, _ in events(tmp_path, "refusal")} == {"1"}
+    assert events(tmp_path, "refusal")[0][0] == 500
+    assert len(events(tmp_path, "refusal")) == 1, "nothing wider is tried"
+    of_others = [(500, "0", [0, 1])] if scope == "model" else []
+    assert events(tmp_path, "switch") == of_others
+    assert events(tmp_path, "advisory") == []
+    assert states[5000]["policy"]["advice"] is None
 
 
 def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
