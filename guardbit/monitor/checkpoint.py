@@ -17,6 +17,9 @@ from guardbit.monitor.switching import Switching
 # Raise it when states of earlier versions no longer fit.
 _FORMAT = 3
 
+# Its detectors were others; what it says of steps, alarms and decisions still holds.
+_EARLIER_FORMAT = 2
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -67,19 +70,13 @@ class Checkpoint:
         """Continues from the state of a session; see `MonitorSession.load_state_dict`.
 
         Returns:
-            Whether it does; if not, only the switched heads were taken over.
+            Whether it does; if not, detectors and sums begin anew.
 
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
         if state.get("format") != _FORMAT:
-            stabilizers = state.get("stabilizers", {})
-            self.switching.load(stabilizers, state.get("is_of_parts", False))
-            log.warning(
-                "the state is of another version of GuardBit: the heads it has switched stay"
-                " switched (%s), detectors and sums begin anew",
-                ", ".join(stabilizers) or "none",
-            )
+            self._load_of_another_version(state)
             return False
         self.detectors.load_state_dict(state["detectors"])
         # The decisions of a dry run were not carried out, so the policy starts afresh.
@@ -92,3 +89,50 @@ class Checkpoint:
             self.measurement.load_state_dict(state["measurement"])
         self.findings.load_state_dict(state, self.detectors.roles)
         return True
+
+    def _load_of_another_version(self, state: Mapping[str, Any]) -> None:
+        stabilizers = state.get("stabilizers", {})
+        self.switching.load(stabilizers, state.get("is_of_parts", False))
+        if state.get("format") == _EARLIER_FORMAT:
+            self.schedule.last_ended = state.get("last_step")
+            self._load_earlier_policy(state)
+            self.findings.load_earlier_state(state, self.detectors.roles)
+        else:
+            self.findings.is_whole = False
+        followed = {} if self.policy is None else self.policy.state_dict()["since"]
+        left_alone = [
+            site
+            for site, names in stabilizers.items()
+            if any(
+                name != "none" and str(head) not in followed.get(site, {})
+                for head, name in enumerate(names)
+            )
+        ]
+        more = ""
+        if self.policy is not None and left_alone:
+            more = f"; alarms on those of {', '.join(left_alone)} no longer widen what is switched"
+        log.warning(
+            "the state is of another version of GuardBit: the heads it has switched stay"
+            " switched (%s), detectors and sums begin anew%s",
+            ", ".join(stabilizers) or "none",
+            more,
+        )
+
+    def _load_earlier_policy(self, state: Mapping[str, Any]) -> None:
+        """Continues from the decisions of the format before this, which knew no widening."""
+        policy, earlier = self.policy, state.get("policy")
+        step = state.get("last_step")
+        if policy is None or earlier is None or step is None:
+            return
+        if state.get("dry_run") != self.dry_run:
+            return
+        # It did not say since when heads are switched: at the latest since its last step.
+        since: dict[str, dict[str, int]] = {}
+        for site, names in state.get("stabilizers", {}).items():
+            known = earlier["switched"].get(site, {})
+            since[site] = {
+                str(head): step
+                for head, name in enumerate(names)
+                if name == policy.stabilizer and known.get(str(head)) in ("on", "kept")
+            }
+        policy.load_state_dict({**earlier, "since": since})

@@ -18,6 +18,7 @@ class Findings:
         verdict: The latest one that was recorded.
         alarmed: Attention module -> the heads that an alarm has named.
         sound_step: Step of the last state that was taken, for a checkpoint, before any of them.
+        is_whole: Whether the alarms of the run are known from its first step on.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class Findings:
         self.verdict = "stable"
         self.alarmed: dict[str, set[int]] = {}
         self.sound_step: int | None = None
+        self.is_whole = True
 
     @property
     def alarms(self) -> tuple[Alarm, ...]:
@@ -39,7 +41,7 @@ class Findings:
 
     def state_is_taken(self, step: int | None) -> None:
         """Takes the last step, or None before the first, of a state for a checkpoint."""
-        if not self.alarmed:
+        if self.is_whole and not self.alarmed:
             self.sound_step = step
 
     @property
@@ -87,6 +89,7 @@ class Findings:
             "verdict": self.verdict,
             "alarmed": alarmed,
             "sound_step": self.sound_step,
+            "is_whole": self.is_whole,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
@@ -101,6 +104,21 @@ class Findings:
         self.verdict = state["verdict"]
         self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
         self.sound_step = state["sound_step"]
+        self.is_whole = state.get("is_whole", True)
+
+    def load_earlier_state(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
+        """Goes on from a state of the format that did not yet list the heads with alarms.
+
+        Args:
+            state: The state. If it lacks the first alarms, earlier ones count as unknown.
+            roles: See `load_state_dict`.
+        """
+        if "first_alarms" not in state:
+            self.is_whole = False
+            return
+        for fields in state["first_alarms"]:
+            self.add(earlier.alarm_of(fields, roles))
+        self.verdict = state["verdict"]
 
 
 def event_of(alarm: Alarm, more: str = "") -> Event:

@@ -900,7 +900,7 @@ def test_of_a_pipeline_s_state_of_another_version_other_stages_modules_are_no_er
 
 def test_a_state_of_another_version_and_another_model_is_refused():
     loop = Loop(every_n_train_steps=1, strict=True)
-    with pytest.raises(ValueError, match="no module 'other.attention' to switch"):
+    with pytest.raises(ValueError, match=r"no module 'other\.attention' to switch"):
         loop.session.load_state_dict({"format": 2, "stabilizers": {"other.attention": ["row_max"]}})
     loop.session.close()
 
