@@ -58,8 +58,8 @@ class Outcome:
         switched: Number of heads that were switched.
         stabilizers: What they were switched to.
         alarming_again: Number of switched heads that go on alarming at the end.
-        still_growing: Number of alarmed heads that have grown since their switch: largest logit and
-            W_Q norm, where both were measured.
+        still_growing: Number of alarmed heads that have grown since their switch, or since their
+            alarm if that is later: largest logit and W_Q norm, where both were measured.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
     """
@@ -108,7 +108,13 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
     given = [event.verdict for event in happened if event.kind == "verdict"]
     verdict = given[-1] if given else "" if alarms else "stable"
     again = _alarming_again(frame, events, switched, last)
-    growing = _still_growing(frame, {head: switched[head] for head in alarmed if head in switched})
+    # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
+    since = {
+        head: max(event.step, switched[head].step)
+        for head, event in alarmed.items()
+        if head in switched
+    }
+    growing = _still_growing(frame, since)
     return Outcome(
         kind=_kind(verdict, heads, alarms, alarmed, switched, again | growing, departed),
         verdict=verdict,
@@ -184,15 +190,15 @@ def _alarming_again(
     }
 
 
-def _still_growing(frame: pd.DataFrame, switched: dict[Head, Event]) -> set[Head]:
-    """The switched heads whose last values are above those at their switch, in all of `GROWING`."""
+def _still_growing(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head]:
+    """The heads whose last values are above those at their step, in all of `GROWING`."""
     grown: dict[Head, list[bool]] = {}
-    for table in [tables.by_head(frame, name) for name in GROWING] if switched else []:
-        for head, event in switched.items():
+    for table in [tables.by_head(frame, name) for name in GROWING] if since else []:
+        for head, step in since.items():
             if head not in table:
                 continue
             values = cast(pd.Series, table[head]).dropna()
-            before = values.loc[: event.step]
+            before = values.loc[:step]
             if before.empty or len(before) == len(values):
                 continue
             has_grown = bool(values.iloc[-1] > STILL_GROWING * before.iloc[-1])

@@ -108,6 +108,10 @@ def test_a_head_that_grows_on_after_its_switch_is_not_corrected(norm, logit, kin
         assert headline(found) == (
             "Alarmed: 1 of 12 heads since step 2,000; 1 still growing after the switch"
         )
+    # Switched from the start, it may have grown up to its alarm.
+    grown = frame[frame["step"] <= 6000]
+    always = pd.DataFrame([switch(0), alarm(6000)], columns=EVENTS)
+    assert outcome_of(grown, always).still_growing == 0
     # Nothing can have grown before the samples after the switch have come.
     early = outcome_of(frame[frame["step"] <= 2000], pd.DataFrame(happened[:3], columns=EVENTS))
     assert (early.kind, early.still_growing) == ("saved", 0)
