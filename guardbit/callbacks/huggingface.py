@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,7 @@ from guardbit.monitor.settings import (
     check_snapshot_megabytes,
 )
 from guardbit.monitor.stages import log
+from guardbit.records import RunEnd
 from guardbit.store.files import RUN_FOLDER, publish
 
 #: Name of the guard's state in a checkpoint's folder.
@@ -110,9 +112,11 @@ class HuggingFaceMonitor(TrainerCallback):
         **_: Any,
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
-        self._close()
+        self._close("crashed")  # had the run before ended, its session were closed
         self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        self._reporters = _reporters_beside(self)
+        self._reporters = []
+        with suppress(Exception):  # of other code's frames
+            self._reporters = _reporters_beside(self)
         self._logged, self._logged_step = LoggedRun(), None
         self.session = watched(
             self._settings["strict"],
@@ -123,7 +127,8 @@ class HuggingFaceMonitor(TrainerCallback):
         if self.session is None:
             return
         if state.is_world_process_zero:
-            print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
+            with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
+                print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
         if state.global_step > 0:
             path = _state_path(args, state)
             try:
@@ -214,7 +219,8 @@ class HuggingFaceMonitor(TrainerCallback):
         self._report(args, state, control)
         self._close()
         if state.is_world_process_zero:
-            print(last_line("finished", session, self._place), flush=True)
+            with suppress(Exception):  # as at the start
+                print(last_line("finished", session, self._place), flush=True)
 
     def _report(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -234,11 +240,11 @@ class HuggingFaceMonitor(TrainerCallback):
 
         session.attempt("logging", report)
 
-    def _close(self) -> None:
+    def _close(self, end: RunEnd = "finished") -> None:
         if self.session is not None:
             session, self.session = self.session, None
             session.abandon_step()  # it never ends
-            session.close()
+            session.close(end)
 
 
 def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:

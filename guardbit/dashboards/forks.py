@@ -65,7 +65,7 @@ def against_each_other(
     """The outcomes of copies of one run, with the departures that only the copies show.
 
     A run is held against the copies whose own loss has not left. It is lost from where its loss
-    leaves one of theirs.
+    leaves one of theirs. Without a head's alarm it is unclear, as nothing says why.
     """
     if fork_of(losses) is None:
         return dict(outcomes)
@@ -86,10 +86,13 @@ def against_each_other(
     for name, outcome in outcomes.items():
         steps = [left[name, other] for other in sound if other != name]
         departed = min((step for step in steps if step is not None), default=None)
-        if departed is None or not outcome.alarmed:
+        if departed is None or (not outcome.alarmed and outcome.kind == "learning-rate"):
             found[name] = outcome
             continue
         departed = min(departed, outcome.departed or departed)
+        if not outcome.alarmed:
+            found[name] = replace(outcome, kind="unclear", departed=departed)
+            continue
         lead = departed - outcome.first_alarm if outcome.first_alarm is not None else None
         is_lost = outcome.kind in ("saved", "alarmed", "lost")
         kind = "lost" if is_lost else outcome.kind

@@ -23,12 +23,17 @@ OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
 #: The rule that dates the loss's departure (`guardbit.monitor.detectors.rules.loss_departure`).
 DEPARTURE_RULE = "loss_departure"
+#: The rule that sees the whole model leave (`guardbit.monitor.detectors.rules.model_logits`).
+MODEL_RULE = "model_logits"
 #: A loss has come back when the median of this many last samples is within so many nats of the
 #: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
-#: Steps after which a lasting alarm is repeated (`guardbit.monitor.detectors`), so that a head
-#: without an alarm for longer is calm.
+#: A switched head is still alarming with an alarm in so many last steps; one within so many steps
+#: of its switch is of the failure before.
 LASTING = 1000
+#: What the switch is to stop. A head whose values are all so many times those at its switch goes on
+#: growing: a rule may be silent meanwhile, as `head_growth` is until it has grown by as much again.
+GROWING, STILL_GROWING = ("w_q_spectral_norm", "max_logit"), 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,14 @@ class Outcome:
 
     Attributes:
         kind: One of `OUTCOMES`. "saved": all alarmed heads were switched, none of them goes on
-            alarming, and the loss has not left. "alarmed": the loss has not left either, but heads
-            are not switched or go on alarming. "lost": single heads alarmed, and the loss has left.
+            alarming or growing, and the loss has not left. "alarmed": the loss has not left either,
+            but heads are not switched, or go on. "lost": single heads alarmed, and the loss has
+            left.
         verdict: The last verdict; "stable" where there was no alarm, "" where none was recorded.
         first_step: First recorded step, None without samples.
         last_step: The last one.
         first_alarm: Step of the first alarm, None without any.
+        model_alarm: Step of the first alarm on the whole model, None without any.
         num_alarms: Alarms in all.
         alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
         num_heads: Heads measured.
@@ -51,6 +58,8 @@ class Outcome:
         switched: Number of heads that were switched.
         stabilizers: What they were switched to.
         alarming_again: Number of switched heads that go on alarming at the end.
+        still_growing: Number of alarmed heads that have grown since their switch, or since their
+            alarm if that is later: largest logit and W_Q norm, where both were measured.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
     """
@@ -60,6 +69,7 @@ class Outcome:
     first_step: int | None
     last_step: int | None
     first_alarm: int | None
+    model_alarm: int | None
     num_alarms: int
     alarmed: tuple[Head, ...]
     num_heads: int
@@ -68,6 +78,7 @@ class Outcome:
     switched: int
     stabilizers: tuple[str, ...]
     alarming_again: int
+    still_growing: int
     departed: int | None
     lead: int | None
 
@@ -97,12 +108,20 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
     given = [event.verdict for event in happened if event.kind == "verdict"]
     verdict = given[-1] if given else "" if alarms else "stable"
     again = _alarming_again(frame, events, switched, last)
+    # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
+    since = {
+        head: max(event.step, switched[head].step)
+        for head, event in alarmed.items()
+        if head in switched
+    }
+    growing = _still_growing(frame, since)
     return Outcome(
-        kind=_kind(verdict, heads, alarms, alarmed, switched, again, departed),
+        kind=_kind(verdict, heads, alarms, alarmed, switched, again | growing, departed),
         verdict=verdict,
         first_step=first,
         last_step=last,
         first_alarm=min((event.step for event in alarms), default=None),
+        model_alarm=min((event.step for event in alarms if event.rule == MODEL_RULE), default=None),
         num_alarms=len(alarms),
         alarmed=tuple(alarmed),
         num_heads=sum(map(len, heads.values())),
@@ -111,6 +130,7 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
         switched=len(switched),
         stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
         alarming_again=len(again),
+        still_growing=len(growing),
         departed=departed,
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
@@ -124,7 +144,7 @@ def _kind(
     alarms: Sequence[Event],
     alarmed: dict[Head, Event],
     switched: dict[Head, Event],
-    again: set[Head],
+    uncorrected: set[Head],
     departed: int | None,
 ) -> OutcomeKind:
     if verdict == "learning-rate":
@@ -135,7 +155,7 @@ def _kind(
         return "lost" if alarmed else "unclear"
     if not alarmed:  # on the whole run, or on modules without samples
         return "alarmed" if alarms else "healthy"
-    return "saved" if alarmed.keys() <= switched.keys() and not again else "alarmed"
+    return "saved" if alarmed.keys() <= switched.keys() and not uncorrected else "alarmed"
 
 
 def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
@@ -170,6 +190,22 @@ def _alarming_again(
     }
 
 
+def _still_growing(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head]:
+    """The heads whose last values are above those at their step, in all of `GROWING`."""
+    grown: dict[Head, list[bool]] = {}
+    for table in [tables.by_head(frame, name) for name in GROWING] if since else []:
+        for head, step in since.items():
+            if head not in table:
+                continue
+            values = cast(pd.Series, table[head]).dropna()
+            before = values.loc[:step]
+            if before.empty or len(before) == len(values):
+                continue
+            has_grown = bool(values.iloc[-1] > STILL_GROWING * before.iloc[-1])
+            grown.setdefault(head, []).append(has_grown)
+    return {head for head, found in grown.items() if all(found)}
+
+
 def headline(outcome: Outcome, *, is_running: bool = False) -> str:
     """The outcome in a sentence, most important first.
 
@@ -196,6 +232,8 @@ def _alarmed(outcome: Outcome) -> str:
     if not outcome.alarmed:
         return f"Alarmed: since step {outcome.first_alarm:,}, and no measured head says why"
     since = f"Alarmed: {_counted(outcome)} since step {outcome.first_alarm:,}"
+    if outcome.still_growing:
+        return f"{since}; {outcome.still_growing} still growing after the switch"
     if outcome.alarming_again:
         return f"{since}; {outcome.alarming_again} still alarming after the switch"
     if outcome.switched:
@@ -212,7 +250,9 @@ def _lost(outcome: Outcome) -> str:
 
 
 def _learning_rate(outcome: Outcome) -> str:
-    return f"Learning rate too high: all layers left at once, at step {outcome.first_alarm:,}"
+    if outcome.model_alarm is not None:
+        return f"Learning rate too high: all layers left at once, at step {outcome.model_alarm:,}"
+    return f"Learning rate too high: alarms since step {outcome.first_alarm:,}, of no single layer"
 
 
 def _unclear(outcome: Outcome) -> str:

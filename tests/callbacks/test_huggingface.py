@@ -1,5 +1,8 @@
 """`HuggingFaceMonitor` in real, small runs of Hugging Face's Trainer."""
 
+import io
+import sys
+
 import pandas as pd
 import pytest
 import torch
@@ -21,6 +24,7 @@ from guardbit.callbacks import huggingface
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
 from guardbit.monitor.detectors import Finding
+from guardbit.store.reading import read_end
 
 SITE = "transformer.h.1.attn"
 
@@ -137,6 +141,43 @@ def test_a_reporter_that_fails_does_not_end_the_run(tmp_path, caplog, capsys, mo
     assert caplog.text.count("the stage 'logging' failed and is off") == 1
     said = "no head alarmed up to step 8 (off after an error: logging); the report"
     assert said in capsys.readouterr().out
+
+
+class ReaderGone(io.StringIO):
+    """A console that takes every line but GuardBit's."""
+
+    refused = 0
+
+    def write(self, text):
+        if "GuardBit" in text:
+            self.refused += 1
+            raise BrokenPipeError(32, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_console_or_a_look_for_reporters_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
+    def fails(monitor):
+        raise RuntimeError("a frame of other code")
+
+    console = ReaderGone()
+    monkeypatch.setattr(sys, "stdout", console)
+    monkeypatch.setattr(huggingface, "_reporters_beside", fails)
+    train(tmp_path, HuggingFaceMonitor(4), save_strategy="no")
+    assert console.refused == 2, "at the start and at the end"
+    assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}
+
+
+def test_a_run_that_crashed_is_not_finished_by_the_next_one(tmp_path):
+    class Crashes(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            raise RuntimeError("out of data")
+
+    monitor = HuggingFaceMonitor(3)
+    with pytest.raises(RuntimeError, match="out of data"):
+        train(tmp_path / "first", monitor, Crashes(), steps=4, save_strategy="no")
+    train(tmp_path / "second", monitor, steps=4, save_strategy="no")
+    ends = [read_end(tmp_path / name / "guardbit") for name in ("first", "second")]
+    assert ends == ["crashed", "finished"]
 
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):

@@ -81,6 +81,43 @@ def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is
 
 
 @pytest.mark.parametrize(
+    ("norm", "logit", "kind"),
+    [
+        (1.0, 1.0, "alarmed"),  # e-folds in 1,000 steps, from the switch on
+        (1.0, -1.0, "saved"),
+        (-1.0, 1.0, "saved"),
+        (0.01, 0.01, "saved"),  # 1.08 times in 8,000 steps
+        (0.02, 0.02, "alarmed"),  # 1.17 times
+        (None, 1.0, "alarmed"),
+        (None, 0.0, "saved"),
+    ],
+)
+def test_a_head_that_grows_on_after_its_switch_is_not_corrected(norm, logit, kind):
+    frame = samples()
+    ours = (frame["layer"] == 1) & (frame["head"] == 2)
+    since = (frame["step"] - 2000).clip(lower=0) / 1000
+    norms = frame[ours].assign(indicator="w_q_spectral_norm", value=np.exp(since * (norm or 0)))
+    frame.loc[ours, "value"] *= np.exp(since[ours] * logit)
+    if norm is not None:
+        frame = pd.concat([frame, norms], ignore_index=True)
+    # No alarm in the last thousand steps: a rule may wait until it has grown by as much again.
+    happened = [alarm(2000), switch(2000), verdict(2000, "rounding"), alarm(8000)]
+    found = outcome_of(frame, pd.DataFrame(happened, columns=EVENTS))
+    assert (found.kind, found.still_growing) == (kind, int(kind == "alarmed"))
+    if kind == "alarmed":
+        assert headline(found) == (
+            "Alarmed: 1 of 12 heads since step 2,000; 1 still growing after the switch"
+        )
+    # Switched from the start, it may have grown up to its alarm.
+    grown = frame[frame["step"] <= 6000]
+    always = pd.DataFrame([switch(0), alarm(6000)], columns=EVENTS)
+    assert outcome_of(grown, always).still_growing == 0
+    # Nothing can have grown before the samples after the switch have come.
+    early = outcome_of(frame[frame["step"] <= 2000], pd.DataFrame(happened[:3], columns=EVENTS))
+    assert (early.kind, early.still_growing) == ("saved", 0)
+
+
+@pytest.mark.parametrize(
     ("switches", "said"),
     [
         ((), "none switched; no alarm on the loss"),
@@ -127,6 +164,12 @@ def test_the_verdicts_of_other_causes_are_the_outcome():
     assert outcome(alarm(900), loss_alarm(880), verdict(900, "learning-rate")).kind == (
         "learning-rate"
     )
+    # Of a model that leaves as a whole, one head may have left before.
+    whole = [alarm(950, head=head, rule="model_logits") for head in range(4)]
+    found = outcome(alarm(900), *whole, verdict(950, "learning-rate"))
+    assert headline(found) == "Learning rate too high: all layers left at once, at step 950"
+    found = outcome(alarm(900), alarm(940, head=1), verdict(940, "learning-rate"))
+    assert headline(found) == "Learning rate too high: alarms since step 900, of no single layer"
     found = outcome(loss_alarm(880), loss=rising_from(800))
     assert headline(found) == "Unclear: the loss left at step 880, and no head says why"
 
