@@ -41,7 +41,7 @@ def markdown(run, tmp_path_factory):
 
 def test_markdown_says_the_same_in_the_same_order(markdown):
     text = markdown.read_text(encoding="utf-8")
-    said = "# Saved: 2 of 24 heads alarmed at step 2,950, corrected, loss unharmed\n"
+    said = "# Alarmed: 2 of 24 heads since step 2,950; 2 still growing after the switch\n"
     assert text.startswith(said)
     order = ["First alarm", "Alarms", "What the switch did", "Heads to watch", "Figures"]
     places = [text.index(words) for words in [*order, "Timeline", "Settings and versions"]]
@@ -147,11 +147,11 @@ def comparison(run, tmp_path_factory):
 def test_runs_stand_side_by_side(comparison):
     page = comparison.read_text(encoding="utf-8")
     text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
-    assert '<h1 class="outcome saved">2 runs: 1 saved, 1 healthy</h1>' in text
-    assert '<dt>ill</dt><dd class="outcome saved">Saved</dd>' in text
+    assert '<h1 class="outcome alarmed">2 runs: 1 alarmed, 1 healthy</h1>' in text
+    assert '<dt>ill</dt><dd class="outcome alarmed">Alarmed</dd>' in text
     assert "Healthy: no alarm up to step 4,980" in text
     assert text.index("<th>ill</th><th>well</th>") > 0
-    assert "<td>Outcome</td><td>saved</td><td>healthy</td>" in text
+    assert "<td>Outcome</td><td>alarmed</td><td>healthy</td>" in text
     assert "<td>First alarm</td><td>step 2,950" in text
     assert "layer 2 · head 7, &gt; 1,000 ×" in text
     # What is the same in both is no news.

@@ -97,7 +97,7 @@ def test_the_page_tells_its_outcome_first_and_fits(visit, report, scheme, width)
     viewport = {"width": width, "height": 900}
     page = visit(report, color_scheme=scheme, viewport=viewport)
     wait(page, "document.querySelectorAll('#story-charts .uplot').length === 3")
-    assert page.inner_text("h1").startswith("Saved: 2 of 144 heads alarmed at step 2,950")
+    assert page.inner_text("h1").startswith("Alarmed: 2 of 144 heads since step 2,950")
     assert page.locator("h1").bounding_box()["y"] < 300
     assert page.evaluate("document.documentElement.scrollWidth") == width
     # No text is smaller than 11 pixels: neither in the page nor on its canvases.

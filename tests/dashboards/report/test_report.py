@@ -148,7 +148,7 @@ def test_every_reference_inside_the_page_has_one_target(page):
 
 def test_what_happened_comes_first_and_the_settings_last(page):
     assert page.of("h1") == [
-        "Saved: 2 of 144 heads alarmed at step 2,950, corrected, loss unharmed"
+        "Alarmed: 2 of 144 heads since step 2,950; 2 still growing after the switch"
     ]
     assert page.of("h2") == [
         "What happened",
