@@ -141,10 +141,10 @@ def test_from_nothing_through_growth_to_a_head_that_falls_ill(page, serve, recor
             wait(page, "view.state.events.length === 2 && view.state.last_step === 390")
             wait(page, "document.body.dataset.version == view.version")
         wait(page, "document.querySelector('#status').className === 'finished'")
-        wait(page, "document.querySelector('h1').textContent.startsWith('Alarmed')")
-        said = "Alarmed: 1 of 12 heads since step 300; 1 still growing after the switch"
+        wait(page, "document.querySelector('h1').textContent.startsWith('Saved')")
+        said = "Saved: 1 of 12 heads alarmed at step 300, corrected, loss unharmed"
         assert text(page, "h1") == said
-        assert page.get_attribute("h1", "class") == "outcome alarmed"
+        assert page.get_attribute("h1", "class") == "outcome saved"
         assert "step 300" in text(page, "#lede") and "h.1.attn" in text(page, "#lede")
         assert text(page, "#lede").count("left</b> its trend") == 1
         # What the data says stays text.
