@@ -32,13 +32,13 @@ class KeyProbe:
         self.indicators = tuple(name for name in of_probe("keys") if name in wanted)
 
     def update(self, view: CallView) -> Found:
-        """Takes the mean of a call's keys; packed documents count as one sequence."""
-        heads = view.call.q.size(1)
-        k = view.call.k.float()
+        """Takes what the keys of each sequence of a call, or of each packed document, share."""
+        heads, k = view.call.q.size(1), view.call.k
         documents = view.call.spec.documents
         starts = None if documents is None else documents.cu_keys
-        # Mean squares, which FP32 holds whatever the number of keys.
-        means, squares = _means(k, starts), _means(k.square().sum(-1, keepdim=True), starts)
+        # Mean squares, which FP32 holds whatever the number of keys; no copy of the keys in FP32.
+        lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=torch.float32)
+        means, squares = _means(k, starts), _means(lengths.square(), starts)
         parts = means.square().sum(-1), squares[..., 0]
         group = heads // k.size(1)
         of_heads = (part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts)
@@ -56,17 +56,17 @@ class KeyProbe:
 
 
 def _means(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Means over the keys of each sequence, `(P, H, D)`; 0 for an empty document.
+    """Means over the keys of each sequence, FP32 `(P, H, D)`; 0 for an empty document.
 
     Args:
         x: `(B, H, M, D)`; with documents B is 1, and they follow one another.
         starts: `(P + 1,)`, where each document begins and the last one ends; None: P is B.
     """
     if starts is None:
-        return x.mean(2)
+        return x.mean(2, dtype=torch.float32)
     keys = torch.arange(x.size(2), device=x.device)
     document = torch.searchsorted(starts[1:].contiguous(), keys, right=True)
     # One more, for the keys behind the last document, which are padding.
-    sums = x.new_zeros(len(starts), x.size(1), x.size(3))
-    sums.index_add_(0, document, x[0].transpose(0, 1))
+    sums = x.new_zeros((len(starts), x.size(1), x.size(3)), dtype=torch.float32)
+    sums.index_add_(0, document, x[0].transpose(0, 1).float())
     return sums[:-1] / starts.diff().clamp_min(1)[:, None, None]
