@@ -78,7 +78,15 @@ MEMBERS = {
         "step",
         "switch",
     ],
-    "Policy": ["calm_steps", "decide", "is_due", "load_state_dict", "state_dict"],
+    "Policy": [
+        "calm_steps",
+        "decide",
+        "is_due",
+        "load_state_dict",
+        "remedy",
+        "state_dict",
+        "was_refused",
+    ],
 }
 
 #: What GuardBit's own callbacks call besides.

@@ -188,7 +188,7 @@ def test_long_names_lose_in_the_text_what_they_have_in_common(run, tmp_path):
     names = [f"{name}-gpt2-small-with-a-long-name-lr1.5e-03-seed4" for name in ("one", "two")]
     runs = [Run(name, few(run), run.events) for name in names]
     text = write_reports(runs, tmp_path / "r.md", format="md").read_text(encoding="utf-8")
-    assert "# 2 runs: 2 saved\n" in text
+    assert "# 2 runs: 2 alarmed\n" in text
     assert "|  | one | two |" in text
     assert [text.count(name) for name in names] == [1, 1], "in the line that names the runs"
 

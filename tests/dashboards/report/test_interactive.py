@@ -177,6 +177,6 @@ def test_runs_lie_over_one_another(visit, run, without_figures, tmp_path):
     runs = [Run("ill", run.frame, run.events), Run("well", well)]
     page = visit(write_reports(runs, tmp_path / "comparison.html"))
     wait(page, "document.querySelectorAll('#overlays .uplot').length === 4")
-    assert page.inner_text("h1") == "2 runs: 1 saved, 1 healthy"
+    assert page.inner_text("h1") == "2 runs: 1 alarmed, 1 healthy"
     labels = page.locator("#overlays .u-legend").first.inner_text()
     assert "ill" in labels and "well" in labels
