@@ -269,9 +269,7 @@ class Measurement:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a measurement."""
         self._layers = dict(state.get("layers", {}))  # earlier versions kept none
-        # Earlier versions kept a single sum, under another name.
-        earlier = {"delta_bias_cumulative": state.get("cumulative", {})}
-        self._running_sums.load_state_dict(state.get("running_sums", earlier))
+        self._running_sums.load_state_dict(state["running_sums"])
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
         self.directions = {name: torch.tensor(v) for name, v in state["directions"].items()}

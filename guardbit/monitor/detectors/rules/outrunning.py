@@ -56,7 +56,9 @@ def outrun(
     for site, sizes in values.items():
         logs[site] = np.log(np.where(sizes > 0, sizes, np.nan))
         past[site] = _past(sites.get(site, {}), len(sizes))
-        change = logs[site] - past[site]["log"]
+        # A module that was not measured for some samples has grown in all of them, and the clock
+        # holds that already.
+        change = logs[site] - past[site]["log"] - (clock - past[site]["clock"])
         grown += change[~np.isnan(change)].tolist()
     if grown:
         clock += max(0.0, sorted(grown)[(len(grown) - 1) // 2])
