@@ -182,10 +182,11 @@ def main(arguments: list[str] | None = None) -> None:
     packing = commands.add_parser("pack", help="thin runs for the repository")
     packing.add_argument("runs", type=Path)
     packing.add_argument("results", type=Path)
+    packing.add_argument("--snapshots", type=int, default=4, help="of a run's first alarmed head")
     commands.add_parser("table", help="print all tables").add_argument("results", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "pack":
-        pack(options.runs, options.results)
+        pack(options.runs, options.results, options.snapshots)
         return
     packed = load(options.results)
     runs = one_line_a_run(packed)

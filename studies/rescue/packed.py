@@ -14,6 +14,7 @@ from guardbit import read_events, read_run
 from guardbit.monitor.replay import samples
 from guardbit.records import Event
 from guardbit.store import RunWriter, read_metadata
+from studies.rescue.heads import pack_heads
 
 #: Steps between the losses that are kept, and between all else.
 LOSS_STEPS, HEAD_STEPS = 20, 200
@@ -52,18 +53,19 @@ def audits_all(audits: pd.DataFrame) -> bool:
     return len(heads) > 1 and int(heads.iloc[1:].min()) == audits["head"].nunique()
 
 
-def pack(runs: Path, results: Path) -> None:
+def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
     """Thins every run below a folder for the repository.
 
     Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
     sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
     200th step, what else rules and figures read of all heads; where all heads were audited at each
     sample, of every 100th step. What is written is a run as any
-    other, for `guardbit report`, `live` and `replay`.
+    other, for `guardbit report`, `live`, `replay` and `diagnose`.
 
     Args:
         runs: Folder of the folders that `studies.rescue.train` wrote.
         results: Folder of the packed ones, another; those of the same names are replaced.
+        snapshots: How many of the first alarmed head to keep of a run, one sequence of each.
 
     Raises:
         ValueError: If both folders are the same.
@@ -96,6 +98,7 @@ def pack(runs: Path, results: Path) -> None:
             writer.add(samples(kept))
             for event in read_events(folder).to_dict("records"):
                 writer.event(Event(**event))
+        pack_heads(folder, target, snapshots)
 
 
 def load(results: Path) -> list[Run]:

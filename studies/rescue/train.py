@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
 from studies.rescue import corpus
+from studies.rescue.heads import KeepHeads
 from studies.rescue.model import GPT2, Size
 from studies.rescue.packed import step_of
 
@@ -102,6 +103,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="train no longer, this time")
     parser.add_argument("--every-n-train-steps", type=int, default=50)
     parser.add_argument("--audited-heads", type=int, default=1, help="of a layer, at each sample")
+    parser.add_argument("--snapshot-every", type=int, default=500, help="steps; alarmed heads")
+    parser.add_argument("--snapshot-megabytes", type=float, default=1000)
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
     parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
@@ -174,9 +177,14 @@ def main(arguments: list[str]) -> Path:
         earlier = json.loads((folder / "about.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
     monitor = AttentionMonitor(
-        options.every_n_train_steps, num_audited_heads=options.audited_heads, dirpath=folder
+        options.every_n_train_steps,
+        num_audited_heads=options.audited_heads,
+        dirpath=folder,
+        snapshot_megabytes=options.snapshot_megabytes,
     )
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
+    if options.snapshot_megabytes:
+        callbacks.append(KeepHeads(monitor, options.snapshot_every))
     if options.arm in SCOPES:
         scope, quiet_steps = SCOPES[options.arm], options.calm_steps
         callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from guardbit import read_events
+from guardbit.diagnosis.diagnosis import diagnose
+from guardbit.diagnosis.storage import read_snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
@@ -85,6 +87,27 @@ def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
     assert switches["heads"].tolist() == heads
     assert set(switches["stabilizer"]) <= {"stochastic"}
     assert set(switches["step"]) <= {0 if arm == "from_start" else 2}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_first_alarmed_head_is_kept_all_through_a_run(common, tmp_path, monkeypatch):
+    monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
+    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+    common[common.index("--steps=8")] = "--steps=24"
+    folder = train.main(["--arm=stock", "--snapshot-every=4", *common])
+    kept = read_snapshots(folder)
+    assert {(one.site, one.head, one.stabilizer) for one in kept} == {("net.h.0.attn", 1, "none")}
+    steps = [one.step for one in kept]
+    assert steps[:4] == [4, 6, 8, 10], "after the alarm"
+    assert steps[4:] == [12, 16, 20], "and every 4 steps from then on"
+    analyse.main(["pack", str(tmp_path / "runs"), str(tmp_path / "packed"), "--snapshots=3"])
+    packed = read_snapshots(tmp_path / "packed" / folder.name)
+    assert [one.step for one in packed] == [4, 10, 20]
+    for one in packed:
+        (whole,) = (each for each in kept if each.step == one.step)
+        for name in ("q", "k", "v", "d_out", "out", "dq"):
+            assert torch.equal(getattr(one.inputs, name), getattr(whole.inputs, name)[:1])
+    assert diagnose([one.inputs for one in packed]).rows == 3 * TINY.context
 
 
 @pytest.mark.filterwarnings("ignore")
