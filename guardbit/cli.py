@@ -222,10 +222,9 @@ def _events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:
     """What a replay has found, as the events that a run would have recorded."""
     import pandas as pd
 
-    events = [
-        Event(alarm.step, "alarm", alarm.site, alarm.heads, alarm.why, rule=alarm.rule)
-        for alarm in result.alarms
-    ]
+    from guardbit.monitor.findings import event_of
+
+    events = [event_of(alarm) for alarm in result.alarms]
     last = int(frame["step"].to_numpy().max())
     events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
     return pd.DataFrame([dataclasses.asdict(event) for event in events])

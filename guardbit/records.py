@@ -157,6 +157,7 @@ class Event:
         rule: For an alarm or an advisory, the rule that fired; else "".
         stabilizer: For a switch, what runs from now on; for a refusal, what was to run; else "".
         verdict: For a verdict, one of `Verdict`; else "".
+        judges: For an alarm or an advisory, what its rule judges, one of `SUBJECTS`; else "".
     """
 
     step: int
@@ -167,3 +168,4 @@ class Event:
     rule: str = ""
     stabilizer: str = ""
     verdict: str = ""
+    judges: str = ""

@@ -1,8 +1,8 @@
 """The events of a run: what figures mark, and the heads that an event concerns.
 
-Events have the columns step, kind, site, heads and why and, where they apply, rule, stabilizer and
-verdict. They are accepted as a CSV reader leaves them (NaN for what is empty), empty, or without
-any column.
+Events have the columns step, kind, site, heads and why and, where they apply, rule, stabilizer,
+verdict and judges. They are accepted as a CSV reader leaves them (NaN for what is empty), empty, or
+without any column.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 def events_of(events: pd.DataFrame | None) -> list[Event]:
     """Returns the events of a table, ordered by step.
 
-    The columns rule, stabilizer and verdict may be missing. Without the column verdict the table is
-    taken for one that an earlier version has read.
+    The columns rule, stabilizer, verdict and judges may be missing. Without one of the last two the
+    table is taken for one that an earlier version has read.
 
     Raises:
         ValueError: Another column is missing from a table that has rows.
@@ -36,7 +36,8 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
-    texts = ["rule", "stabilizer", *(["verdict"] if "verdict" in events.columns else [])]
+    told = [name for name in ("verdict", "judges") if name in events.columns]
+    texts = ["rule", "stabilizer", *told]
     rows = [
         migrated({**row, **{name: _text(row.get(name)) for name in texts}})
         for row in events.to_dict("records")
@@ -51,6 +52,7 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
             rule=row["rule"],
             stabilizer=row["stabilizer"],
             verdict=row["verdict"],
+            judges=row["judges"],
         )
         for row in rows
     ]

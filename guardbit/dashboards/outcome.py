@@ -21,10 +21,6 @@ from guardbit.records import Event
 OutcomeKind = Literal["healthy", "saved", "alarmed", "lost", "learning-rate", "unclear"]
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
-#: The rule that dates the loss's departure (`guardbit.monitor.detectors.rules.loss_departure`).
-DEPARTURE_RULE = "loss_departure"
-#: The rule that sees the whole model leave (`guardbit.monitor.detectors.rules.model_logits`).
-MODEL_RULE = "model_logits"
 #: A loss has come back when the median of this many last samples is within so many nats of the
 #: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
@@ -121,7 +117,7 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
         first_step=first,
         last_step=last,
         first_alarm=min((event.step for event in alarms), default=None),
-        model_alarm=min((event.step for event in alarms if event.rule == MODEL_RULE), default=None),
+        model_alarm=min((event.step for event in alarms if event.judges == "model"), default=None),
         num_alarms=len(alarms),
         alarmed=tuple(alarmed),
         num_heads=sum(map(len, heads.values())),
@@ -160,7 +156,7 @@ def _kind(
 
 def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
     """The step at which the loss has left for good."""
-    left = min((event.step for event in alarms if event.rule == DEPARTURE_RULE), default=None)
+    left = min((event.step for event in alarms if event.judges == "loss"), default=None)
     if loss.empty:
         return left
     finite = loss.map(math.isfinite).to_numpy()

@@ -124,4 +124,12 @@ class Findings:
 def event_of(alarm: Alarm, more: str = "") -> Event:
     """Returns an alarm, or an advisory, as an event, its sentence followed by `more`."""
     kind = "advisory" if alarm.role.is_advisory else "alarm"
-    return Event(alarm.step, kind, alarm.site, alarm.heads, alarm.why + more, rule=alarm.rule)
+    return Event(
+        alarm.step,
+        kind,
+        alarm.site,
+        alarm.heads,
+        alarm.why + more,
+        rule=alarm.rule,
+        judges=alarm.role.judges,
+    )

@@ -51,6 +51,19 @@ def rising_from(step, height=2.0):
     return lambda at: 3.0 - min(at, step) / LAST + (height if at >= step else 0.0)
 
 
+def test_what_an_alarm_judges_counts_and_not_the_name_of_its_rule():
+    columns = [*EVENTS, "judges"]
+    events = [(*alarm(900), "head"), (*alarm(5000, rule="my_own", site=""), "loss")]
+    frame = samples(rising_from(5000))
+    found = outcome_of(frame, pd.DataFrame(events, columns=columns))
+    assert (found.kind, found.departed, found.lead) == ("lost", 5000, 4100)
+    everywhere = [(*alarm(950, rule="of_all", site=f"h.{n}.attn"), "model") for n in range(3)]
+    assert outcome_of(frame, pd.DataFrame(everywhere, columns=columns)).model_alarm == 950
+    # The name alone says nothing: this one judges a head.
+    named = [(*alarm(5000, rule="loss_departure"), "head")]
+    assert outcome_of(frame, pd.DataFrame(named, columns=columns)).departed is None
+
+
 def test_without_an_alarm_a_run_is_healthy():
     found = outcome()
     assert (found.kind, found.verdict, found.num_alarms) == ("healthy", "stable", 0)

@@ -56,11 +56,11 @@ def test_each_kind_of_an_earlier_version(tmp_path, event, kind, rule, stabilizer
     (found,) = read_events(tmp_path).to_dict("records")
     assert found == {
         **event, "heads": (1,), "kind": kind, "rule": rule, "stabilizer": stabilizer,
-        "verdict": verdict,
+        "verdict": verdict, "judges": "head" if kind == "alarm" else "",
     }  # fmt: skip
     assert migrated(found) == found, "what is read twice is the same"
     # A table that an earlier version has read: without the column, it is understood as well.
-    table = read_events(tmp_path).drop(columns="verdict")
+    table = read_events(tmp_path).drop(columns=["verdict", "judges"])
     for name in ("kind", "rule", "stabilizer"):
         table[name] = [event[name]]
     (shown,) = events_of(table)
@@ -71,5 +71,21 @@ def test_each_kind_of_an_earlier_version(tmp_path, event, kind, rule, stabilizer
 
 
 def test_events_of_this_version_are_left_as_they_are():
-    event = {**old("verdict", rule="a rule"), "verdict": "stable"}
+    event = {**old("verdict", rule="a rule"), "verdict": "stable", "judges": ""}
     assert migrated(event) == event
+
+
+@pytest.mark.parametrize(
+    "kind, rule, judges",
+    [
+        ("alarm", "loss_departure", "loss"),
+        ("alarm", "model_logits", "model"),
+        ("alarm", "norm_growth", "head"),
+        ("advisory", "key_common_mode", "head"),
+        ("advisory", "", ""),  # the policy's advice: no rule has made it
+        ("switch", "", ""),
+    ],
+)
+def test_alarms_that_did_not_say_what_they_judge_are_read_by_their_rule(kind, rule, judges):
+    event = {**old(kind, rule=rule, stabilizer="row_max"), "verdict": ""}
+    assert migrated(event) == {**event, "judges": judges}

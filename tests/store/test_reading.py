@@ -117,7 +117,8 @@ def test_events_come_back_as_they_were(
             writer.event(event)
     frame = read_events(folder)
     assert list(frame.columns) == [
-        "step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"
+        "step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict",
+        "judges",
     ]  # fmt: skip
     assert frame["step"].dtype == "int64"
     found = [Event(**row) for row in frame.to_dict("records")]
