@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -83,6 +84,22 @@ class HeadRows:
         if not 0 <= head < heads:
             raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
         return self._matrix(parameters)[self.rows[head]].float()
+
+    def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
+        """Lays one factor a head out along the features of a parameter.
+
+        Args:
+            factors: `(heads,)`.
+            parameter: The parameter, or the bias of its features.
+
+        Returns:
+            What multiplies `parameter` element by element; 1 for features of no head.
+        """
+        is_bias = parameter.dim() < len(self.shape)
+        features = [n for axis, n in enumerate(self.shape) if axis != self.input_axis]
+        flat = parameter.new_ones(math.prod(features))
+        flat[self.rows] = factors.to(flat)[:, None].expand(self.rows.shape)
+        return flat if is_bias else flat.view(features).unsqueeze(self.input_axis)
 
     def _matrix(self, parameters: Mapping[str, Tensor]) -> Tensor:
         if self.parameter not in parameters:

@@ -102,6 +102,22 @@ class Weights:
             forward = _multiply_by(matrices[name], bias)
             vars(module.get_submodule(name))["forward"] = forward
 
+    def plain(self, name: str) -> list[nn.Parameter]:
+        """Returns a parameter of that name as it is trained, and the bias that belongs to it.
+
+        Raises:
+            LayoutUnavailable: If the matrix is no parameter that this process holds whole.
+        """
+        parameters = dict(self._module.named_parameters())
+        if name in self._widths or name not in parameters:
+            raise LayoutUnavailable(f"'{name}' is made of several parameters")
+        found = parameters[name]
+        if isinstance(found, DTensor) or self._is_shared:
+            raise LayoutUnavailable(f"'{name}' is shared by several ranks")
+        # PyTorch's names: weight and bias of a Linear, in_proj_weight and in_proj_bias.
+        bias = parameters.get(f"{name.removesuffix('weight')}bias")
+        return [found] if bias is None or not name.endswith("weight") else [found, bias]
+
     def as_used(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Turns replacements of parameters into what the module multiplies by.
 

@@ -98,6 +98,7 @@ class GPT2(L.LightningModule):
         seed: Of the weights and of the batches.
         compiled: Whether to compile the model.
         ours: Whether attention is `guardbit.flash_attention`, PyTorch's function if not.
+        rate_factor: Multiplies the rate, and may differ in a branch.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class GPT2(L.LightningModule):
         seed: int,
         compiled: bool,
         ours: bool = False,
+        rate_factor: float = 1.0,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
@@ -116,7 +118,7 @@ class GPT2(L.LightningModule):
         if compiled:
             self.net.compile()
         self.size, self.learning_rate, self.warmup_steps = size, learning_rate, warmup_steps
-        self.seed = seed
+        self.seed, self.rate_factor = seed, rate_factor
         self.register_buffer("tokens", tokens, persistent=False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -152,7 +154,7 @@ class GPT2(L.LightningModule):
             fused=True,
         )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min(1.0, (step + 1) / self.warmup_steps)
+            optimizer, lambda step: self.rate_factor * min(1.0, (step + 1) / self.warmup_steps)
         )
         return {
             "optimizer": optimizer,

@@ -5,7 +5,8 @@
 
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
 alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
-`from_start` switches all heads after the first step. Within a seed all arms see the same batches
+`from_start` switches all heads after the first step, `late` after the first step of a branch;
+`qk_clip` bounds logits at 100 from a branch on. Within a seed all arms see the same batches
 and start from the same weights.
 
 Until its first alarm a guarded run computes what the untouched run (`stock`) computes. So
@@ -37,13 +38,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
+from guardbit.monitor.qk_clip import clip
 from studies.rescue import corpus
 from studies.rescue.heads import KeepHeads
 from studies.rescue.model import GPT2, Size
 from studies.rescue.packed import step_of
 
 SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
-ARMS = ("stock", *SCOPES, "from_start")
+ARMS = ("stock", *SCOPES, "from_start", "late", "qk_clip")
+
+#: Bound of `qk_clip`, that of arXiv 2507.20534.
+LARGEST_LOGIT = 100.0
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -52,17 +57,50 @@ BACKENDS = {
 }
 
 
-class FromTheStart(Callback):
-    """Switches all heads after the first step, when the sites are known."""
+class SwitchAll(Callback):
+    """Switches all heads after one step, when the sites are known.
 
-    def __init__(self, monitor: AttentionMonitor, stabilizer: str) -> None:
-        self.monitor, self.stabilizer = monitor, stabilizer
+    Args:
+        monitor: The run's monitor.
+        stabilizer: What to switch to.
+        step: After how many steps.
+        why: The reason that is recorded.
+    """
+
+    def __init__(self, monitor: AttentionMonitor, stabilizer: str, step: int, why: str) -> None:
+        self.monitor, self.stabilizer, self.step, self.why = monitor, stabilizer, step, why
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        """Switches, unless the run was resumed."""
+        """Switches; not again when the run is resumed."""
         session = self.monitor.session
-        if session is not None and trainer.global_step == 1:
-            session.switch("*", self.stabilizer, why="from the start")
+        if session is not None and trainer.global_step == self.step:
+            session.switch("*", self.stabilizer, why=self.why)
+
+
+class ClipLogits(Callback):
+    """Clips the heads whose logits a sampled step has found above the bound.
+
+    Args:
+        monitor: The run's monitor.
+        path: File of step, module, head and factor.
+    """
+
+    def __init__(self, monitor: AttentionMonitor, path: Path) -> None:
+        self.monitor, self.path, self.last = monitor, path, -1
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        """Clips after the step whose samples are new."""
+        session = self.monitor.session
+        if session is None or session.sampled_step in (None, self.last):
+            return
+        self.last = session.sampled_step
+        sites = session.instrumentation.sites
+        with self.path.open("a") as file:
+            for sample in session.samples:
+                if sample.indicator == "max_logit":
+                    clipped = clip(sites[sample.site], sample.values, LARGEST_LOGIT)
+                    for head, factor in clipped.items():
+                        file.write(f"{trainer.global_step},{sample.site},{head},{factor:.6g}\n")
 
 
 class Clock(Callback):
@@ -116,6 +154,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--branch", nargs="?", const="same", choices=["same", *BACKENDS], metavar="BACKEND",
         help="begin as the untouched run of this seed (of that backend)",
     )  # fmt: skip
+    parser.add_argument("--branch-step", type=int, help="from this checkpoint, alarm or none")
+    parser.add_argument("--of-again", type=int, help="number of the run to branch from")
+    parser.add_argument("--rate-factor", type=float, default=1.0, help="of the rate, from now on")
     parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
@@ -127,19 +168,30 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     stabilizer = "" if arm == "stock" else f"-{options.stabilizer}"
     rate = f"lr{options.learning_rate:.1e}"
     again = "" if options.again is None else f"-again{options.again}"
+    if arm == "qk_clip":
+        stabilizer = ""
+    if options.rate_factor != 1:
+        rate += f"x{options.rate_factor:g}"
+    if options.branch_step is not None:
+        again += f"-from{options.branch_step}"
     if arm in SCOPES and options.calm_steps is not None:
         stabilizer += f"-calm{options.calm_steps}"
     return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
-def branch(origin: Path, folder: Path) -> Path:
-    """Copies a run's telemetry; returns its last checkpoint before its first alarm."""
+def branch(origin: Path, folder: Path, step: int | None) -> Path:
+    """Copies a run's telemetry; returns its checkpoint at a step, or the last before its alarm."""
     if folder.exists():
         raise SystemExit(f"{folder} exists; a branch begins in a new folder (--again N names one)")
+    kept = {step_of(path): path for path in origin.glob("step=*.ckpt")}
+    if step is not None:
+        if step not in kept:
+            raise SystemExit(f"{origin} has no checkpoint at step {step}; it has {sorted(kept)}")
+        shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
+        return kept[step]
     alarms = read_events(origin).query("kind == 'alarm'")["step"]
     if alarms.empty:
         raise SystemExit(f"{origin} raised no alarm: guarded, it is the same run")
-    kept = {step_of(path): path for path in origin.glob("step=*.ckpt")}
     before = [step for step in kept if step < alarms.min()]
     if not before:
         raise SystemExit(
@@ -164,13 +216,16 @@ def main(arguments: list[str]) -> Path:
         options.seed,
         compiled=options.device == "cuda",
         ours=options.backend == "guardbit",
+        rate_factor=options.rate_factor,
     )
     folder = options.folder / run_name(options, options.arm)
     checkpoint, earlier = None, {"commands": [], "branched_from": None}
     if options.branch:
         backend = options.backend if options.branch == "same" else options.branch
-        original = argparse.Namespace(**{**vars(options), "again": None, "backend": backend})
-        checkpoint = branch(options.folder / run_name(original, "stock"), folder)
+        of_it = {"again": options.of_again, "branch_step": None, "rate_factor": 1.0}
+        original = argparse.Namespace(**{**vars(options), **of_it, "backend": backend})
+        origin = options.folder / run_name(original, "stock")
+        checkpoint = branch(origin, folder, options.branch_step)
     elif options.resume:
         checkpoint = folder / "kept.ckpt"
     if checkpoint is not None:
@@ -189,7 +244,12 @@ def main(arguments: list[str]) -> Path:
         scope, quiet_steps = SCOPES[options.arm], options.calm_steps
         callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))
     elif options.arm == "from_start":
-        callbacks.append(FromTheStart(monitor, options.stabilizer))
+        callbacks.append(SwitchAll(monitor, options.stabilizer, 1, "from the start"))
+    elif options.arm == "late":
+        why = f"all heads, at step {options.branch_step}"
+        callbacks.append(SwitchAll(monitor, options.stabilizer, options.branch_step + 1, why))
+    elif options.arm == "qk_clip":
+        callbacks.append(ClipLogits(monitor, folder / "clipped.csv"))
     if options.checkpoint:
         callbacks.append(ModelCheckpoint(folder, "kept", save_on_train_epoch_end=True))
     if options.checkpoint_every is not None:
@@ -202,8 +262,9 @@ def main(arguments: list[str]) -> Path:
         "commands": [*earlier["commands"], " ".join(["studies.rescue.train", *arguments])],
         "arm": options.arm,
         "backend": options.backend,
-        "stabilizer": None if options.arm == "stock" else options.stabilizer,
+        "stabilizer": None if options.arm in ("stock", "qk_clip") else options.stabilizer,
         "learning_rate": options.learning_rate,
+        "rate_factor": options.rate_factor,
         "seed": options.seed,
         "branched_from": str(checkpoint) if options.branch else earlier["branched_from"],
         "size": asdict(size),

@@ -32,6 +32,9 @@ TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2
     ("--arm=rescue --calm-steps=9", "rescue-compensated-calm9-any-lr1.5e-03-seed0"),
     ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
+    ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),
+    ("--arm=qk_clip --branch-step=40 --again=6", "qk_clip-any-lr1.5e-03-seed0-again6-from40"),
+    ("--arm=stock --rate-factor=0.5 --branch-step=40", "stock-any-lr1.5e-03x0.5-seed0-from40"),
 ])  # fmt: skip
 def test_runs_that_differ_have_folders_of_their_own(arguments, name):
     options = train.parse(arguments.split())
@@ -156,3 +159,35 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
     assert np.isnan(runs.at["again", "first_alarm"])
     assert runs.loc["rescue", "first_alarm"].isna().all(), "it came after the branch"
     assert "0.00 to 0.97" in capsys.readouterr().out, "one run says next to nothing, exactly"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_branches_from_a_step_that_is_named(common, monkeypatch):
+    train.main(["--arm=stock", "--again=6", *common])
+    branch = ["--branch", "--branch-step=4", "--again=6", "--of-again=6", *common]
+    with pytest.raises(SystemExit, match=r"no checkpoint at step 5; it has \[2, 4, 6, 8\]"):
+        train.main(["--arm=late", *branch, "--branch-step=5"])
+    events = read_events(train.main(["--arm=late", "--stabilizer=centered_keys", *branch]))
+    switches = events[events["kind"] == "switch"]
+    assert switches[["step", "heads", "stabilizer"]].values.tolist() == [
+        [4, (0, 1), "centered_keys"]
+    ]
+    monkeypatch.setattr(train, "LARGEST_LOGIT", 1e-6)
+    clipped = pd.read_csv(train.main(["--arm=qk_clip", *branch]) / "clipped.csv", header=None)
+    assert clipped[2].tolist()[:2] == [0, 1]
+    assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_branch_at_another_rate(common, monkeypatch):
+    rates = []
+    monkeypatch.setattr(
+        train.Clock, "on_train_batch_end",
+        lambda self, trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"]),
+    )  # fmt: skip
+    train.main(["--arm=stock", "--again=6", "--learning-rate=1e-3", *common])
+    assert rates[-1] == 1e-3
+    rates.clear()
+    train.main(["--arm=stock", "--branch", "--branch-step=6", "--of-again=6",
+                "--learning-rate=1e-3", "--rate-factor=0.5", *common])  # fmt: skip
+    assert rates[-1] == 0.5e-3

@@ -84,6 +84,38 @@ class WeightedModule(CalledModule):
         """
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
+    @torch.no_grad()
+    def scale_logits(self, scales: Tensor) -> None:
+        """Scales the logits of each head, half in W_Q and half in W_K, with their biases, in place.
+
+        Where query heads share a key head, that is scaled for the head that needs it most, and the
+        queries of the others make up for it.
+
+        Args:
+            scales: Factors of the heads' logits, above 0, `(H,)`.
+
+        Raises:
+            LayoutUnavailable: If the rows are not known or do not decide the size of the logits, or
+                if other ranks hold a part of them; nothing is changed then.
+        """
+        layout, weights = self._settled_layout()
+        if layout.normalises_queries or layout.is_latent:
+            raise LayoutUnavailable(
+                self._why("its queries are normalised, so its size does not reach the scores")
+            )
+        query, key = layout.query, layout.key_rows
+        found = [weights.plain(rows.parameter) for rows in (query, key)]
+        scales = scales.to(key.rows.device, torch.float64)
+        size = len(scales) // len(key.rows)
+        # Keys that the module repeats before attention have the same rows.
+        shared_by = key.rows[:, 0].repeat_interleave(size).unique(return_inverse=True)[1]
+        least = torch.ones_like(scales).scatter_reduce(0, shared_by, scales, "amin")
+        of_keys = least[shared_by].sqrt()
+        factors = scales / of_keys, of_keys[::size]
+        for rows, of_heads, parameters in zip((query, key), factors, found, strict=True):
+            for parameter in parameters:
+                parameter.mul_(rows.spread(of_heads, parameter))
+
     def settle_layout(self) -> str | None:
         """Finds the rows of W_Q and W_K, unless they are known.
 

@@ -1,0 +1,118 @@
+"""QK clip, against the logits that modules compute from the scaled weights."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import guardbit
+from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.qk_clip import check_bound, clip
+
+WIDTH, HEADS, TOKENS = 24, 6, 5
+
+
+class Grouped(nn.Module):
+    """Attention of 6 query heads over `groups` key heads, with biases."""
+
+    def __init__(self, groups, expands=False, fused=False, norm=False):
+        super().__init__()
+        self.groups, self.expands, self.fused = groups, expands, fused
+        self.size = WIDTH // HEADS
+        if fused:
+            self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        else:
+            self.q = nn.Linear(WIDTH, WIDTH)
+            self.kv = nn.Linear(WIDTH, 2 * groups * self.size)
+        self.norm = nn.RMSNorm(self.size) if norm else nn.Identity()
+
+    def project(self, x):
+        if self.fused:
+            q, k, v = self.qkv(x).chunk(3, -1)
+        else:
+            q, (k, v) = self.q(x), self.kv(x).chunk(2, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))
+        if self.expands:
+            k, v = (t.repeat_interleave(HEADS // self.groups, 1) for t in (k, v))
+        return self.norm(q), k, v
+
+    def forward(self, x):
+        q, k, v = self.project(x)
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, is_causal=True)
+
+
+def logits(module, x):
+    """FP64 logits of every head, (H, N, N)."""
+    wide = module.double()
+    q, k, _ = wide.project(x.double())
+    k = k.repeat_interleave(HEADS // k.size(1), 1)
+    result = (q @ k.mT)[0].detach() / math.sqrt(module.size)
+    module.float()
+    return result
+
+
+def watched(module):
+    x = torch.randn(1, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(module)
+    instrumentation = guardbit.instrument(model)
+    model(x).square().mean().backward()
+    return x, instrumentation
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("groups", "expands"), [(6, False), (2, False), (2, True), (1, False)])
+def test_only_the_logits_above_the_bound_shrink_and_to_the_bound(groups, expands, fused):
+    torch.manual_seed(0)
+    module = Grouped(HEADS if fused else groups, expands and not fused, fused)
+    x, instrumentation = watched(module)
+    before = logits(module, x)
+    largest = [40.0, 90.0, math.nan, 300.0, 100.0, math.inf]
+    clipped = clip(instrumentation.sites["0"], largest, 100.0)
+    assert clipped == {3: 100.0 / 300.0}
+    expected = before.clone()
+    expected[3] *= 100.0 / 300.0
+    # Two FP32 roundings of each weight, of both factors of a product: 2^-22 of a sum of 24 terms.
+    torch.testing.assert_close(logits(module, x), expected, rtol=1e-5, atol=1e-6)
+    instrumentation.remove()
+
+
+def test_nothing_is_touched_below_the_bound():
+    module = Grouped(2)
+    _, instrumentation = watched(module)
+    before = [p.clone() for p in module.parameters()]
+    assert clip(instrumentation.sites["0"], [100.0] * HEADS, 100.0) == {}
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    instrumentation.remove()
+
+
+def test_other_rows_of_a_fused_weight_keep_their_bits():
+    torch.manual_seed(0)
+    module = Grouped(HEADS, fused=True)
+    before = module.qkv.weight.detach().clone(), module.qkv.bias.detach().clone()
+    _, instrumentation = watched(module)
+    clip(instrumentation.sites["0"], [1.0, 8.0, 1.0, 1.0, 1.0, 1.0], 2.0)
+    size = WIDTH // HEADS
+    touched = torch.zeros(3 * WIDTH, dtype=torch.bool)
+    touched[size : 2 * size] = touched[WIDTH + size : WIDTH + 2 * size] = True
+    for old, new in zip(before, (module.qkv.weight, module.qkv.bias), strict=True):
+        assert torch.equal(old[~touched], new.detach()[~touched])
+        assert torch.equal(0.5 * old[touched], new.detach()[touched])
+    instrumentation.remove()
+
+
+def test_a_module_with_normalised_queries_is_refused():
+    module = Grouped(HEADS, norm=True)
+    before = [p.clone() for p in module.parameters()]
+    _, instrumentation = watched(module)
+    with pytest.raises(LayoutUnavailable, match="its queries are normalised"):
+        clip(instrumentation.sites["0"], [1000.0] * HEADS, 100.0)
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    instrumentation.remove()
+
+
+@pytest.mark.parametrize("bound", [0, -1.0, math.inf, math.nan, True, "100"])
+def test_a_bound_is_a_finite_number_above_0(bound):
+    with pytest.raises(ValueError, match="qk_clip must be a finite number above 0, or None, got"):
+        check_bound(bound)
