@@ -22,6 +22,7 @@ class Diagnosed(NamedTuple):
         stabilizer: What ran in the head then; unless "none", what its kernel returned is not known,
             and FlashAttention-2's roundings are taken for its own.
         found: The diagnosis.
+        kernel: Name of the engine that ran it, "" where it is not known.
     """
 
     site: str
@@ -29,6 +30,7 @@ class Diagnosed(NamedTuple):
     steps: tuple[int, ...]
     stabilizer: str
     found: Diagnosis
+    kernel: str = ""
 
 
 def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
@@ -73,6 +75,7 @@ def diagnose_heads(heads: Iterable[list[KeptHead]], seconds: float) -> Iterator[
             tuple(one.step for one in snapshots),
             last.stabilizer,
             diagnose([one.inputs for one in snapshots]),
+            last.kernel,
         )
 
 

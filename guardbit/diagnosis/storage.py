@@ -30,6 +30,7 @@ class KeptHead(NamedTuple):
         head: Number of the head.
         stabilizer: What ran in it; unless "none", the kernel's output and dQ are not kept.
         inputs: The head, in the host's memory.
+        kernel: Name of the engine that ran it, "" where it is not known.
     """
 
     step: int
@@ -37,6 +38,7 @@ class KeptHead(NamedTuple):
     head: int
     stabilizer: str
     inputs: HeadInputs
+    kernel: str = ""
 
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
@@ -50,6 +52,7 @@ def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> P
             "site": one.site,
             "head": one.head,
             "stabilizer": one.stabilizer,
+            "kernel": one.kernel,
             **{field.name: getattr(one.inputs, field.name) for field in fields(HeadInputs)},
         }
         for one in snapshots
@@ -85,7 +88,9 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
                 raise ValueError("it is of another version of GuardBit")
             for one in held["heads"]:
                 inputs = HeadInputs(**{name: one[name] for name in names})
-                found.append(KeptHead(step, one["site"], one["head"], one["stabilizer"], inputs))
+                kept = KeptHead(step, one["site"], one["head"], one["stabilizer"], inputs)
+                # Files of the first days do not say which kernel it was.
+                found.append(kept._replace(kernel=one.get("kernel", "")))
         except OSError:
             raise
         except Exception as error:  # whatever unpickling a broken file raises

@@ -109,7 +109,9 @@ def heading(one: Diagnosed) -> str:
     """Names the head and what was looked at."""
     steps, found = one.steps, one.found
     when = f"step {steps[0]:,}" if len(steps) == 1 else f"steps {steps[0]:,} to {steps[-1]:,}"
-    return f"{one.site} head {one.head}, {when}: {found.samples} samples, {found.rows:,} rows"
+    kernel = f" of {one.kernel}" if one.kernel else ""
+    rows = f"{found.samples} samples, {found.rows:,} rows{kernel}"
+    return f"{one.site} head {one.head}, {when}: {rows}"
 
 
 def page(one: Diagnosed) -> Iterator[str]:
@@ -156,6 +158,7 @@ def as_json(one: Diagnosed) -> dict[str, Any]:
         "head": one.head,
         "steps": list(one.steps),
         "stabilizer": one.stabilizer,
+        "kernel": one.kernel,
         "cause": found.cause,
         "operation": found.operation,
         "root": found.root,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,6 +34,10 @@ class AttentionCall:
         stabilizers: One name a head.
         dropout: With dropout, what our kernels dropped, and in which heads. What PyTorch's kernel
             dropped in the other heads is unknown.
+        kernel: What ran the backward: an engine's name, "guardbit" for our own kernel, "" where it
+            is not known.
+        again: Runs the same backward once more, on the same tensors, and returns dq, dk and dv;
+            None where that cannot be.
     """
 
     site: int
@@ -49,6 +53,8 @@ class AttentionCall:
     spec: AttentionSpec
     stabilizers: tuple[str, ...]
     dropout: Dropout | None = None
+    kernel: str = ""
+    again: Callable[[], tuple[Tensor, Tensor, Tensor]] | None = None
 
     @property
     def known_heads(self) -> tuple[int, ...]:

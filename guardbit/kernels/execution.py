@@ -248,6 +248,13 @@ def run_backward(
         dq, dk, dv, d_mask = map(aligned, (dq, dk, dv, d_mask))
     if state.observer is not None:
         plan = plan_of(names, native)
+
+        def again() -> tuple[Tensor, Tensor, Tensor]:
+            with state.uncounted():
+                same = Call(q, k, v, spec, state, native, wants_mask)
+                found, _, _ = heads.backward(same, d_out, ran, random, generator_state)
+            return found.dq, found.dk, found.dv
+
         state.observer(
             AttentionCall(
                 site=number,
@@ -263,6 +270,8 @@ def run_backward(
                 spec=spec,
                 stabilizers=names,
                 dropout=heads.dropout_of(call, plan, random),
+                kernel="guardbit" if engine is None else engine.name,
+                again=again,
             )
         )
     return dq, dk, dv, d_mask

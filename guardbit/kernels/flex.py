@@ -226,6 +226,7 @@ def _seen(call: _Shared, dq: Tensor, d_lse: Tensor) -> AttentionCall:
         dv=None,
         spec=call.spec,
         stabilizers=names,
+        kernel=KERNEL,
     )
 
 

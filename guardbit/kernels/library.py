@@ -242,9 +242,16 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
         dq, dk, dv, d_sinks = map(aligned, (dq, dk, dv, d_sinks))
     observer = call.state.observer
     if observer is not None:
-        dropout_p, dropped = numbers.dropout_p, None
+        state, dropout_p, dropped = call.state, numbers.dropout_p, None
         if dropout_p > 0:  # by the library, which does not say which entries
             dropped = Dropout(dropout_p, torch.zeros((), dtype=torch.int64), (), call.heads)
+
+        def again() -> tuple[Tensor, Tensor, Tensor]:
+            with state.uncounted():
+                same = _call(tensors, numbers)
+                found, _, _ = heads.backward(same, d_out, ran, random, _no_state())
+            return found.dq, found.dk, found.dv
+
         observer(
             AttentionCall(
                 site=int(tensors[6]),
@@ -260,6 +267,8 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
                 spec=call.spec,
                 stabilizers=names,
                 dropout=dropped,
+                kernel=_NAMES[numbers.engine],
+                again=again,
             )
         )
     return dq, dk, dv, d_sinks

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -171,6 +172,15 @@ class SiteState:
         index, count = self.share
         size = len(names) // count
         return names[index * size : (index + 1) * size]
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Keeps what runs within out of `launches`: it is no call of the model."""
+        before = self.launches.copy()
+        try:
+            yield
+        finally:
+            self.launches = before
 
     def note(self, names: tuple[str, ...], why: str) -> None:
         """Records what the heads of a call ran; logs once why that is not what was asked for.

@@ -94,7 +94,9 @@ class Snapshots:
                 except ValueError as error:
                     self._refuse(key, str(error))
                     continue
-                self._held[key] = KeptHead(-1, name, head, call.stabilizers[place], inputs)
+                self._held[key] = KeptHead(
+                    -1, name, head, call.stabilizers[place], inputs, call.kernel
+                )
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
         """Copies a head to the host.

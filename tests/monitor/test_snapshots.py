@@ -101,6 +101,7 @@ def test_an_alarmed_head_is_kept_at_the_next_samples(tmp_path):
         assert torch.equal(one.inputs.q, q)
         assert one.inputs.scale == 1 / math.sqrt(16)
         assert one.inputs.end.tolist() == list(range(1, 25))
+        assert one.kernel == "FLASH_ATTENTION"
         assert one.inputs.direction is not None and one.inputs.direction.norm() == pytest.approx(1)
 
 
