@@ -18,9 +18,11 @@ def main() -> None:
     pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     shown = {DOCS / name for name in re.findall(r"\]\((?:docs/)?(images/[^)]+)\)", text)}
-    for path in sorted((DOCS / "images").rglob("*.png")):
+    for path in sorted((DOCS / "images").rglob("*.*")):
         if path not in shown:
             path.unlink()
+            continue
+        if path.suffix != ".png":
             continue
         with Image.open(path) as picture:
             if picture.mode != "P":

@@ -57,6 +57,8 @@ class ReportFormat(enum.StrEnum):
     png = "png"
     pdf = "pdf"
     md = "md"
+    gif = "gif"
+    card = "card"
 
 
 @contextlib.contextmanager
@@ -130,7 +132,8 @@ def report(
         ReportFormat | None,
         typer.Option(
             help="One page that opens offline, a folder of pictures, printable pages, or Markdown; "
-            "by default what the output's name says, else html.",
+            "of one run also the model map over the steps (gif), or a picture of 1,200 x 630 "
+            "pixels to share (card). By default what the output's name says, else html.",
             show_default=False,
         ),
     ] = None,
@@ -154,7 +157,7 @@ def report(
             outcomes = _outcomes_in_json(paths)
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
-    from guardbit.dashboards.report import write_reports
+    from guardbit.dashboards.report import write_reports, write_shared
 
     with _refusing(OSError, ValueError):
         if format is None:
@@ -162,8 +165,14 @@ def report(
             known = set(ReportFormat)
             format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
         place = _report_path(paths, output, format)
+        is_shared = format in (ReportFormat.gif, ReportFormat.card)
+        if is_shared and len(paths) > 1:
+            raise ValueError(f"a {format.value} shows one run, got {len(paths)}")
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-        written = write_reports(runs, place, format=format.value)
+        if format is ReportFormat.gif or format is ReportFormat.card:
+            written = write_shared(runs[0], place, format.value)
+        else:
+            written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
     if open_it:
         typer.launch(written.resolve().as_uri())
@@ -172,7 +181,8 @@ def report(
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
     """Where a report goes: a file, or the folder of the PNGs."""
     name = "report" if len(paths) == 1 else "comparison"
-    name += "_pictures" if format is ReportFormat.png else f".{format.value}"
+    endings = {ReportFormat.png: "_pictures", ReportFormat.card: "_card.png"}
+    name += endings.get(format, f".{format.value}")
     if output is not None:
         # A name without a suffix is a folder's, whether it exists already or not.
         is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)

@@ -266,6 +266,19 @@ def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
     assert (tmp_path / "p" / "summary.png").is_file()
 
 
+def test_pictures_to_share_are_made_of_one_run(tmp_path: Path, small_run: Path) -> None:
+    for arguments, place in [
+        (("--format", "card"), small_run / "report_card.png"),
+        (("--format", "card", "--output", tmp_path / "o"), tmp_path / "o" / "report_card.png"),
+        (("--output", tmp_path / "m.gif"), tmp_path / "m.gif"),
+    ]:
+        result = invoke("report", small_run, *arguments)
+        assert (result.exit_code, result.stdout) == (0, f"{place}\n"), result.stderr
+        assert place.is_file()
+    both = invoke("report", small_run, small_run, "--format", "gif")
+    check_refused(both, "a gif shows one run, got 2")
+
+
 @pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm"])
 def test_a_name_that_means_no_format_of_reports_is_refused(
     small_run: Path, tmp_path: Path, name: str

@@ -14,9 +14,8 @@ from matplotlib.figure import Figure
 from guardbit.dashboards import figures, marks, ranking
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.outcome import Outcome, facts, headline, outcome_of
+from guardbit.dashboards.palette import OUTCOME_COLOURS
 from guardbit.store import read_events, read_metadata, read_run
-
-_COLOURS = {"healthy": "#00664a", "saved": "#00664a", "lost": "#a3260d", "learning-rate": "#a3260d"}
 
 
 def load(path: str | os.PathLike[str]) -> LoadedRun:
@@ -80,7 +79,7 @@ class LoadedRun:
         return f"{self.name}: {headline(self.outcome)}"
 
     def _repr_html_(self) -> str:
-        colour = _COLOURS.get(self.outcome.kind, "#b84a00")
+        colour = OUTCOME_COLOURS[self.outcome.kind]
         parts = escape(" · ".join(facts(self.outcome)))
         return (
             f'<div><b style="color:{colour}">●</b> <b>{escape(headline(self.outcome))}</b><br>'

@@ -12,6 +12,15 @@ HIGHLIGHTS: tuple[tuple[str, str], ...] = (
     ("#0072b2", "--"),
     ("#009e73", "-."),
 )
+#: What became of a run; amber for all that is neither good nor lost.
+OUTCOME_COLOURS = {
+    "healthy": "#00664a",
+    "saved": "#00664a",
+    "alarmed": "#b84a00",
+    "unclear": "#b84a00",
+    "lost": "#a3260d",
+    "learning-rate": "#a3260d",
+}
 #: Ramp of the maps, from usual to diverging; its luminance falls steadily, so it reads in grey.
 HEAT_STOPS = ("#f1f2f4", "#f6cf9a", "#ec9336", "#c04a00", "#6b1f00", "#2b0a00")
 #: The same on dark paper: from usual, which is dark, to diverging, which shines.

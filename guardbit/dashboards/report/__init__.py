@@ -16,11 +16,22 @@ from guardbit.dashboards.report.document import Document
 from guardbit.dashboards.report.html import to_html
 from guardbit.dashboards.report.markdown import to_markdown
 from guardbit.dashboards.report.pages import text_pages, write_pdf
+from guardbit.dashboards.report.places import refuse_links
+from guardbit.dashboards.report.sharing import SUFFIXES, Shared, write_shared
 
 Format = Literal["html", "png", "pdf", "md"]
 FORMATS: tuple[Format, ...] = ("html", "png", "pdf", "md")
 
-__all__ = ["FORMATS", "Format", "Run", "write_report", "write_reports"]
+__all__ = [
+    "FORMATS",
+    "SUFFIXES",
+    "Format",
+    "Run",
+    "Shared",
+    "write_report",
+    "write_reports",
+    "write_shared",
+]
 
 
 def write_report(
@@ -92,14 +103,14 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
             f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
             f" the format {meant!r}, or another name."
         )
-    _refuse_links(output)
+    refuse_links(output)
     document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
     folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
     output.parent.mkdir(parents=True, exist_ok=True)
     if format == "pdf":
         write_pdf(document, output)
         return output
-    _refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
+    refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
     _write_pictures(document, folder)
     if format == "html":
         output.write_text(to_html(document, folder.name), encoding="utf-8")
@@ -108,19 +119,6 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
     else:
         text_pages(document)[0].savefig(folder / "summary.png", dpi=STYLE["savefig.dpi"])
     return output
-
-
-def _refuse_links(*paths: Path) -> None:
-    """Raises where a file would be written through a link to somewhere else.
-
-    A run's folder may be another person's, and what lies in it point at a file of the reader's.
-    """
-    for path in paths:
-        if path.is_symlink():
-            raise ValueError(
-                f"The report is not written through the link {path} to {path.readlink()}: remove "
-                "it, or give another output."
-            )
 
 
 def _names(document: Document) -> list[str]:

@@ -38,17 +38,14 @@ def answers_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> 
         heads: "layer,head" -> the same, as many as there is room for.
     """
     frame = tables.check_samples(frame)
-    views = RunViews(BUCKETS)
-    views.events = marks.events_of(events)
-    views.take(_batch(frame))
-    views.take_picture(title)
+    views = _views(frame, events, title)
     state = views.picture(None)
-    first = {mark: _first_step(frame, events, mark) for mark in ("alarm", "switch")}
-    maps = _maps(views, state, [step for step in first.values() if step is not None])
+    maps = _maps(views, frame, events)
     start = len(maps) - 1
-    if first["alarm"] is not None and maps:
+    alarm = _first_step(frame, events, "alarm")
+    if alarm is not None and maps:
         known = [one["map"]["step"] for one in maps]
-        start = min(int(np.searchsorted(known, first["alarm"])), start)
+        start = min(int(np.searchsorted(known, alarm)), start)
     return {
         "state": {**state, "events": [], "version": 0},
         "maps": maps,
@@ -56,6 +53,27 @@ def answers_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> 
         "curves": {name: views.curves(name) for name in state["indicators"]},
         "heads": _heads(views, frame, events),
     }
+
+
+def maps_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> list[Json]:
+    """Returns the model maps of the player alone, each with the number of heads in a layer.
+
+    Args:
+        frame: Samples with at least one row.
+        events: The events.
+        title: What the run is called.
+    """
+    views = _views(frame, events, title)
+    heads = views.picture(None)["heads"]
+    return [{**one["map"], "heads": heads} for one in _maps(views, frame, events)]
+
+
+def _views(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> RunViews:
+    views = RunViews(BUCKETS)
+    views.events = marks.events_of(events)
+    views.take(_batch(frame))
+    views.take_picture(title)
+    return views
 
 
 def _batch(frame: pd.DataFrame) -> pa.RecordBatch:
@@ -74,14 +92,20 @@ def _first_step(frame: pd.DataFrame, events: pd.DataFrame | None, mark: marks.Ma
     return min((event.step for event in first.values()), default=None)
 
 
-def _maps(views: RunViews, state: Json, wanted: list[int]) -> list[Json]:
+def _maps(views: RunViews, frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Json]:
+    state = views.picture(None)
     steps = state["steps"]
+    first = [_first_step(frame, events, mark) for mark in ("alarm", "switch")]
     size = len(json.dumps(state["map"])) + len(json.dumps(state["worst"]))
     count = int(np.clip(MOST_OF_MAPS // max(size, 1), 2, MAPS))
     chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)} if steps else set()
     maps: dict[int, Json] = {}
     # Of a step within a bucket the whole bucket is taken, which knows what happened at it.
-    ends = [steps[min(int(np.searchsorted(steps, step)), len(steps) - 1)] for step in wanted]
+    ends = [
+        steps[min(int(np.searchsorted(steps, step)), len(steps) - 1)]
+        for step in first
+        if step is not None and steps
+    ]
     for step in sorted({*chosen, *ends}):
         picture = views.picture(step)
         at = picture["map"]["step"]
