@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "run"]
+Probe = Literal[
+    "weights", "rows", "keys", "delta", "gradient_audit", "comparison", "repeats", "finite", "run"
+]
+
+#: What `nonfinite` adds up, in the order in which a training step makes these tensors.
+NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
 
 #: The unit of values from 0 to 1, which reports show in percent.
 SHARE_OF_ROWS = "share of rows"
@@ -33,6 +38,7 @@ class Indicator:
         logged_key: The key under which its largest value in size, over all heads, reaches loggers;
             None where it does not. Stable, as dashboards are built on it.
         sum_of: The indicator whose running sum over the sampled steps it is; None: it is measured.
+        is_occasional: Whether it is recorded only where it was asked for, or something is wrong.
     """
 
     name: str
@@ -44,6 +50,7 @@ class Indicator:
     floor: float | None = None
     logged_key: str | None = None
     sum_of: str | None = None
+    is_occasional: bool = False
 
     @property
     def is_of_run(self) -> bool:
@@ -179,6 +186,38 @@ CATALOG: tuple[Indicator, ...] = (
         sum_of="w_q_push",
     ),
     Indicator(
+        name="compared_dq_relative_error",
+        probe="comparison",
+        label="dQ relative error, compared",
+        meaning="`dq_relative_error` of the engine that `compare` names, on the same inputs",
+        is_occasional=True,
+    ),
+    Indicator(
+        name="compared_w_q_push",
+        probe="comparison",
+        label="push of rounding, compared",
+        meaning="`w_q_push` of that engine",
+        is_signed=True,
+        is_occasional=True,
+    ),
+    Indicator(
+        name="repeat_difference",
+        probe="repeats",
+        label="difference of a second backward",
+        meaning="norm of the difference of two backwards on the same tensors over that of the"
+        " gradient, the largest of dQ, dK and dV; only with `audit_repeats`",
+        unit="half units in the last place, of FP32 those of FP16",
+        is_occasional=True,
+    ),
+    Indicator(
+        name="nonfinite",
+        probe="finite",
+        label="tensors with NaN or infinity",
+        meaning="the sum of 1 for q, 2 for k, 4 for v, 8 for O, 16 for dO, 32 for dQ, 64 for dK"
+        " and 128 for dV, of those that are not finite; recorded only where there are any",
+        is_occasional=True,
+    ),
+    Indicator(
         name="loss",
         probe="run",
         label="training loss",
@@ -203,6 +242,9 @@ HEAD_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if not one.
 RUN_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if one.is_of_run)
 
 INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
+
+#: Indicators that a run has no values of unless it asked for them, or something is wrong.
+OCCASIONAL: frozenset[str] = frozenset(one.name for one in CATALOG if one.is_occasional)
 
 #: Running sum -> what it sums up.
 SUMS: dict[str, str] = {one.name: one.sum_of for one in CATALOG if one.sum_of}

@@ -25,6 +25,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import (
     SNAPSHOT_MEGABYTES,
+    check_examinations,
     check_settings,
     check_snapshot_megabytes,
 )
@@ -60,6 +61,10 @@ class HuggingFaceMonitor(TrainerCallback):
         dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
             for `guardbit diagnose`; 0 for nothing.
+        compare: Another engine, such as "flash" or "efficient", that is run on the inputs of the
+            audited heads; its errors are recorded beside those of the one in use. None for none.
+        audit_repeats: Whether the backward of sampled calls is run a second time, and differences
+            are told: a race, or additions in any order.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -79,10 +84,13 @@ class HuggingFaceMonitor(TrainerCallback):
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
+        compare: str | None = None,
+        audit_repeats: bool = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
+        check_examinations(compare, audit_repeats)
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,
@@ -94,6 +102,8 @@ class HuggingFaceMonitor(TrainerCallback):
             "num_audited_heads": num_audited_heads,
             "rules": rules,
             "snapshot_megabytes": snapshot_megabytes,
+            "compare": compare,
+            "audit_repeats": audit_repeats,
             "strict": strict,
         }
         self.session: MonitorSession | None = None

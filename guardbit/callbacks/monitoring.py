@@ -25,6 +25,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import (
     SNAPSHOT_MEGABYTES,
+    check_examinations,
     check_settings,
     check_snapshot_megabytes,
 )
@@ -80,6 +81,10 @@ class AttentionMonitor(pl.Callback):
             where the logger has none, in the folder of Lightning's checkpoints.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
             for `guardbit diagnose`; 0 for nothing.
+        compare: Another engine, such as "flash" or "efficient", that is run on the inputs of the
+            audited heads; its errors are recorded beside those of the one in use. None for none.
+        audit_repeats: Whether the backward of sampled calls is run a second time, and differences
+            are told: a race, or additions in any order.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -98,10 +103,13 @@ class AttentionMonitor(pl.Callback):
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
+        compare: str | None = None,
+        audit_repeats: bool = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
+        check_examinations(compare, audit_repeats)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
@@ -115,6 +123,8 @@ class AttentionMonitor(pl.Callback):
         self.rules = rules
         self.dirpath = dirpath
         self.snapshot_megabytes = snapshot_megabytes
+        self.compare = compare
+        self.audit_repeats = audit_repeats
         self.strict = strict
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
@@ -155,6 +165,8 @@ class AttentionMonitor(pl.Callback):
                 dry_run=self.dry_run,
                 dirpath=dirpath if trainer.is_global_zero else None,
                 snapshot_megabytes=self.snapshot_megabytes,
+                compare=self.compare,
+                audit_repeats=self.audit_repeats,
                 strict=self.strict,
             ),
         )

@@ -88,15 +88,27 @@ def sdpa_candidates(call: Call, own: bool) -> Candidates:
     engines: list[Engine] = []
     refused: dict[str, str] = {}
     for backend in BACKENDS:
-        with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
-            warnings.simplefilter("always")
-            try:
-                engines.append(choose(call.q, call.k, call.v, call.spec, training=True))
-            except RuntimeError:
-                refused[backend.name] = _reason(backend, [str(w.message) for w in said])
-    if own and call.spec.mask is None:
+        try:
+            engines.append(sdpa_engine(backend, call))
+        except ValueError as error:
+            refused[backend.name] = str(error)
+    if own and call.spec.mask is None and not call.spec.extras:
         engines.append(OwnKernels())
     return Candidates(engines, refused)
+
+
+def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
+    """Returns the engine of one of PyTorch's backends.
+
+    Raises:
+        ValueError: If it does not serve the call, with PyTorch's own reason.
+    """
+    with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
+        warnings.simplefilter("always")
+        try:
+            return choose(call.q, call.k, call.v, call.spec, training=True)
+        except RuntimeError:
+            raise ValueError(_reason(backend, [str(w.message) for w in said])) from None
 
 
 def library_candidates(call: Call) -> Candidates:

@@ -11,7 +11,9 @@ and with their worst signs, so that a sound kernel is never outside, whatever th
 - exponentials are off by `_EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
 - |dO - exact| <= (u + e) P |V| + 2 u |O|, the second u for a sum of rounded P;
 - |ddV| <= (u + e) P^T |dO| + u |dV|;
-- |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK.
+- |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK;
+- with a soft cap c, S = c tanh(s / c) is off by `_TANH` |S| more, and the slope 1 - (S / c)^2, by
+  which dS is multiplied, by `_SLOPE`.
 
 delta = rowsum(dO O) has the error of the kernel's own O, which is known, and which is what this
 project is about: of dQ it is taken as it is, row by row (`Exact.dq_bound`).
@@ -35,6 +37,7 @@ from guardbit.kernels.mask.geometry import (
     mask_tile,
     visible_range,
 )
+from guardbit.kernels.reference.common import cap_slope, capped
 
 #: Names of what attention returns and its gradients, in the order in which faults are looked for.
 TENSORS = ("out", "lse", "dq", "dk", "dv")
@@ -44,6 +47,8 @@ _FLOAT32 = 2.0**-24
 # Kernels may compute exponentials as polynomials, to what the format of P can tell: PyTorch's on
 # CPUs are 5.3e-5 off (2.13, AVX-512), FlashAttention-4's of degree 3 less than 1e-4.
 _EXPONENTIAL = 1e-4
+# GPUs' own tanh is 2^-10.99 of itself off (PTX ISA, tanh.approx.f32); the slope has twice that.
+_TANH, _SLOPE = 2.0**-10.9, 2.0**-9.8
 # A running sum is rescaled once a tile: steps of FP32 apart from one for every so many keys, as
 # each thread of a tile sums a share of them.
 _STEPS, _KEYS_A_STEP = 64, 4
@@ -114,7 +119,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     """Computes a unit of a call in FP64.
 
     Args:
-        call: The call; of its spec `causal`, `mask`, `window` and `documents` count.
+        call: The call; of its spec `causal`, `mask`, `window`, `documents` and `softcap` count.
         unit: Which part.
         chunk_bytes: About how much memory to take at a time.
     """
@@ -153,7 +158,10 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         qs, ds = q[:, present], d_out[:, present]
         mask = mask_tile(spec, shape, head_ids, row_ids[present], key_ids[seen], visible)
         mask = (mask[0] if mask.dim() == 4 else mask).double()
-        scores = qs @ ks.T * spec.scale + mask
+        products_ = qs @ ks.T * spec.scale
+        slope = cap_slope(products_, spec.softcap) if spec.softcap > 0 else 1.0
+        capped_ = capped(products_, spec.softcap)
+        scores = capped_ + mask
         log_sum = scores.logsumexp(-1, keepdim=True)
         p = (scores - log_sum).exp().nan_to_num(0.0)  # a row that sees no key
         dp = ds @ vs.T
@@ -165,6 +173,8 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
         sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
         score_error = products * sizes + 4 * _FLOAT32 * largest
+        if spec.softcap > 0:
+            score_error = score_error + _TANH * capped_.abs().amax(-1, keepdim=True)
         e = 2 * (score_error + _EXPONENTIAL) + sums
         p_v = p @ vs.abs()
         out[:, present] = p @ vs
@@ -173,7 +183,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         lse[:, present] = log_sum[..., 0]
         lse_bound[:, present] = (score_error + _EXPONENTIAL + sums + 4 * _FLOAT32 * largest)[..., 0]
         delta[:, present] = row_delta[..., 0]
-        push[:, present] = p @ ks * -spec.scale
+        push[:, present] = p * slope @ ks * -spec.scale
         push_size[:, present] = p @ ks.abs() * spec.scale
         dp_error = products * d_norm[:, present, None] * v_norm[seen]
         noise[:, present] = (
@@ -181,6 +191,9 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
             + (e * (p * dp.abs()).sum(-1, keepdim=True))[..., 0]
         )
         ds_error = p * (e * (dp - row_delta).abs() + dp_error) + (2 * u + sums) * ds_.abs()
+        if spec.softcap > 0:
+            ds_error = ds_error + _SLOPE * ds_.abs()
+            ds_ = ds_ * slope
         dq[:, present] = ds_ @ ks * spec.scale
         dq_sum[:, present] = ds_.abs() @ ks.abs() * spec.scale
         dq_bound[:, present] = ds_error @ ks.abs() * spec.scale

@@ -260,6 +260,11 @@ class Examination:
             )
 
     @property
+    def has_looked(self) -> bool:
+        """Whether the engine was run at all."""
+        return bool(self._noted or self._failures)
+
+    @property
     def delta(self) -> str:
         """Where the backward takes delta from.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend
@@ -14,8 +16,10 @@ from guardbit.doctor.candidates import Candidates, chosen, library_candidates, s
 from guardbit.doctor.exact import Exact, exactly, units_of
 from guardbit.doctor.examination import Examination
 from guardbit.doctor.finding import Preflight
+from guardbit.doctor.flex import Flex, why_not_flex
 from guardbit.doctor.inputs import KINDS, make
 from guardbit.kernels.engines import Engine
+from guardbit.kernels.spec import AttentionSpec
 
 #: Shapes that are examined where none is asked for, by device: GPT-2's, grouped heads of 128, and
 #: lengths off the tiles, 64 beyond a multiple of 128 among them.
@@ -43,6 +47,24 @@ _DENSE_BYTES, _TENSORS = 20, 24
 _PART = 0.5
 
 
+class OwnCall(NamedTuple):
+    """A call that a model makes.
+
+    Attributes:
+        shape: Its sizes.
+        spec: What it asks for.
+        dtype: Of its tensors.
+        mask: What its mask is, in words.
+        kernel: Name of the engine that ran it, "" where it is not known.
+    """
+
+    shape: Shape
+    spec: AttentionSpec
+    dtype: torch.dtype
+    mask: str
+    kernel: str
+
+
 class Examiner:
     """Examines calls one after the other.
 
@@ -61,6 +83,7 @@ class Examiner:
     ) -> None:
         self.device, self._units = device, None if all_units else _UNITS
         self.result = Preflight()
+        self._flex = Flex(is_compiled=True)
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
@@ -85,6 +108,8 @@ class Examiner:
         candidates = sdpa_candidates(first, own=self._units is None)
         self._examine(candidates, dense_calls(), str(shape), mask, dtype_name)
         packed = packed_spec(shape, mask, self.device)
+        if self._units is None:
+            self.flex(shape, mask, dtype_name)
         if packed is None:
             return
         spec, long = packed
@@ -94,6 +119,50 @@ class Examiner:
 
         candidates = library_candidates(next(iter(packed_calls()))[1])
         self._examine(candidates, packed_calls(), str(shape), mask, dtype_name)
+
+    def flex(self, shape: Shape, mask: str, dtype_name: str, softcap: float = 0.0) -> None:
+        """Examines FlexAttention, which is compiled for it on a GPU.
+
+        Raises:
+            ValueError: If there is no such mask.
+        """
+        dtype = DTYPES[dtype_name]
+        said = f"{mask} softcap:{softcap:g}" if softcap else mask
+        spec = replace(dense_spec(shape, mask, dtype, self.device), softcap=softcap)
+        if self._is_late(f"{shape} {said} {dtype_name}, flex_attention"):
+            return
+        calls = [(kind, make(kind, shape, spec, dtype, self.device)) for kind in KINDS]
+        if (why := why_not_flex(calls[0][1])) is not None:
+            self._refuse(f"flex_attention is not examined: {why}", f"{shape} {said}")
+            return
+        candidates = Candidates([self._flex], {})
+        self._examine(candidates, calls, str(shape), said, dtype_name)
+
+    def asked(self, call: OwnCall) -> None:
+        """Examines the engines for a call that a model makes, with its own mask."""
+        shape, spec, dtype = call.shape, call.spec, call.dtype
+        dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
+        mask = call.mask
+        place = f"{shape} {mask} {dtype_name}"
+        if self._is_late(place) or self._is_too_large(place, shape, mask):
+            return
+
+        def calls() -> Iterable[tuple[str, Call]]:
+            return ((kind, make(kind, shape, spec, dtype, self.device)) for kind in KINDS)
+
+        first = next(iter(calls()))[1]
+        if spec.extras:
+            candidates = library_candidates(first)
+        else:
+            self.result.chosen[place] = chosen(first)
+            candidates = sdpa_candidates(first, own=False)
+        # Where time is short, what the model runs comes first.
+        candidates.engines.sort(key=lambda engine: engine.name != call.kernel)
+        self._examine(candidates, calls(), str(shape), mask, dtype_name)
+
+    def refuse(self, why: str, place: str) -> None:
+        """Notes why something is not examined."""
+        self._refuse(f"not examined: {why}", place)
 
     def _examine(
         self,
@@ -117,12 +186,16 @@ class Examiner:
                 break
             exacts, units = self._exacts(call)
             for examination in examinations:
+                if self._is_late(f"{examination.name}, {shape} {mask}, {kind} and what follows"):
+                    break
                 try:
                     examination.look(kind, call, exacts, units)
                 except torch.OutOfMemoryError:
                     place = f"{examination.name}, {shape} {mask}, {kind}"
                     self._refuse("not examined: out of memory", place)
         for examination in examinations:
+            if not examination.has_looked:
+                continue
             self.result.examined += 1
             found = examination.findings()
             self.result.findings += found
@@ -182,7 +255,9 @@ class Examiner:
 def free_memory(device: str) -> int:
     """Returns the free memory of a device in bytes."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info()[0]
+        # What PyTorch holds and does not use is free too.
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + held
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

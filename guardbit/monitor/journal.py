@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import Event, RunEnd, Sample, printable
+from guardbit.records import STABILIZERS, Event, RunEnd, Sample, printable
 from guardbit.store import RunWriter, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -260,6 +260,14 @@ class Journal:
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         return {"settings": dict(self._settings), "versions": versions}
+
+
+def kernel_of(site: Site | None) -> str:
+    """Names what has run a site's attention, "" where that is not known."""
+    if site is None:
+        return ""
+    names = {name for _, name in site.launches} - {*STABILIZERS, "triton"}
+    return ", ".join(sorted(names))
 
 
 def metadata_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:

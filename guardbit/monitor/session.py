@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
+from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines.proof import proofs
 from guardbit.kernels.runtime import runtime
@@ -30,7 +31,7 @@ from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
-from guardbit.monitor.journal import Journal, metadata_of
+from guardbit.monitor.journal import Journal, kernel_of, metadata_of
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
@@ -38,11 +39,13 @@ from guardbit.monitor.measure import (
     Sent,
     joined,
 )
+from guardbit.monitor.oddities import Oddities
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.running import Running
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
     SNAPSHOT_MEGABYTES,
+    check_examinations,
     check_settings,
     check_snapshot_megabytes,
 )
@@ -101,6 +104,10 @@ class MonitorSession:
         dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
         snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
             `guardbit diagnose`; 0 for nothing.
+        compare: Another engine, of `guardbit.doctor.rival.RIVALS`, that is run on the inputs of the
+            audited heads, to record its error beside that of the one in use; None for none.
+        audit_repeats: Whether to run the backward of sampled calls a second time, and to tell where
+            it differs.
         strict: Raise errors of the monitor itself, instead of logging them and going on.
 
     Attributes:
@@ -131,10 +138,13 @@ class MonitorSession:
         dry_run: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
+        compare: str | None = None,
+        audit_repeats: bool = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
+        check_examinations(compare, audit_repeats)
         if policy is not None and not isinstance(policy, Policy):
             raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
         if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
@@ -173,8 +183,16 @@ class MonitorSession:
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
+        self.compare, self.audit_repeats = compare, audit_repeats
+        self._rival = None if compare is None else Rival(compare)
+        self._oddities = Oddities()
         self._measurement = Measurement(
-            self.instrumentation, self.indicators, num_rows, num_audited_heads
+            self.instrumentation,
+            self.indicators,
+            num_rows,
+            num_audited_heads,
+            self._rival,
+            audit_repeats,
         )
         self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
@@ -406,6 +424,7 @@ class MonitorSession:
         samples = self.samples = joined(known.samples)
         self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
         self._journal.add(samples)
+        self.attempt("oddities", lambda: self._tell_oddities(step, samples))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
@@ -439,6 +458,15 @@ class MonitorSession:
             self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))
+
+    def _tell_oddities(self, step: int, samples: list[Sample]) -> None:
+        sites = self.instrumentation.sites
+        for event in self._oddities.look(
+            step, samples, self.loss_scale, lambda name: kernel_of(sites.get(name))
+        ):
+            self.record(event)
+        if self._rival is not None and self._rival.refused:
+            self._journal.note({"compare": list(self._rival.refused)})
 
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
@@ -711,6 +739,8 @@ class MonitorSession:
             "indicators": list(self.indicators),
             "num_rows": self.num_rows,
             "num_audited_heads": self.num_audited_heads,
+            "compare": self.compare,
+            "audit_repeats": self.audit_repeats,
             "rules": [str(rule) for rule in self.detectors.rules],
             **{
                 name: getattr(self.policy, name) if self.policy else None

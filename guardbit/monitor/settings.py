@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from guardbit.catalog import INDICATORS
+from guardbit.doctor.rival import Rival
 from guardbit.monitor.detectors import Detectors, Rule
 
 #: Megabytes of snapshots that a run keeps unless it is told otherwise.
@@ -23,6 +24,18 @@ def check_snapshot_megabytes(megabytes: float) -> None:
         raise ValueError(
             f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
         )
+
+
+def check_examinations(compare: str | None, audit_repeats: bool) -> None:
+    """Refuses what `compare` and `audit_repeats` cannot be.
+
+    Raises:
+        ValueError: Naming the value and what is allowed.
+    """
+    if compare is not None:
+        Rival(compare)
+    if not isinstance(audit_repeats, bool):
+        raise ValueError(f"audit_repeats is {audit_repeats!r}; it must be True or False")
 
 
 def check_settings(

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention as flex_attention
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from guardbit.doctor.call import Shape, dense_spec
 from guardbit.doctor.exact import exactly, units_of
 from guardbit.doctor.examination import Examination
+from guardbit.doctor.flex import Flex
 from guardbit.doctor.inputs import KINDS, make
 from guardbit.kernels.engines import Inputs, Whole, choose
 from guardbit.kernels.engines.cpu_flash import CPUFlash
@@ -154,6 +156,57 @@ def check_sound(shape, mask, dtype):
 )
 def test_nothing_is_found_in_sound_engines(shape, mask, dtype):
     check_sound(shape, mask, dtype)
+
+
+def test_softcapped_attention_in_fp64_is_that_of_autograd():
+    spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=3.0)
+    call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
+    q, k, v = (x[1].double().requires_grad_() for x in (call.q, call.k, call.v))
+    group = slice(2, 4)  # of key head 1
+    scores = 3 * torch.tanh(q[group] @ k[1].T * spec.scale / 3)
+    scores = scores.masked_fill(torch.ones(128, 128, dtype=torch.bool).triu(1), -torch.inf)
+    out = scores.softmax(-1) @ v[1]
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), call.d_out[1, group].double())
+    wanted = {
+        "out": out, "lse": scores.logsumexp(-1), "dq": dq[group], "dk": dk[1], "dv": dv[1]
+    }  # fmt: skip
+    (exact,) = [exactly(call, unit) for unit in units_of(call, None) if unit == (1, 1)]
+    for name, value in wanted.items():
+        torch.testing.assert_close(exact.values[name], value.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture
+def flex_trains_here(monkeypatch):
+    """PyTorch refuses to on CPUs, though its plain-torch road has a backward."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.usefixtures("flex_trains_here")
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("mask", ["causal", "padding", "documents", "window:17"])
+def test_nothing_is_found_in_flex_attention(mask, softcap):
+    spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cpu"), softcap=softcap)
+    found = Examination(Flex(False), "flex", str(SHAPE), mask, "bf16", "Do something.")
+    for kind in ("as drawn", "keys counted", "rows counted", "low logsumexp", "peaked"):
+        call = make(kind, SHAPE, spec, torch.bfloat16, "cpu")
+        found.look(kind, call, [exactly(call, unit) for unit in units_of(call, None)], "all")
+    assert found.findings() == [], [str(finding) for finding in found.findings()]
+
+
+@pytest.mark.usefixtures("flex_trains_here")
+def test_a_soft_cap_that_is_left_out_is_found():
+    class Uncapped(Flex):
+        def forward(self, inputs, training):
+            return super().forward(
+                inputs._replace(spec=replace(inputs.spec, softcap=0.0)), training
+            )
+
+    spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=2.0)
+    found = Examination(Uncapped(False), "flex", str(SHAPE), "causal", "bf16", "Do something.")
+    call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
+    found.look("peaked", call, [exactly(call, unit) for unit in units_of(call, None)], "all")
+    (finding,) = found.findings()
+    assert finding.is_broken and "out" in finding.tensors
 
 
 @settings(

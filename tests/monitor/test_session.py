@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.catalog import HEAD_INDICATORS, of_probe
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import journal
@@ -135,7 +135,7 @@ def test_a_plain_loop_records_every_loss_and_the_sampled_steps(tmp_path):
     for site, layer, heads in ((SITES[0], 0, 2), (SITES[1], 1, 4)):
         rows = frame[(frame.site == site) & (frame.step == 3)]
         assert set(rows.layer) == {layer}
-        for indicator in set(HEAD_INDICATORS) - set(of_probe("gradient_audit")):
+        for indicator in set(HEAD_INDICATORS) - OCCASIONAL - set(of_probe("gradient_audit")):
             assert rows[rows.indicator == indicator]["head"].tolist() == list(range(heads))
 
 
@@ -345,9 +345,9 @@ def test_a_sampled_step_reads_the_device_once(monkeypatch, tmp_path):
             pass
     (shape,) = transfers
     heads = 2 + 4
-    # Thirteen columns of every head (the running sums are added on the host), losses of steps
+    # Fourteen columns of every head (the running sums are added on the host), losses of steps
     # 1 to 3, the gradient norm.
-    assert shape == (13 * heads + 3 + 1,)
+    assert shape == (14 * heads + 3 + 1,)
     assert operations.names == []
 
 
@@ -1159,7 +1159,7 @@ class FailingPolicy(Policy):
         raise ArithmeticError("on purpose")
 
 
-HEADS = set(HEAD_INDICATORS)
+HEADS = set(HEAD_INDICATORS) - OCCASIONAL
 NORMS = {"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"}
 #: Stage -> what breaks it, settings, indicators that are recorded all the same after the first step
 BROKEN = {

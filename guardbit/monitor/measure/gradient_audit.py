@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from guardbit.kernels import dispatch
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor.measure.probes import CallView, Found, per_head
 from guardbit.monitor.measure.running_sums import measured
@@ -42,20 +41,11 @@ class GradientAudit:
         call, heads = view.call, view.audited
         if not heads:
             return None
-        assert call.d_out is not None and call.dq is not None and view.directions is not None
-        exact = dispatch.exact_query_gradient(
-            call.d_out,
-            call.q,
-            call.k,
-            call.v,
-            spec=call.spec,
-            head_ids=heads,
-            dropout=call.dropout_of(heads),
-        )
+        assert call.dq is not None and view.directions is not None
         index = device_constant(tuple(heads), torch.int64, call.dq.device)
         directions = view.directions.index_select(0, index)
         q, dq = (x.index_select(1, index) for x in (call.q, call.dq))
-        return Found(heads, gradient_error(q, dq, exact, directions))
+        return Found(heads, gradient_error(q, dq, view.exact_dq, directions))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         """See `CallProbe.reduce`."""

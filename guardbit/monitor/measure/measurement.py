@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guardbit.catalog import of_probe
+from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.gradient_audit import heads_in_turn
@@ -53,6 +55,8 @@ class Measurement:
         wanted: Names of the indicators to measure.
         num_rows: Query rows of each call to recompute in FP32; None for all.
         num_audited_heads: Number of heads of each site whose dQ is audited, in turn.
+        rival: The engine to compare with in these, or None.
+        repeats: Whether backwards are run a second time.
 
     Attributes:
         suspects: Site -> heads that are also audited, at every sampled step.
@@ -65,12 +69,19 @@ class Measurement:
         wanted: tuple[str, ...],
         num_rows: int | None,
         num_audited_heads: int,
+        rival: Rival | None = None,
+        repeats: bool = False,
     ) -> None:
         self._instrumentation = instrumentation
-        self._plan = plan_for(wanted)
+        unasked = {
+            *(of_probe("comparison") if rival is None else ()),
+            *(() if repeats else of_probe("repeats")),
+        }
+        self._plan = plan_for([name for name in wanted if name not in unasked])
         self._run = RunProbe(self._plan.wanted)
         self._num_rows = num_rows
         self._num_audited_heads = num_audited_heads
+        self._rival, self._repeats = rival, repeats
         self.suspects: dict[str, set[int]] = {}
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
@@ -114,7 +125,13 @@ class Measurement:
 
     def _view(self, call: AttentionCall, site: KnownSite, own: range) -> CallView:
         """Returns the call as probes see it, with the heads to audit."""
-        view = CallView(call, self._num_rows, needs_shadow=self._plan.needs_shadow)
+        view = CallView(
+            call,
+            self._num_rows,
+            needs_shadow=self._plan.needs_shadow,
+            rival=self._rival,
+            repeats=self._repeats,
+        )
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
         if (

@@ -6,10 +6,13 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from guardbit.catalog import Probe, of_probe
+from guardbit.monitor.measure.comparison import ComparisonProbe
 from guardbit.monitor.measure.delta import DeltaProbe
+from guardbit.monitor.measure.finite import FiniteProbe
 from guardbit.monitor.measure.gradient_audit import GradientAudit
 from guardbit.monitor.measure.keys import KeyProbe
 from guardbit.monitor.measure.probes import CallProbe
+from guardbit.monitor.measure.repeats import RepeatProbe
 from guardbit.monitor.measure.rows import RowProbe
 
 #: The probes of attention calls, in the order in which they look at one.
@@ -18,6 +21,9 @@ CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
     "keys": KeyProbe,
     "delta": DeltaProbe,
     "gradient_audit": GradientAudit,
+    "comparison": ComparisonProbe,
+    "repeats": RepeatProbe,
+    "finite": FiniteProbe,
 }
 
 
@@ -47,7 +53,7 @@ def plan_for(wanted: Collection[str]) -> Plan:
     def of(probe: Probe) -> frozenset[str]:
         return frozenset(wanted) & frozenset(of_probe(probe))
 
-    audits = bool(of("gradient_audit"))
+    audits = bool(of("gradient_audit") | of("comparison"))
     calls = tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe))
     return Plan(
         frozenset(wanted),

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from guardbit.doctor.rival import Rival
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
@@ -31,6 +32,8 @@ class CallView:
             the call has `d_out` and `dq`.
         directions: FP32 `(H, D)`, the directions of their coherent errors.
         needs_shadow: Whether any probe reads the shadow; the maxima are then taken from it.
+        rival: The engine to compare with, or None.
+        repeats: Whether backwards are run a second time.
     """
 
     call: AttentionCall
@@ -38,6 +41,8 @@ class CallView:
     audited: Sequence[int] = ()
     directions: Tensor | None = None
     needs_shadow: bool = True
+    rival: Rival | None = None
+    repeats: bool = False
 
     @cached_property
     def rows(self) -> Tensor | None:
@@ -69,6 +74,21 @@ class CallView:
         call = self.call
         return dispatch.row_maxima(
             call.q, call.k, call.v, spec=call.spec, query_ids=self.rows, dropout=self._dropout
+        )
+
+    @cached_property
+    def exact_dq(self) -> Tensor:
+        """FP32-accurate dQ of the audited heads, `(B, C, N, D)`."""
+        call = self.call
+        assert call.d_out is not None
+        return dispatch.exact_query_gradient(
+            call.d_out,
+            call.q,
+            call.k,
+            call.v,
+            spec=call.spec,
+            head_ids=self.audited,
+            dropout=call.dropout_of(self.audited),
         )
 
     @property

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit import MonitorSession, read_events, read_run
+from guardbit.catalog import OCCASIONAL
 from guardbit.store import read_metadata
 
 SEEN = torch.ones(9, 9, dtype=torch.bool).tril()
@@ -221,7 +222,7 @@ def test_indicators_of_a_run(x, tmp_path):
         run = read_run(tmp_path / name)
         last = set(run[(run.step == 2) & run.value.notna()].indicator)
         gradients = {i for i in guardbit.INDICATORS if i.startswith(("delta_", "dq_", "w_q_push"))}
-        expected = set(guardbit.INDICATORS) - {"loss", "grad_norm"}
+        expected = set(guardbit.INDICATORS) - OCCASIONAL - {"loss", "grad_norm"}
         assert last == (expected - gradients if name == "observed" else expected)
         (facts,) = read_metadata(tmp_path / name)["sites"].values()
         assert facts["unwatched"] is None

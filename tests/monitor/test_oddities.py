@@ -1,0 +1,175 @@
+"""The first NaN is put down to its tensor and head; backwards that do not repeat are told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.monitor.oddities import first_nonfinite
+from guardbit.records import Sample
+from tests.monitor.test_snapshots import Model
+
+SITES = ("layers.0", "layers.1")
+
+
+def run(path, change=lambda model: None, steps=3, loss_scale=1.0, **settings):
+    """Trains a model of two layers for some steps; returns its advisories and its parameters."""
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True, **settings)
+    session.loss_scale = loss_scale
+    for step in range(steps):
+        x = torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        with session.step(step):
+            optimizer.zero_grad()
+            model(x).float().square().mean().backward()
+            optimizer.step()
+    session.close()
+    events = read_events(path)
+    return events[events.kind == "advisory"], list(model.parameters())
+
+
+def in_backward(monkeypatch, change):
+    """Lets a function change the gradients of PyTorch's kernel."""
+    sound = CPUFlash.backward
+    monkeypatch.setattr(CPUFlash, "backward", lambda *args: change(args, sound(*args)))
+
+
+def test_a_nan_of_the_backward_is_put_down_to_its_head_and_tensor(tmp_path, monkeypatch):
+    calls = []
+
+    def change(args, found):
+        calls.append(0)
+        if len(calls) == 3:  # of the second step, the backward of the last layer
+            found.dq[:, 2] = math.nan
+        return found
+
+    in_backward(monkeypatch, change)
+    advisories, _ = run(tmp_path, steps=2)
+    (event,) = advisories.to_dict("records")
+    assert (event["step"], event["site"], event["heads"]) == (1, "layers.1", (2,))
+    assert event["rule"] == "nonfinite"
+    assert "first in dQ: attention made it in its backward" in event["why"]
+    assert "(FLASH_ATTENTION)" in event["why"]
+    codes = read_run(tmp_path).query("indicator == 'nonfinite' and site == 'layers.1'")
+    assert codes[["step", "head", "value"]].to_numpy().tolist() == [[1, 2, 32]]
+
+
+def test_a_nan_that_came_with_the_values_is_none_of_attentions(tmp_path):
+    def change(model):
+        with torch.no_grad():
+            model.layers[0].v_proj.weight[16] = math.nan
+
+    advisories, _ = run(tmp_path, change, steps=2)
+    (event,) = advisories.to_dict("records")
+    assert (event["step"], event["site"], event["heads"]) == (0, "layers.0", (1,))
+    assert "first in v: it came into attention with the values" in event["why"]
+
+
+def codes(site, layer, *values):
+    return Sample(0, site, layer, "nonfinite", tuple(map(float, values)))
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("samples", "site", "tensor", "heads"),
+    [
+        # The forward comes first, and of it the first layer.
+        ([codes("a", 0, NAN, 16), codes("b", 1, 8, NAN)], "b", "O", (0,)),
+        ([codes("b", 1, 1, 9), codes("a", 0, NAN, 8)], "a", "O", (1,)),
+        # The backward begins with the last layer.
+        ([codes("a", 0, 16 + 32, 48), codes("b", 1, NAN, 64)], "b", "dK", (1,)),
+        ([codes("a", 0, 16, 16), codes("b", 1, 128, 32)], "b", "dQ", (1,)),
+    ],
+)
+def test_which_is_first(samples, site, tensor, heads):
+    sample, name, found = first_nonfinite(samples)
+    assert (sample.site, name, found) == (site, tensor, heads)
+
+
+def test_nothing_is_told_where_all_is_finite():
+    assert first_nonfinite([Sample(0, "a", 0, "max_logit", (1.0,))]) is None
+
+
+def test_gradients_that_overflow_under_a_loss_scale_are_not_told(tmp_path, monkeypatch):
+    def change(args, found):
+        found.dq[:, 2] = math.inf
+        return found
+
+    in_backward(monkeypatch, change)
+    advisories, _ = run(tmp_path, steps=1, loss_scale=2.0**16)
+    assert advisories.empty
+    assert set(read_run(tmp_path).query("indicator == 'nonfinite'")["head"]) == {0, 1, 2, 3}
+
+
+def test_backwards_that_repeat_are_not_told_and_training_keeps_its_bits(tmp_path):
+    unasked, plain = run(tmp_path / "plain")
+    advisories, audited = run(tmp_path / "audited", audit_repeats=True)
+    assert advisories.empty and unasked.empty
+    assert all(map(torch.equal, plain, audited))
+    found = read_run(tmp_path / "audited").query("indicator == 'repeat_difference'")
+    assert len(found) == 3 * 2 * 4 and set(found["value"]) == {0.0}
+    assert "repeat_difference" not in set(read_run(tmp_path / "plain")["indicator"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "words"),
+    [
+        (slice(20, None), 2.0**-6, "another order of additions makes it"),
+        (slice(None), 0.2, "it is a race"),
+    ],
+)
+def test_backwards_that_differ_are_told_once(tmp_path, monkeypatch, rows, size, words):
+    differences = []
+
+    def change(args, found):
+        differences.append(0.0)
+        if len(differences) % 2 == 0:  # the second run of each call
+            before = found.dk[:, 3].double()
+            found.dk[:, 3, rows] *= 1 + size
+            differences[-1] = float((found.dk[:, 3] - before).norm() / before.norm())
+        return found
+
+    in_backward(monkeypatch, change)
+    advisories, _ = run(tmp_path, audit_repeats=True)
+    (event,) = advisories.to_dict("records")
+    assert (event["rule"], event["heads"], event["step"]) == ("repeatability", (3,), 0)
+    assert words in event["why"] and "in FLASH_ATTENTION" in event["why"]
+    values = read_run(tmp_path).query("indicator == 'repeat_difference' and head == 3")["value"]
+    # Half a unit in the last place of 1 is 2^-8 in BF16.
+    assert values.max() == pytest.approx(max(differences) * 2**8, rel=1e-6)
+
+
+@pytest.mark.parametrize("compare", ["math", "flash"])
+def test_another_engine_is_recorded_beside_the_one_in_use(tmp_path, compare):
+    _, plain = run(tmp_path / "plain")
+    _, compared = run(tmp_path / "compared", compare=compare, num_audited_heads=4)
+    assert all(map(torch.equal, plain, compared))
+    frame = read_run(tmp_path / "compared").set_index(["step", "site", "head", "indicator"])[
+        "value"
+    ]
+    errors, others = (frame.xs(name, level=3) for name in
+                      ("dq_relative_error", "compared_dq_relative_error"))  # fmt: skip
+    assert len(errors) == len(others) > 0
+    if compare == "flash":  # the one in use; four heads instead of one call of all
+        assert others.to_numpy() == pytest.approx(errors.to_numpy(), rel=1e-6)
+        pushes = [frame.xs(name, level=3) for name in ("w_q_push", "compared_w_q_push")]
+        assert pushes[0].to_numpy() == pytest.approx(pushes[1].to_numpy(), rel=1e-6)
+    else:
+        assert not others.equals(errors) and others.max() < 0.02
+    assert "compared_dq_relative_error" not in set(read_run(tmp_path / "plain")["indicator"])
+
+
+def test_an_engine_that_serves_nothing_is_told_in_the_metadata(tmp_path):
+    from guardbit import read_metadata
+
+    run(tmp_path, compare="varlen_attn", num_audited_heads=4)
+    assert "runs on GPUs only" in read_metadata(tmp_path)["compare"][0]
