@@ -1,0 +1,356 @@
+"""Compiles the kernels for GPUs that this machine lacks, and records what came out.
+
+All of them take ten minutes, and the result depends on nothing but the kernels, their options and
+the compilers. So `compiled.csv` holds it, found by a hash of those. After a change of kernels or
+tiles `--record` compiles what is new. With another compiler all are compiled, and Triton's cache
+keeps the results.
+
+    python tests/kernels/compiling.py ARCHITECTURE           # prints a line of JSON a variant
+    python tests/kernels/compiling.py ARCHITECTURE --anew    # without the record and the cache
+    python tests/kernels/compiling.py --record               # writes the record
+"""
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import inspect
+import io
+import json
+import re
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RECORD = Path(__file__).with_name("compiled.csv")
+ARCHITECTURES = (80, 89, 90, 100)
+
+#: What a compilation finds. `early` is the shared memory as laid out before there is code.
+RESULTS = ("shared", "early", "spilled", "serialized")
+#: The variant that is always compiled, to see that the record is right.
+CHECKED = ("forward", 16)
+
+COLUMNS = ("architecture", "kernel", "width", *RESULTS, "compiler", "variant")
+
+FLOATS = {
+    "scale", "scale_log2", "eps", "eps_log2", "shift_turns", "shift_min_log2", "shift_range_log2",
+    "factor", "inverse_scale", "inner_scale",
+}  # fmt: skip
+
+#: What pointers point to, by kernel; all others to the inputs' dtype.
+POINTERS = {
+    "forward": {
+        "lse": "fp32", "residual": "i8", "codes": "i8", "head_ids": "i32", "philox_key": "i64",
+    },
+    "query_gradients": {
+        **dict.fromkeys(("lse", "statistics"), "fp32"),
+        **dict.fromkeys(("residual", "codes"), "i8"), "head_ids": "i32", "philox_key": "i64",
+    },
+    "key_gradients": {
+        "statistics": "fp32", "head_ids": "i32", "philox_key": "i64",
+    },
+    "shadow": {
+        **dict.fromkeys(("out", "row_max", "entropy", "largest", "mask", "sinks"), "fp32"),
+        **dict.fromkeys(("query_ids", "maxima", "maxima_bf16"), "i64"), "ranges": "i32",
+    },
+    "audit": {
+        **dict.fromkeys(("dq", "mask", "sinks"), "fp32"),
+        **dict.fromkeys(("head_ids", "ranges"), "i32"),
+    },
+    "delta": {
+        **dict.fromkeys(("lse", "delta", "mask", "sinks"), "fp32"),
+        **dict.fromkeys(("head_ids", "ranges"), "i32"),
+    },
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """A kernel as it is compiled.
+
+    Attributes:
+        kernel: The entry's name, and what the variant has besides.
+        width: Head dimension.
+        source: Triton's.
+        options: For the compiler.
+        with_code: Whether it is compiled to the end, not only until shared memory is laid out.
+        both: Whether it is compiled both ways, to compare them.
+    """
+
+    kernel: str
+    width: int
+    source: Any
+    options: dict[str, Any]
+    with_code: bool
+    both: bool
+
+
+def source_of(kernel, constants, dtype, pointers):
+    """A variant of a kernel, for 16-byte aligned inputs of a dtype."""
+    from triton.compiler import ASTSource
+
+    signature, aligned = {}, {}
+    for number, name in enumerate(kernel.arg_names):
+        stem, _, kind = name.rpartition("_")
+        if name in constants:
+            signature[name] = "constexpr"
+        elif constants.get("USE_TMA") and stem in ("k", "v") and kind == "pointer":
+            block = f"1, 1, {constants['BLOCK_N']}, {constants['WIDTH']}"
+            signature[name] = f"tensordesc<{dtype}[{block}]>"
+            continue
+        elif kind == "pointer":
+            signature[name] = "*" + pointers.get(stem, dtype)
+        elif kind == "strides":
+            signature[name] = ("i32",) * (4 if stem == "mask" else 3)
+        elif name == "seed":
+            signature[name] = "i64"
+        else:
+            signature[name] = "fp32" if name in FLOATS else "i32"
+        if kind == "pointer":
+            aligned[number,] = [["tt.divisibility", 16]]
+        elif kind == "strides":
+            aligned |= {(number, i): [["tt.divisibility", 16]] for i in range(3)}
+    return ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        attrs=aligned,
+    )
+
+
+def variants(architecture):
+    """Yields a `Variant` an entry, all stabilizers and bounds in it, and those with more in it."""
+    from guardbit.kernels import audit, backward, delta, forward, launch, shadow, tiles
+
+    some_heads = 1
+    kernels = {
+        "forward": (
+            forward.forward_kernel,
+            "bf16",
+            {
+                "NEGATIVE_SCALE": False,
+                "COMPENSATED": some_heads,
+                "STOCHASTIC": some_heads,
+                "ROW_MAX": some_heads,
+                "DROPOUT": False,
+            },
+        ),
+        "query_gradients": (backward.query_gradients_kernel, "bf16", {"DROPOUT": False}),
+        "key_gradients": (
+            backward.key_gradients_kernel, "bf16", {"BOUNDED": True, "DROPOUT": False},
+        ),
+        "shadow": (
+            shadow.shadow_kernel,
+            "bf16",
+            {"HAS_QUERY_IDS": True, "NEGATIVE_SCALE": True, "MASK": 0, "ONLY_MAXIMA": False},
+        ),
+        # FP16 takes more products than BF16.
+        "audit": (audit.query_kernel, "fp16", {"NEGATIVE_SCALE": True, "MASK": 0}),
+        "delta": (delta.delta_kernel, "bf16", {"CARRY": True, "MASK": 0}),
+    }  # fmt: skip
+    for name, (kernel, dtype, flags) in kernels.items():
+        for width in (16, 32, 64, 128, 256):
+            tile = tiles.tile(divmod(architecture, 10), width, name)
+            constants = {
+                "CAUSAL": True,
+                "HEAD_DIM": width,
+                "WIDTH": width,
+                "BLOCK_M": tile.block_m,
+                "BLOCK_N": tile.block_n,
+                **flags,
+            }
+            if "MASK" in flags:
+                constants |= {"VALUE_DIM": width, "VALUE_WIDTH": width}
+                constants |= dict.fromkeys(("RANGED", "SOFTCAP", "SINKS"), False)
+            if name == "delta":
+                constants |= {"OVERLAP": tile.overlap, "USE_TMA": tile.use_tma}
+            relatives = {name: {}}
+            if "DROPOUT" in flags:
+                relatives[f"{name} with dropout"] = {"DROPOUT": True}
+            if "MASK" in flags:
+                relatives[f"{name} with a mask"] = {"MASK": 2}
+                every = {"RANGED": True, "SOFTCAP": True, "SINKS": True, "CAUSAL": False}
+                relatives[f"{name} with all other fields"] = every
+            for variant, changes in relatives.items():
+                chosen = tile
+                if name == "delta" and variant != name:
+                    changes = {**changes, "OVERLAP": False, "USE_TMA": False}
+                if changes:
+                    chosen = tile.for_dropout if "DROPOUT" in changes else tile.for_mask
+                source = source_of(kernel, constants | changes, dtype, POINTERS[name])
+                options = {**chosen.options, **launch.COMPILER_OPTIONS}
+                with_code = variant == name or architecture == 90
+                both = width == 16 and variant in ("forward", "delta")
+                yield Variant(variant, width, source, options, with_code, both)
+
+
+def examine(source, target, options, with_code):
+    """Runs Triton's stages: all of them, or those until Triton lays out shared memory.
+
+    The others take two thirds of the time. Returns shared memory, bytes; `with_code` also the
+    stack, bytes, and whether ptxas says that products wait for each other.
+    """
+    from triton import knobs
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(target)
+    options = backend.parse_options(options)
+    context, stages, metadata = ir.context(), {}, {"target": target, **vars(options)}
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    functions, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(target, options, functions, modules, context)
+    backend.add_stages(stages, options, source.language)
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    if not with_code:
+        return {"shared": laid_out(module, target, options)}
+    knobs.nvidia.dump_ptxas_log = True
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        for stage in ("llir", "ptx", "cubin"):
+            module = stages[stage](module, metadata)
+    log = log.getvalue()
+    frames = re.findall(r"(\d+) bytes stack frame", log)
+    assert len(frames) == 1, log
+    # ptxas warns where an asynchronous product waits for the one before.
+    serialized = int("C7515" in log)
+    return {"shared": metadata["shared"], "spilled": int(frames[0]), "serialized": serialized}
+
+
+def laid_out(module, target, options):
+    """Bytes of shared memory, after the first passes of Triton's `make_llir`, of about forty."""
+    from triton._C.libtriton import ir, nvidia, passes
+    from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+    version = get_ptx_version_from_options(options, target.arch)
+    manager = ir.pass_manager(module.context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, version)
+    manager.run(module, "shared memory")
+    return module.get_int_attr("ttg.shared")
+
+
+def digest(*parts):
+    return hashlib.sha256("-".join(map(str, parts)).encode()).hexdigest()[:16]
+
+
+def compiler_of(target):
+    """A hash of the compilers, of the variables that they read, and of what is asked of them."""
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.compiler.compiler import make_backend
+    from triton.runtime.cache import triton_key
+
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    question = inspect.getsource(examine) + inspect.getsource(laid_out)
+    return digest(triton_key(), make_backend(target).hash(), variables, question)
+
+
+def hash_of(variant, target):
+    """A hash of a variant: its source and all that it calls, arguments, options, what is asked."""
+    from triton.compiler.compiler import make_backend
+
+    options = make_backend(target).parse_options(variant.options)
+    return digest(variant.source.hash(), options.hash(), variant.with_code, variant.both)
+
+
+def compiled(variant, target):
+    """Compiles a variant; returns `RESULTS`, None where not asked."""
+    source, options = variant.source, variant.options
+    found = dict.fromkeys(RESULTS) | examine(source, target, options, variant.with_code)
+    if variant.both:
+        found["early"] = examine(source, target, options, False)["shared"]
+    return found
+
+
+def cached(variant, target, key):
+    """The same, from Triton's cache if it is there."""
+    from triton.runtime.cache import get_cache_manager
+
+    cache = get_cache_manager(key)
+    kept = cache.get_file("compiled.json")
+    if kept is None:
+        kept = cache.put(json.dumps(compiled(variant, target)), "compiled.json", binary=False)
+    return json.loads(Path(kept).read_text())
+
+
+def read_record():
+    """The record's rows by compiler and variant."""
+    if not RECORD.exists():
+        return {}
+    with RECORD.open(newline="") as file:
+        return {(row["compiler"], row["variant"]): row for row in csv.DictReader(file)}
+
+
+def look_up(architecture, *, anew=False, fill=False):
+    """Yields a row of the record for each variant.
+
+    Args:
+        architecture: Compute capability times ten.
+        anew: Whether to compile all of them, whatever is known.
+        fill: Whether to compile those that the record of this compiler lacks.
+
+    Raises:
+        LookupError: If the record of this compiler lacks one, or says something else.
+    """
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", architecture, 32)
+    compiler = compiler_of(target)
+    record = read_record()
+    is_recorded = any(key[0] == compiler for key in record)
+    for variant in variants(architecture):
+        key = hash_of(variant, target)
+        row = record.get((compiler, key))
+        known = row and {name: int(row[name]) if row[name] else None for name in RESULTS}
+        if anew or (variant.kernel, variant.width) == CHECKED:
+            found = compiled(variant, target)
+            if known not in (None, found):
+                raise LookupError(f"{RECORD.name} says {known} where compilation gives {found}.")
+        elif known is not None:
+            found = known
+        elif is_recorded and not fill:
+            raise LookupError(
+                f"{RECORD.name} lacks sm_{architecture}'s {variant.kernel} of width "
+                f"{variant.width} as it is now; python tests/kernels/compiling.py --record adds it."
+            )
+        else:
+            found = cached(variant, target, digest(compiler, key))
+        name = {"architecture": architecture, "kernel": variant.kernel, "width": variant.width}
+        yield name | found | {"compiler": compiler, "variant": key}
+
+
+def filled(architecture):
+    return list(look_up(architecture, fill=True))
+
+
+def write_record():
+    """Compiles what the record lacks, and leaves out what is no more."""
+    # A process an architecture: what `examine` tells Triton stays, and belongs to the compiler.
+    context = get_context("spawn")
+    with ProcessPoolExecutor(mp_context=context, max_tasks_per_child=1) as pool:
+        found = [row for rows in pool.map(filled, ARCHITECTURES) for row in rows]
+    with RECORD.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("architecture", type=int, nargs="?", choices=ARCHITECTURES)
+    parser.add_argument("--anew", action="store_true")
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    if asked.record:
+        write_record()
+        return
+    for row in look_up(asked.architecture, anew=asked.anew):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
