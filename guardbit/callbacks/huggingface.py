@@ -65,6 +65,9 @@ class HuggingFaceMonitor(TrainerCallback):
             audited heads; its errors are recorded beside those of the one in use. None for none.
         audit_repeats: Whether the backward of sampled calls is run a second time, and differences
             are told: a race, or additions in any order.
+        preflight: Whether the attention kernels are examined at the model's own shapes and masks,
+            when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
+            or a number of seconds.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -86,11 +89,12 @@ class HuggingFaceMonitor(TrainerCallback):
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         compare: str | None = None,
         audit_repeats: bool = False,
+        preflight: bool | float = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats)
+        check_examinations(compare, audit_repeats, preflight)
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,
@@ -104,6 +108,7 @@ class HuggingFaceMonitor(TrainerCallback):
             "snapshot_megabytes": snapshot_megabytes,
             "compare": compare,
             "audit_repeats": audit_repeats,
+            "preflight": preflight,
             "strict": strict,
         }
         self.session: MonitorSession | None = None

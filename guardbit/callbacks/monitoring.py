@@ -85,6 +85,9 @@ class AttentionMonitor(pl.Callback):
             audited heads; its errors are recorded beside those of the one in use. None for none.
         audit_repeats: Whether the backward of sampled calls is run a second time, and differences
             are told: a race, or additions in any order.
+        preflight: Whether the attention kernels are examined at the model's own shapes and masks,
+            when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
+            or a number of seconds.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -105,11 +108,12 @@ class AttentionMonitor(pl.Callback):
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         compare: str | None = None,
         audit_repeats: bool = False,
+        preflight: bool | float = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats)
+        check_examinations(compare, audit_repeats, preflight)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
@@ -125,6 +129,7 @@ class AttentionMonitor(pl.Callback):
         self.snapshot_megabytes = snapshot_megabytes
         self.compare = compare
         self.audit_repeats = audit_repeats
+        self.preflight = preflight
         self.strict = strict
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
@@ -167,6 +172,7 @@ class AttentionMonitor(pl.Callback):
                 snapshot_megabytes=self.snapshot_megabytes,
                 compare=self.compare,
                 audit_repeats=self.audit_repeats,
+                preflight=self.preflight,
                 strict=self.strict,
             ),
         )

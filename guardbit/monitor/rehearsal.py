@@ -60,9 +60,7 @@ def rehearsal(
         stand_in = _copied(copier, module)
         device = next(module.parameters()).device
         with ExitStack() as stack:
-            stack.enter_context(_random_states_kept())
-            cuda = [device] if device.type == "cuda" else []
-            stack.enter_context(torch.random.fork_rng(devices=cuda))
+            stack.enter_context(random_states_kept(device))
             stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(_without_global_hooks())
@@ -83,12 +81,14 @@ def _copied(copier: Copier, x: Any) -> Any:
 
 
 @contextmanager
-def _random_states_kept() -> Iterator[None]:
+def random_states_kept(device: torch.device) -> Iterator[None]:
+    """Puts back the generators of Python, NumPy and PyTorch, on the host and on a device."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy else None
     try:
-        yield
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
     finally:
         random.setstate(python_state)
         if numpy:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
+from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines.proof import proofs
@@ -41,9 +42,11 @@ from guardbit.monitor.measure import (
 )
 from guardbit.monitor.oddities import Oddities
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.preflight import OwnCalls, calls_of, summary
 from guardbit.monitor.running import Running
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
+    PREFLIGHT_SECONDS,
     SNAPSHOT_MEGABYTES,
     check_examinations,
     check_settings,
@@ -108,6 +111,8 @@ class MonitorSession:
             audited heads, to record its error beside that of the one in use; None for none.
         audit_repeats: Whether to run the backward of sampled calls a second time, and to tell where
             it differs.
+        preflight: Whether the engines are examined at the calls of the first sampled step, when it
+            has ended, on the first rank; True for a minute at most, or a number of seconds.
         strict: Raise errors of the monitor itself, instead of logging them and going on.
 
     Attributes:
@@ -140,11 +145,12 @@ class MonitorSession:
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
         compare: str | None = None,
         audit_repeats: bool = False,
+        preflight: bool | float = False,
         strict: bool = False,
     ) -> None:
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats)
+        check_examinations(compare, audit_repeats, preflight)
         if policy is not None and not isinstance(policy, Policy):
             raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
         if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
@@ -179,6 +185,7 @@ class MonitorSession:
                 " measured: %s",
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
+        self._model = model
         self.instrumentation: Instrumentation = instrument(model, sites)
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
@@ -186,6 +193,11 @@ class MonitorSession:
         self.compare, self.audit_repeats = compare, audit_repeats
         self._rival = None if compare is None else Rival(compare)
         self._oddities = Oddities()
+        self._preflight_seconds = PREFLIGHT_SECONDS if preflight is True else float(preflight)
+        self._found_before = ""
+        # The calls of the step that is examined; None once that is done.
+        is_examined = self._preflight_seconds > 0 and ranks.rank() == 0
+        self._own_calls = OwnCalls() if is_examined else None
         self._measurement = Measurement(
             self.instrumentation,
             self.indicators,
@@ -280,6 +292,9 @@ class MonitorSession:
         if verdict is not None:
             # A new verdict is recorded only if it differs from the one the folder ends with.
             self._findings.verdict = verdict
+        if self._found_before:
+            why, self._found_before = self._found_before, ""
+            self.record(Event(step, "advisory", "", (), why, rule="preflight"))
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._schedule.is_sampled):
@@ -362,6 +377,7 @@ class MonitorSession:
             return alarms
         self.attempt("snapshots", lambda: self._snapshots.write(step))
         self.attempt(_WATCHING, lambda: self._measure(step))
+        self.attempt("preflight", lambda: self._examine_own_calls(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     def catch_up(self) -> list[Alarm]:
@@ -609,7 +625,60 @@ class MonitorSession:
                 raise IndexError(f"head {head} of {site} does not exist; it has {found.num_heads}")
         self._snapshots.want(site, heads)
 
+    def preflight(self, batch: Any, seconds: float = PREFLIGHT_SECONDS) -> Preflight | None:
+        """Examines the engines that could serve the model's attention, before training.
+
+        The model runs forward once without gradients: `model(**batch)` of a mapping, of a tuple or
+        a list `model(*batch)`, else `model(batch)`. Its parameters, buffers and attributes and all
+        generators are as before afterwards. What is found is logged in a line and recorded. On
+        several ranks all call it alike, because the forward may need them, and rank 0 examines.
+
+        Args:
+            batch: What the model takes.
+            seconds: After how long nothing more is begun.
+
+        Returns:
+            What was found; None on other ranks, within a step, or after an error, which is logged.
+        """
+        if self._closed or self._schedule.is_within_step:
+            log.warning("preflight: nothing is examined within a step or after the end")
+            return None
+        return self.attempt("preflight", lambda: self._examine_batch(batch, seconds))
+
+    def _examine_batch(self, batch: Any, seconds: float) -> Preflight | None:
+        self.instrumentation.rest(False)  # calls at rest are not read
+        try:
+            calls = calls_of(self._model, batch)
+        finally:
+            self._rest_unless(False)
+        return self._examine(calls, seconds, 0) if ranks.rank() == 0 else None
+
+    def _examine_own_calls(self, step: int) -> None:
+        calls = self._own_calls
+        if calls:
+            self._own_calls = None
+            self._examine(calls, self._preflight_seconds, step)
+
+    def _examine(self, calls: OwnCalls, seconds: float, step: int) -> Preflight:
+        found = calls.examine(seconds)
+        why = summary(found)
+        self._journal.note({"preflight": [why, *map(str, found.findings)]})
+        if not found.is_broken:
+            log.info("%s", why)
+        elif self._schedule.step is None and self._schedule.last_ended is None:
+            log.warning("%s", why)
+            self._found_before = why  # nothing is written before the first step
+        else:
+            self.record(Event(step, "advisory", "", (), why, rule="preflight"))
+        return found
+
     def _consume(self, call: AttentionCall) -> None:
+        own_calls = self._own_calls
+        if own_calls is not None:
+            self.attempt(
+                "preflight",
+                lambda: own_calls.take(call.q, call.k, call.v, call.spec, call.kernel),
+            )
         self._measurement.consume(call)
         self.attempt("snapshots", lambda: self._snapshots.consume(call))
 

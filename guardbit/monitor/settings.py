@@ -9,6 +9,9 @@ from guardbit.catalog import INDICATORS
 from guardbit.doctor.rival import Rival
 from guardbit.monitor.detectors import Detectors, Rule
 
+#: Seconds after which an examination begins nothing more, unless it is told otherwise.
+PREFLIGHT_SECONDS = 60.0
+
 #: Megabytes of snapshots that a run keeps unless it is told otherwise.
 SNAPSHOT_MEGABYTES = 64
 
@@ -26,8 +29,8 @@ def check_snapshot_megabytes(megabytes: float) -> None:
         )
 
 
-def check_examinations(compare: str | None, audit_repeats: bool) -> None:
-    """Refuses what `compare` and `audit_repeats` cannot be.
+def check_examinations(compare: str | None, audit_repeats: bool, preflight: bool | float) -> None:
+    """Refuses what `compare`, `audit_repeats` and `preflight` cannot be.
 
     Raises:
         ValueError: Naming the value and what is allowed.
@@ -36,6 +39,10 @@ def check_examinations(compare: str | None, audit_repeats: bool) -> None:
         Rival(compare)
     if not isinstance(audit_repeats, bool):
         raise ValueError(f"audit_repeats is {audit_repeats!r}; it must be True or False")
+    if not isinstance(preflight, bool | int | float) or not 0 <= preflight < math.inf:
+        raise ValueError(
+            f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0 on"
+        )
 
 
 def check_settings(

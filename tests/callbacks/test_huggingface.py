@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-from guardbit import HuggingFaceMonitor, Policy, read_events, read_run
+from guardbit import HuggingFaceMonitor, Policy, read_events, read_metadata, read_run
 from guardbit.callbacks import huggingface
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
@@ -103,6 +103,17 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(tmp_path, same_wei
         assert recorded == pytest.approx(expected, rel=1e-6)
     # Clipped at 0.5, the norms are those from before.
     assert max(norm for _, norm in norms.logged.values()) > 0.5
+
+
+def test_examinations_leave_the_bits_and_are_recorded(tmp_path, same_weights):
+    plain = train(tmp_path / "plain", save_strategy="no", steps=3)
+    asked = {"compare": "math", "audit_repeats": True, "preflight": 20, "num_audited_heads": 2}
+    monitor = HuggingFaceMonitor(1, strict=True, **asked)
+    assert same_weights(plain, train(tmp_path / "run", monitor, save_strategy="no", steps=3))
+    found = set(read_run(tmp_path / "run" / "guardbit")["indicator"])
+    assert {"repeat_difference", "compared_dq_relative_error"} <= found
+    said = read_metadata(tmp_path / "run" / "guardbit")["preflight"]
+    assert said[0].startswith("preflight at the model's own shapes and masks: Sound")
 
 
 def test_scalars_go_to_the_trainers_reporters_and_lines_to_the_console(tmp_path, capsys):

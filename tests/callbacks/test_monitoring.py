@@ -21,7 +21,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import guardbit
-from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
+from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS, OCCASIONAL, of_probe
 from guardbit.monitor import transfer
@@ -68,6 +68,18 @@ def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
     assert plain.raw_losses == watched.raw_losses
     frame = read_run(tmp_path / "run")
     assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator), "it must really have measured"
+
+
+def test_examinations_leave_the_bits_and_are_recorded(trains, same_weights, tmp_path):
+    plain, _ = trains.fit(max_steps=3)
+    asked = {"compare": "math", "audit_repeats": True, "preflight": 20, "num_audited_heads": 2}
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True, **asked)
+    watched, _ = trains.fit(monitor, max_steps=3)
+    assert same_weights(plain, watched)
+    found = set(read_run(tmp_path / "run")["indicator"])
+    assert {"repeat_difference", "compared_dq_relative_error"} <= found
+    (said,) = read_metadata(tmp_path / "run")["preflight"]
+    assert said.startswith("preflight at the model's own shapes and masks: ")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own

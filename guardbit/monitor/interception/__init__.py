@@ -29,7 +29,7 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.interception.calls import StepCalls
-from guardbit.monitor.interception.doors import listeners
+from guardbit.monitor.interception.doors import listeners, recorders
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, left_alone, release, restore
@@ -50,6 +50,7 @@ __all__ = [
     "listeners",
     "parts",
     "ran",
+    "recorders",
     "release",
     "rerun",
     "restore",

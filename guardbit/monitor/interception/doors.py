@@ -10,8 +10,10 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.frames import drop_all
 from guardbit.monitor.stages import log
 
@@ -21,6 +23,9 @@ T = TypeVar("T")
 #: Listeners of all sessions. Each hears of every error, because the failing code may not know
 #: which model it runs for.
 listeners: list[Callable[[Exception], None]] = []
+
+#: Called with q, k, v, the spec and the library's name, or "", of every eager call inside a site.
+recorders: list[Callable[[Tensor, Tensor, Tensor, AttentionSpec, str], None]] = []
 
 _reported: set[type[Exception]] = set()
 

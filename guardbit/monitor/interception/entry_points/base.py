@@ -27,7 +27,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import guarded, recorders
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.sharding import Share
@@ -226,6 +226,10 @@ def _eager(
     if probe.site is None:
         state.begin_forward()
     found = entry.bind(*args, **kwargs)
+    for record in recorders:
+        if isinstance(found, Bound):
+            library = found.library
+            record(found.q, found.k, found.v, found.spec, library.name if library else "")
     q, k = found.q, found.k
     if q is not None and k is not None:
         if is_empty(q, k):

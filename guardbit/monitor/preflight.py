@@ -1,0 +1,177 @@
+"""Examines the engines at the very calls of attention that a model makes.
+
+The calls come from a sampled step, or from a forward that is run for it alone. Of each kind its
+shapes, mask and dtype are taken, and the doctor makes inputs of its own for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guardbit.doctor.call import DTYPES, Shape
+from guardbit.doctor.finding import Preflight
+from guardbit.doctor.preflight import Examiner, OwnCall
+from guardbit.doctor.text import conclusion
+from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.interception import recorders
+from guardbit.monitor.rehearsal import random_states_kept
+
+
+class OwnCalls:
+    """The calls of attention that a model makes, each kind once."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[Any, ...], OwnCall] = {}
+        self._refused: dict[str, str] = {}
+        self.device = "cpu"
+
+    def __len__(self) -> int:
+        return len(self._kinds) + len(self._refused)
+
+    def take(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernel: str) -> None:
+        """Takes a call; only its mask is kept, and no other tensor.
+
+        Args:
+            q: `(B, H, N, D)`.
+            k: `(B, H_kv, M, D)`.
+            v: `(B, H_kv, M, E)`.
+            spec: What it asks for.
+            kernel: Name of the engine that runs it, "" where it is not known.
+        """
+        shape = Shape(q.size(0), q.size(1), k.size(1), q.size(2), q.size(3))
+        mask = describe(spec)
+        key = (*shape, k.size(2), v.size(3), q.dtype, mask, spec.scale, kernel)
+        if key in self._kinds or key in self._refused:
+            return
+        self.device = str(q.device)
+        why = _why_not(q, k, v, spec)
+        if why is not None:
+            self._refused[f"{shape} {mask}"] = why
+        else:
+            # What a kernel drops is not known; without dropout it is the same kernel.
+            spec = replace(spec, dropout_p=0.0, mask=_detached(spec.mask))
+            self._kinds[key] = OwnCall(shape, spec, q.dtype, mask, kernel)
+
+    def examine(self, seconds: float) -> Preflight:
+        """Examines the engines at each kind; the generators stay as they are."""
+        examiner = Examiner(self.device, seconds)
+        with random_states_kept(torch.device(self.device)):
+            for kind in self._kinds.values():
+                examiner.asked(kind)
+        for place, why in self._refused.items():
+            examiner.refuse(why, place)
+        return examiner.result
+
+
+def summary(found: Preflight) -> str:
+    """Says in a line what an examination of a model's own calls has found."""
+    broken = [finding for finding in found.findings if finding.is_broken]
+    said = conclusion(found) if not broken else str(broken[0])
+    if len(broken) > 1:
+        said += f" ({len(broken) - 1} more findings)"
+    left = ""
+    if found.refused:
+        places = sum(map(len, found.refused.values()))
+        left = f" {places} not examined, such as {next(iter(found.refused))}."
+    return f"preflight at the model's own shapes and masks: {said}{left}"
+
+
+def describe(spec: AttentionSpec) -> str:
+    """Names the mask of a call."""
+    parts = ["causal"] if spec.causal is not False else []
+    if spec.mask is not None:
+        kind = "boolean" if spec.mask.dtype == torch.bool else "additive"
+        parts.append(f"{kind} mask {'x'.join(map(str, spec.mask.shape))}")
+    if spec.window != (-1, -1):
+        parts.append(f"window:{spec.window[0]}:{spec.window[1]}")
+    if spec.documents is not None:
+        parts.append(f"{len(spec.documents.cu_queries) - 1} documents")
+    if spec.softcap > 0:
+        parts.append(f"softcap:{spec.softcap:g}")
+    return ", ".join(parts) or "full"
+
+
+def calls_of(model: nn.Module, batch: Any) -> OwnCalls:
+    """Runs a model forward on a batch, without gradients, and returns the calls it makes.
+
+    Its buffers, its modules' attributes and all generators are as before afterwards. What it
+    changes elsewhere, such as a list in place, it changes as any forward does.
+
+    Args:
+        model: The model, instrumented.
+        batch: Keyword arguments as a mapping, arguments as a tuple or a list, or the only one.
+    """
+    calls = OwnCalls()
+    recorders.append(calls.take)
+    try:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with (
+            _unchanged(model),
+            random_states_kept(device),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, tuple | list):
+                model(*batch)
+            else:
+                model(batch)
+    finally:
+        recorders.remove(calls.take)
+    return calls
+
+
+def _why_not(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> str | None:
+    if q.dtype not in DTYPES.values():
+        return f"it is in {q.dtype}, and only BF16 and FP16 are examined"
+    if q.size(2) != k.size(2):
+        return f"it has {q.size(2)} queries and {k.size(2)} keys, which must be as many"
+    if q.size(3) != v.size(3):
+        return f"its values are {v.size(3)} wide and its keys {q.size(3)}"
+    if spec.has_functions:
+        return "its mask or its scores are given by a function"
+    if spec.sinks is not None:
+        return "it has sinks, for which there are no bounds yet"
+    return None
+
+
+def _detached(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.detach()
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Puts back the buffers and the attributes of all modules."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        undo += [_putting_back(table) for table in (vars(module), module._buffers)]
+    try:
+        yield
+    finally:
+        for put_back in undo:
+            put_back()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _putting_back(table: dict[str, Any]) -> Callable[[], None]:
+    before = dict(table)
+
+    def put_back() -> None:
+        # What can be called is left: GuardBit itself may have put a stand-in there.
+        for name in [name for name in table if name not in before and not callable(table[name])]:
+            del table[name]
+        for name, value in before.items():
+            if not callable(value) and table.get(name) is not value:
+                table[name] = value
+
+    return put_back

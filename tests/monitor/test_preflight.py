@@ -1,0 +1,196 @@
+"""The engines examined at a model's own calls: what is examined, and that nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events, read_metadata, read_run
+from guardbit.doctor.finding import Preflight
+from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.monitor import preflight
+from guardbit.monitor import session as session_module
+from tests.monitor.test_snapshots import Attention, Model
+
+
+class Masked(Attention):
+    """Attention with a mask of its own; it draws numbers, counts its calls, and keeps a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x, scale=1.0):
+        self.calls += 1
+        self.mean += x.mean()
+        x = x + torch.randn_like(x) * random.random() * np.random.rand()  # noqa: NPY002
+        q, k, v = (
+            p(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        seen = torch.arange(x.size(1)) < torch.tensor([[x.size(1)], [9]])
+        y = F.scaled_dot_product_attention(q, k, v, seen[:, None, None], scale=scale)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def train(path=None, model=Model, steps=3, watched=True, **settings):
+    """Trains; returns the model and what the generators draw next."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model = model().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = MonitorSession(model, dirpath=path, strict=True, **settings) if watched else None
+    for step in range(steps):
+        x = torch.randn(2, 24, 32).bfloat16()
+        if session:
+            session.begin_batch(step)
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        if session:
+            session.end_step()
+    if session:
+        session.close()
+    return model, (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002
+
+
+@pytest.mark.parametrize("model", [Model, lambda: nn.Sequential(Masked(), Masked())])
+def test_training_keeps_its_bits_and_what_was_found_is_in_the_store(tmp_path, model):
+    plain, drawn = train(model=model, watched=False)
+    examined, drawn_too = train(tmp_path, model=model, preflight=30)
+    assert all(map(torch.equal, plain.parameters(), examined.parameters()))
+    assert all(map(torch.equal, plain.buffers(), examined.buffers()))
+    assert drawn == drawn_too
+    (said,) = read_metadata(tmp_path)["preflight"]
+    assert said.startswith("preflight at the model's own shapes and masks: Sound: all of the 2")
+    assert set(read_events(tmp_path)["kind"]) <= {"verdict"}
+
+
+def test_a_broken_kernel_is_told_in_one_event_and_training_goes_on(tmp_path, monkeypatch):
+    sound = CPUFlash.backward
+
+    def broken(self, *arguments):
+        found = sound(self, *arguments)
+        found.dq[:, 2] = math.nan
+        return found
+
+    begin = preflight.Examiner.asked
+
+    def examine(self, call):
+        with monkeypatch.context() as patch:  # training itself is sound
+            patch.setattr(CPUFlash, "backward", broken)
+            begin(self, call)
+
+    monkeypatch.setattr(preflight.Examiner, "asked", examine)
+    train(tmp_path, preflight=True)
+    events = read_events(tmp_path)
+    (event,) = events[events.kind == "advisory"].to_dict("records")
+    assert (event["rule"], event["step"]) == ("preflight", 0)
+    assert "FLASH_ATTENTION, 2,4,4,24,16 causal bf16: dQ is NaN" in event["why"]
+    assert "Turn it off: torch.backends.cuda.enable_flash_sdp(False)." in event["why"]
+
+
+def test_a_batch_is_examined_before_training_and_leaves_no_trace(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(Masked()).bfloat16()
+    session = MonitorSession(model, dirpath=tmp_path, strict=True)
+    before = copy.deepcopy(model.state_dict())
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    found = session.preflight(torch.randn(2, 24, 32, generator=torch.Generator()).bfloat16(), 30)
+    assert not found.is_broken and found.examined == 2
+    assert {(row.shape, row.mask) for row in found.rows} == {
+        ("2,4,4,24,16", "boolean mask 2x1x1x24")
+    }
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert model[0].calls == 0
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
+    with session.step(0):
+        model(torch.randn(2, 24, 32).bfloat16()).float().square().mean().backward()
+    session.close()
+    assert read_metadata(tmp_path)["preflight"][0].startswith("preflight at the model's own")
+
+
+def test_what_is_broken_is_told_before_the_first_step_and_kept(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Preflight, "is_broken", True)
+    model = Model().bfloat16()
+    session = MonitorSession(model, dirpath=tmp_path, strict=True)
+    monkeypatch.setattr(session_module, "summary", lambda found: "it is so")
+    session.preflight(torch.randn(2, 24, 32).bfloat16(), 1)
+    assert "it is so" in caplog.text
+    with session.step(7):
+        model(torch.randn(2, 24, 32).bfloat16()).float().square().mean().backward()
+    session.close()
+    events = read_events(tmp_path)
+    (event,) = events[events.kind == "advisory"].to_dict("records")
+    assert (event["step"], event["why"]) == (7, "it is so")
+
+
+class Spy:
+    """Takes the place of the examiner."""
+
+    def __init__(self, device, seconds):
+        self.taken, self.refused = [], []
+        type(self).last = self
+
+    def asked(self, call):
+        self.taken.append(call)
+
+    def refuse(self, why, place):
+        self.refused.append((place, why))
+
+    @property
+    def result(self):
+        return Preflight()
+
+
+def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
+    monkeypatch.setattr(preflight, "Examiner", Spy)
+    model = Masked().bfloat16()
+    wrapped = nn.ModuleDict({"attention": model})
+    wrapped.forward = lambda x, scale: model(x, scale)
+    session = MonitorSession(wrapped, strict=True)
+    x = torch.randn(2, 24, 32).bfloat16()
+    for batch in ({"x": x, "scale": 0.5}, (x, 0.5)):
+        session.preflight(batch)
+        (call,) = Spy.last.taken
+        assert call.spec.scale == 0.5 and call.shape == (2, 4, 4, 24, 16)
+        assert call.spec.mask.tolist() == [[[[True] * 24]], [[[True] * 9 + [False] * 15]]]
+    session.close()
+
+
+def test_what_cannot_be_examined_is_said(monkeypatch):
+    monkeypatch.setattr(preflight, "Examiner", Spy)
+    session = MonitorSession(Model(), strict=True)
+    session.preflight(torch.randn(2, 24, 32))
+    assert Spy.last.refused == [
+        ("2,4,4,24,16 causal", "it is in torch.float32, and only BF16 and FP16 are examined")
+    ]
+    session.close()
+
+
+def test_a_forward_that_fails_ends_nothing(tmp_path, caplog):
+    model = Model().bfloat16()
+    session = MonitorSession(model, dirpath=tmp_path)
+    assert session.preflight(torch.randn(2, 24, 7).bfloat16()) is None
+    assert "preflight" in session.stages_off and "preflight" in caplog.text
+    with session.step(0):
+        model(torch.randn(2, 24, 32).bfloat16()).float().square().mean().backward()
+    session.close()
+    assert read_run(tmp_path)["step"].max() == 0
+
+
+@pytest.mark.parametrize("wrong", [-1, math.inf, "yes", None])
+def test_a_wrong_setting_is_refused_in_a_sentence(wrong):
+    with pytest.raises(ValueError, match=r"preflight is .*; it must be True, False, or a number"):
+        MonitorSession(Model(), preflight=wrong)
