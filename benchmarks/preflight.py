@@ -1,9 +1,10 @@
 """Writes what `guardbit doctor` finds of engines x shapes x masks as CSV, one line a tensor.
 
-    PYTHONPATH=. python benchmarks/preflight.py --csv FILE [--seconds 55] [--dtype bf16]
+    PYTHONPATH=. python benchmarks/preflight.py --csv FILE [--seconds 60] [--flex-seconds 60]
 
 A line is the largest over all kinds of inputs; `inputs` is the kind where it is. `error` is the
-relative L2 error on inputs as drawn.
+relative L2 error on inputs as drawn. What was not examined has a line with the reason.
+FlexAttention, with and without a soft cap, is examined at one shape, as it is compiled for it.
 """
 
 from __future__ import annotations
@@ -14,21 +15,48 @@ from pathlib import Path
 
 from guardbit.doctor import text
 from guardbit.doctor.call import DTYPES, parse_shape
+from guardbit.doctor.finding import Preflight
 from guardbit.doctor.machine import this_machine
 from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, examine_shapes
+
+#: What no examination can say, and why.
+UNEXAMINED = (
+    "calls with dropout, as kernels do not say what they drop",
+    "calls with sinks, for which there are no bounds yet",
+)
+
+
+def joined(first: Preflight, second: Preflight) -> Preflight:
+    """Puts two examinations together."""
+    return Preflight(
+        first.findings + second.findings,
+        first.rows + second.rows,
+        first.refused | second.refused,
+        first.delta | second.delta,
+        first.chosen | second.chosen,
+        first.examined + second.examined,
+    )
 
 
 def main() -> None:
     """Examines, and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=55)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--flex-seconds", type=float, default=60)
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     arguments = parser.parse_args()
     machine = this_machine()
     shapes = [parse_shape(shape) for shape in COMMON[machine.device]]
     examiner = Examiner(machine.device, arguments.seconds)
     result = examine_shapes(shapes, COMMON_MASKS, arguments.dtype, examiner)
+    flex = Examiner(machine.device, arguments.flex_seconds)
+    for softcap in (0.0, 30.0):
+        for mask in COMMON_MASKS:
+            flex.flex(shapes[0], mask, arguments.dtype, softcap)
+    result = joined(result, flex.result)
+    for why in UNEXAMINED:
+        result.refused[f"not examined: {why}"] = ["all engines"]
     versions = {name: machine.versions.get(name, "") for name in ("torch", "cudnn", "triton")}
     lines = []
     for place, rows in text.by_engine(result.rows).items():
@@ -57,8 +85,10 @@ def main() -> None:
                     **versions,
                 }
             )
+    for why, places in result.refused.items():
+        lines += [{"shape": place, "verdict": why, "gpu": machine.gpu or ""} for place in places]
     with arguments.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(lines[0]))
+        writer = csv.DictWriter(file, fieldnames=list(lines[0]), restval="")
         writer.writeheader()
         writer.writerows(lines)
     for part in (text.describe_machine(machine), text.table(result), text.explain(result)):

@@ -1,0 +1,220 @@
+"""The doctor on a GPU: sound engines pass, engines that are made to misbehave are named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend
+
+from guardbit.doctor.call import Shape, dense_spec, packed_spec
+from guardbit.doctor.candidates import OwnKernels, library_candidates, sdpa_engine
+from guardbit.doctor.exact import exactly, units_of
+from guardbit.doctor.examination import Examination
+from guardbit.doctor.flex import Flex
+from guardbit.doctor.inputs import KINDS, make
+from guardbit.doctor.rival import Rival
+from guardbit.kernels.engines import Engine, Gradients
+from guardbit.kernels.reference.common import float32_products
+from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.monitor.measure.finite import FiniteProbe
+from guardbit.monitor.measure.probes import CallView
+from guardbit.monitor.measure.repeats import RepeatProbe
+from tests.doctor.faulty_engines import Written, truncate
+from tests.doctor.test_rival import call_with, exact
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Shape(2, 4, 2, 320, 64)
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+def engine_for(name, mask, shape=SHAPE, dtype=torch.bfloat16) -> Engine:
+    call = make("as drawn", shape, dense_spec(shape, mask, dtype, "cuda"), dtype, "cuda")
+    try:
+        return sdpa_engine(BACKENDS[name], call)
+    except ValueError as error:
+        pytest.skip(f"PyTorch has no such kernel for these inputs: {error}")
+
+
+def examine(engine, spec, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
+    name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    found = Examination(engine, engine.name, str(shape), mask, name, "Do something.")
+    for kind in kinds:
+        call = make(kind, shape, spec, dtype, "cuda")
+        found.look(kind, call, [exactly(call, unit) for unit in units_of(call, 4)], "4 of all")
+    return found
+
+
+def broken(found) -> list[str]:
+    return [str(finding) for finding in found.findings() if finding.is_broken]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("mask", ["full", "causal", "documents", "window:64", "padding"])
+@pytest.mark.parametrize("name", ["flash", "efficient", "math"])
+def test_nothing_is_found_in_sound_engines(name, mask, dtype):
+    spec = dense_spec(SHAPE, mask, dtype, "cuda")
+    assert broken(examine(engine_for(name, mask, dtype=dtype), spec, mask, dtype=dtype)) == []
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_nothing_is_found_in_cudnn_without_an_explicit_mask(mask):
+    spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
+    assert broken(examine(engine_for("cudnn", mask), spec, mask)) == []
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_nothing_is_found_in_our_own_kernels(mask):
+    spec = dense_spec(SHAPE, mask, torch.bfloat16, "cuda")
+    assert broken(examine(OwnKernels(), spec, mask)) == []
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents", "window:64"])
+def test_nothing_is_found_in_packed_attention(mask):
+    spec, shape = packed_spec(SHAPE, mask, "cuda")
+    call = make("as drawn", shape, spec, torch.bfloat16, "cuda")
+    engines = library_candidates(call).engines
+    if not engines:
+        pytest.skip("no library is installed")
+    for engine in engines:
+        assert broken(examine(engine, spec, mask, shape)) == []
+
+
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_nothing_is_found_in_compiled_flex_attention(softcap):
+    engine = Flex(is_compiled=True)
+    for mask in ("causal", "padding", "documents"):
+        spec = replace(dense_spec(SHAPE, mask, torch.bfloat16, "cuda"), softcap=softcap)
+        assert broken(examine(engine, spec, mask)) == []
+
+
+class Misbehaving(Engine):
+    """PyTorch's kernel, with something made wrong in what it is asked for or returns."""
+
+    def __init__(self, engine: Engine, change) -> None:
+        self._engine, self._change = engine, change
+        self.backend, self.reads_out = engine.backend, engine.reads_out
+
+    def forward(self, inputs, training):
+        out, lse = self._engine.forward(self._asked(inputs), training)
+        return self._change("out", out), lse
+
+    def backward(self, inputs, d_out, out, lse):
+        found = self._engine.backward(self._asked(inputs), d_out, out, lse)
+        return Gradients(self._change("dq", found.dq), found.dk, found.dv)
+
+    def _asked(self, inputs):
+        spec = self._change("spec", inputs.spec)
+        return inputs._replace(spec=spec)
+
+    def laid_out(self, out, q):
+        return self._engine.laid_out(out, q)
+
+
+def nan_in_dq(name, x):
+    if name == "dq":
+        x = x.clone()
+        x[-1, 3, -1, 0] = math.nan
+    return x
+
+
+class Race:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, name, x):
+        if name != "dq":
+            return x
+        self.count += 1
+        x = x.clone()
+        if self.count % 2:
+            x[:, 1, 64:128] *= 0.9
+        return x
+
+
+FAULTS = {
+    "nonfinite": lambda: nan_in_dq,
+    "race": Race,
+    "mask": lambda: lambda name, x: replace(x, causal=False) if name == "spec" else x,
+    "scale": lambda: lambda name, x: replace(x, scale=1.1 * x.scale) if name == "spec" else x,
+    "factor": lambda: lambda name, x: 1.05 * x if name == "dq" else x,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_a_misbehaving_kernel_is_found_and_named(name, fault):
+    spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
+    engine = Misbehaving(engine_for(name, "causal"), FAULTS[fault]())
+    found = [one for one in examine(engine, spec, "causal").findings() if one.is_broken]
+    assert [one.fault for one in found] == [fault], [str(one) for one in found]
+    assert fault not in ("nonfinite", "race") or found[0].tensors == ("dq",)
+
+
+def test_truncation_is_found():
+    spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
+    with float32_products():
+        (found,) = examine(Written("O", out=truncate), spec, "causal").findings()
+    assert (found.fault, found.is_broken) == ("truncation", True)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_seen_on_the_device(value):
+    call = call_with(AttentionSpec(0.25))
+    tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v", "d_out")}
+    tensors["d_out"][1, 2, 3, 4] = value
+    probe = FiniteProbe(("nonfinite",))
+    found = probe.update(CallView(replace(call, **tensors)))
+    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
+    (codes,) = probe.compute(state, 1.0).values()
+    assert codes.nan_to_num(0.0).tolist() == [[0, 0, 16, 0]]
+
+
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_pytorchs_kernels_differ_by_no_more_than_an_order_of_additions(name):
+    spec = dense_spec(SHAPE, "causal", torch.bfloat16, "cuda")
+    engine = engine_for(name, "causal")
+    made = make("as drawn", SHAPE, spec, torch.bfloat16, "cuda")
+    from guardbit.doctor.running import run
+
+    def again():
+        found = run(engine, made)
+        return found["dq"], found["dk"], found["dv"]
+
+    first = again()
+    call = replace(
+        call_with(spec), q=made.q, k=made.k, v=made.v, d_out=made.d_out,
+        dq=first[0], dk=first[1], dv=first[2], again=again,
+    )  # fmt: skip
+    probe = RepeatProbe(("repeat_difference",))
+    found = probe.update(CallView(call, repeats=True))
+    state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
+    (values,) = probe.compute(state, 1.0).values()
+    assert values.shape == (1, 4) and float(values.max()) <= 2.0
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "math", "varlen_attn"])
+def test_another_engine_on_the_inputs_of_a_call(name, is_packed):
+    starts = torch.tensor([0, 7, 8, 40], dtype=torch.int32)
+    documents = Documents(starts, starts, 32, 32) if is_packed else None
+    call = call_with(AttentionSpec(0.25, True, documents=documents), batch=1 if is_packed else 2)
+    wanted = exact(call)
+    tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v", "d_out")}
+    if is_packed:
+        starts = starts.cuda()
+        spec = replace(call.spec, documents=Documents(starts, starts, 32, 32))
+        call = replace(call, spec=spec)
+    rival = Rival(name)
+    dq = rival.query_gradient(replace(call, **tensors), (1, 2))
+    if dq is None:
+        pytest.skip(f"it does not serve the call: {next(iter(rival.refused))}")
+    assert (dq.cpu().double() - wanted).norm() < 2.0**-7 * wanted.norm()
