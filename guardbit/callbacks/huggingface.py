@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,11 +26,12 @@ from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import (
     SNAPSHOT_MEGABYTES,
     check_examinations,
+    check_on_alarm,
     check_settings,
     check_snapshot_megabytes,
 )
 from guardbit.monitor.stages import log
-from guardbit.records import RunEnd
+from guardbit.records import Alarm, RunEnd
 from guardbit.store.files import RUN_FOLDER, publish
 
 #: Name of the guard's state in a checkpoint's folder.
@@ -68,6 +69,7 @@ class HuggingFaceMonitor(TrainerCallback):
         preflight: Whether the attention kernels are examined at the model's own shapes and masks,
             when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
             or a number of seconds.
+        on_alarm: As in `AttentionMonitor`.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -90,8 +92,10 @@ class HuggingFaceMonitor(TrainerCallback):
         compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
+        on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
+        check_on_alarm(on_alarm)
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
         check_examinations(compare, audit_repeats, preflight)
@@ -109,6 +113,7 @@ class HuggingFaceMonitor(TrainerCallback):
             "compare": compare,
             "audit_repeats": audit_repeats,
             "preflight": preflight,
+            "on_alarm": on_alarm,
             "strict": strict,
         }
         self.session: MonitorSession | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import (
     SNAPSHOT_MEGABYTES,
     check_examinations,
+    check_on_alarm,
     check_settings,
     check_snapshot_megabytes,
 )
-from guardbit.records import RunEnd
+from guardbit.records import Alarm, RunEnd
 from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
@@ -88,6 +89,8 @@ class AttentionMonitor(pl.Callback):
         preflight: Whether the attention kernels are examined at the model's own shapes and masks,
             when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
             or a number of seconds.
+        on_alarm: Called on rank 0 with each `guardbit.records.Alarm`, to send a mail or a message;
+            training waits for it. Its errors end nothing and are recorded once.
         strict: Raise the monitor's own errors instead of going on without it.
 
     Raises:
@@ -109,8 +112,10 @@ class AttentionMonitor(pl.Callback):
         compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
+        on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
+        check_on_alarm(on_alarm)
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
         check_examinations(compare, audit_repeats, preflight)
@@ -130,6 +135,7 @@ class AttentionMonitor(pl.Callback):
         self.compare = compare
         self.audit_repeats = audit_repeats
         self.preflight = preflight
+        self.on_alarm = on_alarm
         self.strict = strict
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
@@ -173,6 +179,7 @@ class AttentionMonitor(pl.Callback):
                 compare=self.compare,
                 audit_repeats=self.audit_repeats,
                 preflight=self.preflight,
+                on_alarm=self.on_alarm,
                 strict=self.strict,
             ),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -190,6 +191,8 @@ class Journal:
             samples, self._samples = [*self._samples, *samples], []
             writer.add(samples)
             writer.flush()
+            if samples:
+                writer.tick(max(sample.step for sample in samples), time.time())
             if self._notes:
                 writer.update_metadata(self._notes)
                 self._notes = {}

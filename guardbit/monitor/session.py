@@ -49,6 +49,7 @@ from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     SNAPSHOT_MEGABYTES,
     check_examinations,
+    check_on_alarm,
     check_settings,
     check_snapshot_megabytes,
 )
@@ -113,6 +114,8 @@ class MonitorSession:
             it differs.
         preflight: Whether the engines are examined at the calls of the first sampled step, when it
             has ended, on the first rank; True for a minute at most, or a number of seconds.
+        on_alarm: Called on rank 0 with each alarm, once it is recorded; training waits for it. Its
+            errors end nothing: the first is recorded, and it is called again at the next alarm.
         strict: Raise errors of the monitor itself, instead of logging them and going on.
 
     Attributes:
@@ -146,8 +149,10 @@ class MonitorSession:
         compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
+        on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
+        check_on_alarm(on_alarm)
         check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
         check_snapshot_megabytes(snapshot_megabytes)
         check_examinations(compare, audit_repeats, preflight)
@@ -165,6 +170,7 @@ class MonitorSession:
         self.policy = copy.deepcopy(policy)
         self.dry_run = dry_run
         self.loss_scale = 1.0
+        self._on_alarm = on_alarm
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
@@ -474,6 +480,20 @@ class MonitorSession:
             self._findings.add(alarm)
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))
+            if not alarm.role.is_advisory:
+                self._announce(alarm)
+
+    def _announce(self, alarm: Alarm) -> None:
+        """Hands an alarm to the user's function, which may fail without ending anything."""
+        if self._on_alarm is None or ranks.rank() > 0:
+            return
+        try:
+            self._on_alarm(alarm)
+        except Exception as error:
+            if "on_alarm" not in self._said:
+                self._said.add("on_alarm")
+                why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
+                self.record(Event(alarm.step, "monitor_error", "", (), why))
 
     def _tell_oddities(self, step: int, samples: list[Sample]) -> None:
         sites = self.instrumentation.sites

@@ -45,6 +45,16 @@ def check_examinations(compare: str | None, audit_repeats: bool, preflight: bool
         )
 
 
+def check_on_alarm(on_alarm: object) -> None:
+    """Refuses what cannot be called with an alarm.
+
+    Raises:
+        ValueError: Naming the value and what is allowed.
+    """
+    if on_alarm is not None and not callable(on_alarm):
+        raise ValueError(f"on_alarm is {on_alarm!r}; it must be a function of one alarm, or None")
+
+
 def check_settings(
     every_n_train_steps: int,
     sites: Sequence[str] | None,

@@ -6,6 +6,7 @@ of a head would ask for gigabytes, and a reader would wait for ever for a pipe i
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from pathlib import Path
@@ -25,6 +26,8 @@ MAX_STEP = 2**53
 MAX_LAYERS = MAX_HEADS = 1024
 #: Bytes of a file of JSON, of one event in it, and of a CSV, unpacked.
 MAX_JSON, MAX_EVENT, MAX_CSV = 256 << 20, 1 << 20, 8 << 30
+#: Times of steps that a session may hold; a writer keeps some thousand.
+MAX_TICKS = 100_000
 #: Levels of a run's metadata; GuardBit's own has four.
 MAX_DEPTH = 32
 
@@ -145,8 +148,22 @@ def checked_session(session: Any) -> dict[str, Any]:
                 "start_step": start,
                 "metadata": session["metadata"],
                 "end": end if end in RUN_ENDS else None,
+                "clock": _checked_clock(session.get("clock")),
             }
     raise ValueError(f"a session's metadata has more than {MAX_DEPTH} levels")
+
+
+def _checked_clock(clock: Any) -> list[tuple[int, float]]:
+    """The times of steps, ascending; none where they are not what a writer writes."""
+    if not isinstance(clock, list) or len(clock) > MAX_TICKS:
+        return []
+    try:
+        ticks = [(int(step), float(seconds)) for step, seconds in clock]
+    except (TypeError, ValueError, OverflowError):
+        return []
+    steps = [step for step, _ in ticks]
+    is_sound = steps == sorted(set(steps)) and all(0 <= step <= MAX_STEP for step in steps)
+    return ticks if is_sound and all(map(math.isfinite, (s for _, s in ticks))) else []
 
 
 def _parts(value: Any) -> list[Any]:

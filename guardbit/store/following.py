@@ -21,7 +21,7 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
 )
-from guardbit.store.reading import end_of, folder_of_run, last_steps, warn_of_rows
+from guardbit.store.reading import clock_of, end_of, folder_of_run, last_steps, warn_of_rows
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16
@@ -51,6 +51,8 @@ class RunFollower:
         self.last_written: float | None = None
         #: How the run ended, as `guardbit.store.read_end` returns it.
         self.end: RunEnd | None = None
+        #: When its steps were, as `guardbit.store.read_clock` returns it.
+        self.clock: list[tuple[int, float]] = []
         #: Bytes of the segments that the last look found, and how many of these bytes are read.
         self.bytes_found, self.bytes_read = 0, 0
         self._listing = Listing({}, {"samples": {}, "events": {}})
@@ -74,6 +76,7 @@ class RunFollower:
         times = [_modified(path) for path in [*paths, *self._listing.sessions.values()]]
         self.last_written = max(times, default=None)
         self.end = end_of(self._listing)
+        self.clock = clock_of(self._listing)
         counted = list(last_steps(self._listing))
         before, self._last_steps = self._last_steps, counted
         # A new session hides nothing if the earlier ones still count up to the same steps.
@@ -82,6 +85,23 @@ class RunFollower:
             self._next_flush.clear()
             self._rows_before.clear()
         return starts_over
+
+    def last_step(self) -> int:
+        """The last step of the newest segment of samples, -1 where it cannot be told.
+
+        The segment says so at its end: no row is read.
+        """
+        for segment in sorted(self._segments("samples"), key=_age)[-1:]:
+            try:
+                check_file(segment.path)
+                found = pq.read_metadata(segment.path)
+                place = found.schema.names.index("step")
+                groups = [found.row_group(number) for number in range(found.num_row_groups)]
+                known = [group.column(place).statistics for group in groups]
+                return max((int(one.max) for one in known if one and one.has_min_max), default=-1)
+            except UNREADABLE:
+                return -1
+        return -1
 
     def event_files(self) -> tuple[str, ...]:
         """Names of the events' segments, which change when events come."""
@@ -163,6 +183,11 @@ class RunFollower:
             if start is not None:
                 rows_before[segment.last + 1] = start + file.metadata.num_rows
         self._next_flush[key] = segment.last + 1
+
+
+def _age(segment: Segment) -> tuple[str, int]:
+    """Sorts the segments of all sessions as they were written: names count up."""
+    return segment.path.name.split("-")[1], segment.last
 
 
 def _modified(path: Path) -> float:

@@ -184,6 +184,40 @@ def end_of(listing: Listing) -> RunEnd | None:
     return _load_session(listing.sessions[newest])["end"] if newest else None
 
 
+def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
+    """Reads when a run's steps were.
+
+    Args:
+        path: As in `read_metadata`.
+
+    Returns:
+        Some of the steps, each with its time in seconds since 1970; ascending. None of a run whose
+        version did not keep them.
+
+    Raises:
+        FileNotFoundError: There is nothing at `path`.
+        ValueError: What is there is no run.
+
+    Warns:
+        UserWarning: A session's file cannot be read.
+    """
+    path = _existing(path)
+    if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
+        return []
+    return clock_of(_list_run(path))
+
+
+def clock_of(listing: Listing) -> list[tuple[int, float]]:
+    """When the steps were that a folder's sessions have recorded and that still count."""
+    ticks: dict[int, float] = {}
+    for key, last_step in last_steps(listing):
+        path = listing.sessions.get(key)
+        for step, seconds in _load_session(path)["clock"] if path else ():
+            if step <= last_step:
+                ticks[step] = seconds
+    return sorted(ticks.items())
+
+
 def is_run(path: str | os.PathLike[str]) -> bool:
     """Whether a path is the folder of a run."""
     path = Path(path)
@@ -253,7 +287,7 @@ def _load_session(path: Path) -> dict[str, Any]:
         warnings.warn(
             f"left out the session file {path}, which cannot be read: {error!r}", stacklevel=3
         )
-        return {"start_step": None, "metadata": {}, "end": None}
+        return {"start_step": None, "metadata": {}, "end": None, "clock": []}
 
 
 def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:

@@ -35,6 +35,8 @@ _PARQUET: dict[str, Any] = {"compression": "zstd", "use_dictionary": KEY}
 #: This many neighbouring segments of one width become one segment, so n flushes leave at most
 #: (_FAN_OUT - 1) * log(n, _FAN_OUT) + 1 of them.
 _FAN_OUT = 8
+#: Times are kept so far apart, in parts of the steps so far: enough for an axis, and few.
+_TICK = 0.01
 #: Rows that a merge holds in memory at once.
 _ROW_GROUP = 1 << 16
 
@@ -165,6 +167,7 @@ class RunWriter:
         self._start_step = NO_PAST if start_step is None else start_step
         self._flush_every = flush_every
         self._metadata: dict[str, Any] = {}
+        self._clock: list[tuple[int, float]] = []
         self._rows: list[tuple[int, str, int, int, str, float]] = []
         self._pending = 0
         self._closed = False
@@ -190,11 +193,36 @@ class RunWriter:
         """
         self._check_open()
         updated = {**self._metadata, **_sound(dict(metadata))}
-        self._write_session(updated, None)
+        self._write_session(updated, self._clock, None)
         self._metadata = updated
 
-    def _write_session(self, metadata: Mapping[str, Any], end: RunEnd | None) -> None:
-        session = {"start_step": self._start_step, "metadata": metadata}
+    def tick(self, step: int, seconds: float) -> None:
+        """Keeps when a step was, unless the time of one shortly before is kept already.
+
+        Args:
+            step: The step, in ascending order.
+            seconds: Since 1970.
+
+        Raises:
+            ValueError: The writer is closed.
+            OSError: It cannot be written.
+        """
+        self._check_open()
+        if self._clock and step - self._clock[-1][0] < max(_TICK * step, 1):
+            return
+        clock = [*self._clock, (step, round(seconds, 3))]
+        self._write_session(self._metadata, clock, None)
+        self._clock = clock
+
+    def _write_session(
+        self,
+        metadata: Mapping[str, Any],
+        clock: Sequence[tuple[int, float]],
+        end: RunEnd | None,
+    ) -> None:
+        session: dict[str, Any] = {"start_step": self._start_step, "metadata": metadata}
+        if clock:
+            session["clock"] = clock
         if end is not None:
             session["end"] = end
         try:
@@ -273,7 +301,7 @@ class RunWriter:
         self.flush()
         self._samples.compact_all()
         self._events.compact_all()
-        self._write_session(self._metadata, end)
+        self._write_session(self._metadata, self._clock, end)
         self._closed = True
 
     def _check_open(self) -> None:

@@ -1,0 +1,73 @@
+"""A function of the user's is called with each alarm, and cannot end a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from guardbit import AttentionMonitor, HuggingFaceMonitor, MonitorSession, read_events
+from guardbit.monitor.detectors import Finding
+from guardbit.records import Role
+
+SITES = ["net.h.0.attn", "net.h.1.attn"]
+
+
+# Users do not turn warnings into errors, and Lightning gives some.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@dataclass(frozen=True)
+class Fires:
+    """Alarms on one head at each sample, as often as it is let."""
+
+    role = Role()
+    name: str = "fires"
+
+    def examine(self, snapshot, state):
+        found = snapshot.of("max_logit")
+        head = state.setdefault("head", -1) + 1
+        state["head"] = head
+        return [Finding(SITES[1], (head,), f"sentence {head}")] if SITES[1] in found else []
+
+
+def test_each_alarm_is_handed_over_once_it_is_recorded(trains, tmp_path):
+    told = []
+
+    def tell(alarm):
+        recorded = read_events(tmp_path / "run")
+        told.append((alarm.step, alarm.site, alarm.heads, alarm.why.partition(";")[0]))
+        assert alarm.why in set(recorded["why"])
+
+    monitor = AttentionMonitor(
+        1, dirpath=tmp_path / "run", rules=(Fires(),), on_alarm=tell, strict=True
+    )
+    trains.fit(monitor, max_steps=2)
+    assert told == [(step, SITES[1], (step,), f"sentence {step}") for step in (0, 1)]
+
+
+def test_errors_of_the_function_end_nothing_and_are_told_once(trains, tmp_path, caplog):
+    calls = []
+
+    def fails(alarm):
+        calls.append(alarm.step)
+        raise RuntimeError("no network")
+
+    monitor = AttentionMonitor(
+        1, dirpath=tmp_path / "run", rules=(Fires(),), on_alarm=fails, strict=True
+    )
+    trains.fit(monitor, max_steps=2)
+    assert calls == [0, 1], "the next alarm may get through"
+    events = read_events(tmp_path / "run")
+    errors = events.loc[events["kind"] == "monitor_error", "why"].tolist()
+    (error,) = errors
+    assert error.startswith("on_alarm failed") and "no network" in error
+    assert caplog.text.count("no network") == 1
+    assert list(events["kind"]).count("alarm") == 2
+
+
+@pytest.mark.parametrize("entry", [AttentionMonitor, HuggingFaceMonitor, MonitorSession])
+def test_what_cannot_be_called_is_refused(entry, tmp_path):
+    model = [object()] if entry is MonitorSession else []
+    with pytest.raises(ValueError, match="on_alarm is 'mail'; it must be a function of one alarm"):
+        entry(*model, on_alarm="mail")
