@@ -1,6 +1,7 @@
-"""Takes a picture of a run's live page, with its worst head opened.
+"""Takes a picture of a run's live page with its worst head opened, or of a list with runs ticked.
 
 python docs/live_screenshot.py runs/demo docs/images/live.png
+python docs/live_screenshot.py guardbit/recorded docs/images/live_list.png [--dark] [--width 390]
 """
 
 from __future__ import annotations
@@ -9,36 +10,54 @@ import argparse
 import threading
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
-from guardbit.dashboards.live import LiveServer, RunWatcher
+from guardbit.dashboards.live import LiveServer, RunList, RunWatcher
+from guardbit.store import folder_of_run, is_run
 
 
 def main() -> None:
-    """Serves the run, looks at it in Debian's chromium, and writes the picture."""
-    parser = argparse.ArgumentParser(description="A picture of a run's live page.")
+    """Serves the run or the runs, looks in Debian's chromium, and writes the picture."""
+    parser = argparse.ArgumentParser(description="A picture of a live page.")
     parser.add_argument("run", type=Path)
     parser.add_argument("picture", type=Path)
+    parser.add_argument("--dark", action="store_true")
+    parser.add_argument("--width", type=int, default=1280)
     settings = parser.parse_args()
-    server = LiveServer(RunWatcher(settings.run))
-    thread = threading.Thread(target=server.run)
-    thread.start()
+    is_one = is_run(folder_of_run(settings.run))
+    server = LiveServer(RunWatcher(settings.run) if is_one else RunList(settings.run))
+    threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page = browser.new_page(
+            viewport={"width": settings.width, "height": 1000},
+            color_scheme="dark" if settings.dark else "light",
+        )
         page.goto(server.address)
-        page.locator("#worst tbody tr").first.click()
-        page.wait_for_selector("#detail .uplot")
+        (_open_worst_head if is_one else _tick_runs)(page)
         page.wait_for_timeout(1500)
         whole = page.evaluate("document.documentElement.scrollHeight")
         page.screenshot(
             path=settings.picture,
             full_page=True,
-            clip={"x": 0, "y": 0, "width": 1280, "height": min(whole, 1350)},
+            clip={"x": 0, "y": 0, "width": settings.width, "height": min(whole, 1350)},
         )
         browser.close()
     server.stop()
-    thread.join()
+
+
+def _open_worst_head(page: Page) -> None:
+    page.locator("#worst tbody tr").first.click()
+    page.wait_for_selector("#detail .uplot")
+
+
+def _tick_runs(page: Page) -> None:
+    page.wait_for_selector("#runs tbody tr")
+    for number in range(min(page.locator("#runs tbody tr").count(), 4)):
+        page.locator("#runs tbody input").nth(number).check()
+        page.wait_for_timeout(2500)
+    page.wait_for_selector("#overlays .uplot")
+    page.wait_for_timeout(2500)
 
 
 if __name__ == "__main__":

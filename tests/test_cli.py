@@ -293,6 +293,12 @@ def test_a_name_that_means_no_format_of_reports_is_refused(
     assert invoke("report", small_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
 
 
+def test_live_refuses_an_address_that_is_no_webhook(small_run: Path) -> None:
+    pytest.importorskip("starlette", reason="the extra `live` is not installed")
+    result = invoke("live", small_run, "--notify", "example.org")
+    check_refused(result, "a webhook is an address like https://host/path, got 'example.org'")
+
+
 def test_two_runs_stand_side_by_side_and_are_told_apart(
     small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

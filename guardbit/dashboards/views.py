@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from guardbit.dashboards import marks
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
-from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.outcome import LOSS_SAMPLES, facts, headline, outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
 from guardbit.dashboards.tables import SAMPLE_COLUMNS
 from guardbit.records import Event
@@ -34,6 +34,8 @@ _WORST, _DRAWN = 12, len(HIGHLIGHTS)
 _MOST_EVENTS = 200
 #: Heads that the typical range of an indicator is taken from, evenly spread.
 _TYPICAL_HEADS = 1024
+#: Indicators of heads that are drawn of several runs at once, beside the loss.
+OVERLAID = ("w_q_spectral_norm", "max_logit", "multiple_maxima_bf16")
 #: Maps of earlier steps that are kept.
 _KEPT_MAPS = 32
 #: What the page calls each indicator, and which have no place on a log scale.
@@ -54,11 +56,13 @@ class RunViews:
 
     Attributes:
         events: The events, ordered by step.
+        levels: Rule -> indicator -> the level that charts draw (`levels_in`).
         version: Number of pictures taken so far; each has its own.
     """
 
     def __init__(self, buckets: int) -> None:
         self.events: list[Event] = []
+        self.levels: dict[str, dict[str, float]] = {}
         self.version = 0
         self._buckets = buckets
         self._shared: set[str] = set()
@@ -124,6 +128,7 @@ class RunViews:
                 for name in RUN_INDICATORS
                 if name in history.run_high
             },
+            "levels": self._levels(),
             "catalog": CATALOG_OF_PAGES,
             "palette": {
                 "heat": HEAT_STOPS,
@@ -200,6 +205,35 @@ class RunViews:
             "heads": heads,
         }
 
+    def largest(self, clock: Sequence[tuple[int, float]]) -> Json:
+        """Returns the loss, and of some indicators the largest size over all heads.
+
+        Args:
+            clock: When steps were, as `guardbit.store.read_clock` returns it.
+
+        Returns:
+            steps; seconds, since the first step, None without a clock; lines, indicator -> values;
+            and marks. What a bucket of steps holds counts by its largest value, the loss by its
+            middle.
+        """
+        history = self._history
+        lines: Json = {}
+        if "loss" in history.run_high:
+            known = history.known
+            middle = (history.run_low["loss"][known] + history.run_high["loss"][known]) / 2
+            lines["loss"] = _numbers(middle)
+        for name in OVERLAID:
+            if name in history.high:
+                sizes = np.fmax(np.abs(history.high[name]), np.abs(history.low[name]))
+                lines[name] = _numbers(np.fmax.reduce(sizes[history.known], axis=1))
+        steps = _steps(history)
+        return {
+            "steps": steps,
+            "seconds": seconds_at(steps, clock),
+            "lines": lines,
+            "marks": _marks(self.events),
+        }
+
     def _layers_of(
         self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
     ) -> Integers:
@@ -249,6 +283,29 @@ class RunViews:
             "facts": facts(found),
             "departed": found.departed,
         }
+
+    def _levels(self) -> Json:
+        """Indicator -> the levels to draw, each with the name of its rule."""
+        found: dict[str, list[Json]] = {}
+        for rule, levels in self.levels.items():
+            for name, level in levels.items():
+                values = [level]
+                if name == "loss":
+                    values = [level + best for best in self._best_loss()]
+                elif name in CATALOG_OF_PAGES and CATALOG_OF_PAGES[name]["is_signed"]:
+                    values = [level, -level]
+                found.setdefault(name, []).extend({"rule": rule, "value": at} for at in values)
+        return found
+
+    def _best_loss(self) -> list[float]:
+        """The smallest median of `LOSS_SAMPLES` losses; none before there are so many."""
+        if "loss" not in self._history.run_high:
+            return []
+        loss = pd.Series(self._history.run_high["loss"][self._history.known]).dropna()
+        best = float(
+            np.nanmin(cast(pd.Series, loss.rolling(LOSS_SAMPLES).median()), initial=np.inf)
+        )
+        return [best] if np.isfinite(best) else []
 
     def _verdict(self) -> Json | None:
         given = [event for event in self.events if event.kind == "verdict"]
@@ -346,6 +403,21 @@ class RunViews:
         return [middle[rows, (q * np.maximum(count - 1, 0)).astype(int)] for q in quantiles]
 
 
+def levels_in(metadata: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The levels of rules that a run's metadata hold; what is none is left out."""
+    settings = metadata.get("settings")
+    rules = settings.get("levels") if isinstance(settings, Mapping) else None
+    return {
+        str(rule): {
+            str(name): float(level)
+            for name, level in levels.items()
+            if isinstance(level, int | float) and np.isfinite(level)
+        }
+        for rule, levels in (rules.items() if isinstance(rules, Mapping) else ())
+        if isinstance(levels, Mapping)
+    }
+
+
 def plain_numbers(values: Floats) -> list[float | None]:
     """Values as JSON has them: four significant digits, None for what is not finite."""
     return _numbers(np.asarray(values, dtype=float))
@@ -354,6 +426,23 @@ def plain_numbers(values: Floats) -> list[float | None]:
 def thinned(series: pd.Series, most: int = 400) -> pd.Series:
     """At most so many of a curve's values, evenly spread, the last one among them."""
     return series if len(series) <= most else series.iloc[:: -(-len(series) // most)]
+
+
+def seconds_at(
+    steps: Sequence[int], clock: Sequence[tuple[int, float]]
+) -> list[float | None] | None:
+    """When steps were, in seconds since the first time that is known.
+
+    Between two times steps are taken as evenly spread; before the first and after the last one
+    nothing is known. None where no two times are.
+    """
+    if len(clock) < 2:
+        return None
+    known, times = (np.array(column, dtype=float) for column in zip(*clock, strict=True))
+    # Clocks of machines are set back at times; pages need times that ascend.
+    since = np.maximum.accumulate(times) - times[0]
+    found = np.interp(steps, known, since, left=np.nan, right=np.nan)
+    return [round(float(at), 1) if np.isfinite(at) else None for at in found]
 
 
 def _steps(history: History) -> list[int]:

@@ -30,6 +30,7 @@ from guardbit.monitor import ranks
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.detectors.rule import levels_of
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
 from guardbit.monitor.journal import Journal, kernel_of, metadata_of
@@ -831,6 +832,7 @@ class MonitorSession:
             "compare": self.compare,
             "audit_repeats": self.audit_repeats,
             "rules": [str(rule) for rule in self.detectors.rules],
+            "levels": levels_of(self.detectors.rules),
             **{
                 name: getattr(self.policy, name) if self.policy else None
                 for name in _POLICY_SETTINGS

@@ -86,6 +86,11 @@ class RunFollower:
             self._rows_before.clear()
         return starts_over
 
+    @property
+    def num_sessions(self) -> int:
+        """How many writers have begun: what describes the run changes with each."""
+        return len(self._listing.sessions)
+
     def last_step(self) -> int:
         """The last step of the newest segment of samples, -1 where it cannot be told.
 

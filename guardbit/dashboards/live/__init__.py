@@ -1,6 +1,8 @@
-"""`guardbit live`: a run as a page in the browser while it goes on."""
+"""`guardbit live`: runs as pages in the browser while they go on."""
 
+from guardbit.dashboards.live.run_list import RunList
 from guardbit.dashboards.live.server import LiveServer
+from guardbit.dashboards.live.telling import Webhook
 from guardbit.dashboards.live.watcher import RunWatcher
 
-__all__ = ["LiveServer", "RunWatcher"]
+__all__ = ["LiveServer", "RunList", "RunWatcher", "Webhook"]

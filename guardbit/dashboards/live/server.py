@@ -1,10 +1,11 @@
-"""The web server behind the live page: this machine only, one run only, nothing but its numbers.
+"""The web server behind the live pages: this machine only, nothing but the numbers of runs.
 
-What is served is a fixed list of addresses: the page, its files, and three questions about
-the run that are answered as JSON. No address names a file of the run or of anything else. All of
-them begin with a token that only the person who started the server knows, so that other people on
-the machine and other pages in the browser cannot read along; requests that name another host are
-refused, which is what a page uses that has pointed its own name at this machine (DNS rebinding).
+What is served is a fixed list of addresses: the pages, their files, and a few questions about runs
+that are answered as JSON; runs are numbered. No address names a file of a run or of anything else.
+All of them begin with a token that only the person who started the server knows, so that other
+people on the machine and other pages in the browser cannot read along; requests that name another
+host are refused, which is what a page uses that has pointed its own name at this machine (DNS
+rebinding).
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from guardbit.dashboards.live.connections import MOST_CONNECTIONS, PatientConnection, say_in_a_line
+from guardbit.dashboards.live.run_list import RunList
 from guardbit.dashboards.live.watcher import RunWatcher
 
 HOST = "127.0.0.1"
@@ -45,6 +47,13 @@ ASSETS = {
     "uPlot.iife.min.js": ("web", "uPlot.iife.min.js", _SCRIPT),
     "uPlot.min.css": ("web", "uPlot.min.css", _STYLE),
 }
+#: The same for the list of runs, whose pages lie below it.
+LIST_ASSETS = {
+    **{name: ASSETS[name] for name in ("theme.css", "charts.js", "uPlot.iife.min.js")},
+    **{name: ASSETS[name] for name in ("uPlot.min.css", "page.css")},
+    "": ("live.assets", "list.html", _HTML),
+    "list.js": ("live.assets", "list.js", _SCRIPT),
+}
 #: The page runs its own scripts only, talks to this server only, and stands in no frame.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -61,10 +70,10 @@ _REFUSAL = "Not found. The address ends in a token and a slash, and is new after
 
 
 class LiveServer:
-    """Serves one run's live page on 127.0.0.1.
+    """Serves a run's live page, or a list of runs with a page of each, on 127.0.0.1.
 
     Args:
-        watcher: What is known of the run; started and stopped with the server.
+        watcher: What is known of the run, or of the runs; started and stopped with the server.
         port: Port to listen on; 0 for any free one.
 
     Attributes:
@@ -75,7 +84,7 @@ class LiveServer:
         OSError: The port is taken, or not allowed.
     """
 
-    def __init__(self, watcher: RunWatcher, *, port: int = 0) -> None:
+    def __init__(self, watcher: RunWatcher | RunList, *, port: int = 0) -> None:
         self._watcher = watcher
         self._socket = socket.socket()
         # A port that an earlier server has just left is free.
@@ -128,26 +137,15 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
 
-def application(watcher: RunWatcher, token: str) -> Starlette:
+def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
     """The application: a fixed list of addresses below the token."""
-
-    def state(request: Request) -> Response:
-        step = _whole(request, "step", -1)
-        return _json(watcher.state(_whole(request, "since", -1), None if step < 0 else step))
-
-    def head(request: Request) -> Response:
-        return _json(watcher.head(_whole(request, "layer", -1), _whole(request, "head", -1)))
-
-    def curves(request: Request) -> Response:
-        return _json(watcher.curves(request.query_params.get("indicator", "")))
-
+    routes = (
+        _routes_of_a_run(lambda _: watcher)
+        if isinstance(watcher, RunWatcher)
+        else _routes_of_a_list(watcher)
+    )
     return Starlette(
-        routes=[
-            *[Route(f"/{address}", _asset(*ASSETS[address])) for address in ASSETS],
-            Route("/state", state),
-            Route("/head", head),
-            Route("/curves", curves),
-        ],
+        routes=routes,
         middleware=[
             Middleware(_Headers),
             Middleware(
@@ -157,6 +155,53 @@ def application(watcher: RunWatcher, token: str) -> Starlette:
         ],
         exception_handlers={LookupError: _refused(404), ValueError: _refused(400)},
     )
+
+
+def _routes_of_a_run(watcher: Callable[[Request], RunWatcher]) -> list[BaseRoute]:
+    """The page of a run, and what it asks.
+
+    Args:
+        watcher: Which run a request is about.
+    """
+
+    def state(request: Request) -> Response:
+        step = _whole(request, "step", -1)
+        since = _whole(request, "since", -1)
+        return _json(watcher(request).state(since, None if step < 0 else step))
+
+    def head(request: Request) -> Response:
+        layer, number = _whole(request, "layer", -1), _whole(request, "head", -1)
+        return _json(watcher(request).head(layer, number))
+
+    def curves(request: Request) -> Response:
+        return _json(watcher(request).curves(request.query_params.get("indicator", "")))
+
+    return [
+        *[Route(f"/{address}", _asset(*ASSETS[address])) for address in ASSETS],
+        Route("/state", state),
+        Route("/head", head),
+        Route("/curves", curves),
+    ]
+
+
+def _routes_of_a_list(runs: RunList) -> list[BaseRoute]:
+    """The list of runs, what it asks, and below it the page of each run."""
+
+    def overlay(request: Request) -> Response:
+        named = [part for part in request.query_params.get("runs", "").split(",") if part]
+        if not all(part.isdecimal() and len(part) < 10 for part in named):
+            raise ValueError("runs must be whole numbers with commas between them")
+        return _json(runs.overlay([int(part) for part in named]))
+
+    def reader(request: Request) -> RunWatcher:
+        return runs.reader(int(request.path_params["number"]))
+
+    return [
+        *[Route(f"/{address}", _asset(*LIST_ASSETS[address])) for address in LIST_ASSETS],
+        Route("/runs", lambda _: _json(runs.runs())),
+        Route("/overlay", overlay),
+        Mount("/run/{number:int}", routes=_routes_of_a_run(reader)),
+    ]
 
 
 class _Headers:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.names import place_of_run
-from guardbit.dashboards.views import Json, RunViews
-from guardbit.store import RunFollower, read_events
+from guardbit.dashboards.views import Json, RunViews, levels_in
+from guardbit.store import RunFollower, read_events, read_metadata
 
 log = logging.getLogger("guardbit")
 
@@ -31,6 +31,7 @@ class RunWatcher:
         self._follower = RunFollower(self.folder)
         self._views = RunViews(buckets)
         self._event_files: tuple[str, ...] = ()
+        self._sessions = 0
         self._problem = ""
         self._reading = False
         self._lock = threading.RLock()
@@ -69,6 +70,7 @@ class RunWatcher:
         finally:
             self._reading = False
         try:
+            changed |= self._read_settings()
             changed |= self._read_events()
         finally:
             # Samples are shown whatever is wrong with the events.
@@ -105,6 +107,20 @@ class RunWatcher:
         with self._lock:
             return self._views.curves(indicator)
 
+    def largest(self) -> Json:
+        """Returns the loss and the largest head's values, each over steps and over time."""
+        with self._lock:
+            return self._views.largest(self._follower.clock)
+
+    def headline(self) -> Json:
+        """Returns the outcome so far and its sentence; nothing before the first sample."""
+        with self._lock:
+            if not self._views.has_samples:
+                return {}
+            picture = self._views.picture(None)
+        said = picture["headline" if self._follower.end else "headline_running"]
+        return {"headline": said, "outcome": picture["outcome"]}
+
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
@@ -116,6 +132,16 @@ class RunWatcher:
                     log.warning("cannot read %s: %r", self.folder, error)
                 self._problem = str(error) or type(error).__name__
             self._stop.wait(LOOK_EVERY)
+
+    def _read_settings(self) -> bool:
+        """Reads the rules' levels anew where another session has begun; returns whether it has."""
+        if self._follower.num_sessions == self._sessions:
+            return False
+        metadata = read_metadata(self.folder)
+        with self._lock:
+            self._views.levels = levels_in(metadata)
+            self._sessions = self._follower.num_sessions
+        return True
 
     def _read_events(self) -> bool:
         """Reads the events anew where their files have changed; returns whether they have."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.views import RunViews
+from guardbit.dashboards.views import RunViews, levels_in
 
 Json = dict[str, Any]
 
@@ -22,13 +23,19 @@ MAPS = 40
 MOST_OF_MAPS, MOST_OF_HEADS = 600_000, 1_500_000
 
 
-def answers_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> Json:
+def answers_of(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    title: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> Json:
     """Returns all that the page shows of a run, JSON-able.
 
     Args:
         frame: Samples with at least one row.
         events: The events.
         title: What the run is called.
+        metadata: What describes the run.
 
     Returns:
         state: As the live page gets it, without events.
@@ -38,7 +45,7 @@ def answers_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> 
         heads: "layer,head" -> the same, as many as there is room for.
     """
     frame = tables.check_samples(frame)
-    views = _views(frame, events, title)
+    views = _views(frame, events, title, metadata)
     state = views.picture(None)
     maps = _maps(views, frame, events)
     start = len(maps) - 1
@@ -68,8 +75,14 @@ def maps_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> lis
     return [{**one["map"], "heads": heads} for one in _maps(views, frame, events)]
 
 
-def _views(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> RunViews:
+def _views(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    title: str,
+    metadata: Mapping[str, Any] | None = None,
+) -> RunViews:
     views = RunViews(BUCKETS)
+    views.levels = levels_in(metadata or {})
     views.events = marks.events_of(events)
     views.take(_batch(frame))
     views.take_picture(title)

@@ -84,7 +84,7 @@ def document_of(run: Run) -> Document:
             *timeline(happened),
             *settings(run.metadata),
         ],
-        None if frame.empty else answers_of(frame, events, run.title),
+        None if frame.empty else answers_of(frame, events, run.title, run.metadata),
     )
 
 

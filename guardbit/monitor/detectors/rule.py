@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -78,11 +78,13 @@ class Finding:
 class Rule(Protocol):
     """One-sided test for one kind of trouble; it holds thresholds only, its state is handed in.
 
-    A rule may have two more attributes:
+    A rule may have more attributes:
 
     - `reads`: the indicators without which it can judge nothing. In place of one there may be a
       tuple of several of which one is enough. Where they are not measured, the user is warned.
     - `role`, a `guardbit.records.Role`: what it judges. Without one it judges single heads.
+    - `levels`, indicator -> a value below which it does not fire by that indicator, which pages
+      draw. Of a signed indicator its size counts, of the loss the nats above its best.
     """
 
     @property
@@ -93,6 +95,11 @@ class Rule(Protocol):
     def examine(self, snapshot: Snapshot, state: State, /) -> list[Finding]:
         """Updates `state`, a dict of plain JSON values, and returns what is wrong at this step."""
         ...
+
+
+def levels_of(rules: Iterable[Rule]) -> dict[str, dict[str, float]]:
+    """Returns rule -> its `levels`, of the rules that have some."""
+    return {rule.name: dict(found) for rule in rules if (found := getattr(rule, "levels", None))}
 
 
 def role_of(rule: Rule) -> Role:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from guardbit.dashboards.live import LiveServer, RunWatcher
+from guardbit.dashboards.live import LiveServer, RunList, RunWatcher
+from guardbit.dashboards.live import run_list as list_module
 from guardbit.dashboards.live import watcher as watcher_module
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
@@ -51,17 +52,24 @@ def recorder():
 def serve(monkeypatch):
     """A context manager: the live page of a folder, looked at ten times a second."""
     monkeypatch.setattr(watcher_module, "LOOK_EVERY", 0.1)
+    return lambda folder: _running(LiveServer(RunWatcher(folder)))
 
-    @contextmanager
-    def running(folder):
-        server = LiveServer(RunWatcher(folder))
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.stop()
-            thread.join(timeout=20)
-            assert not thread.is_alive()
 
-    return running
+@contextmanager
+def _running(server):
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def serve_list(monkeypatch):
+    """The same for the list of the runs below a folder."""
+    monkeypatch.setattr(watcher_module, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(list_module, "LOOK_EVERY", 0.1)
+    return lambda folder: _running(LiveServer(RunList(folder)))

@@ -343,3 +343,83 @@ def test_a_wrong_token_shows_nothing(page, serve, recorder, tmp_path):
             answer = page.goto(f"http://127.0.0.1:{server.port}/{path}")
             assert answer.status == 404
             assert text(page, "body").startswith("Not found. The address ends in a token and a")
+
+
+# --- the list of runs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width, scheme", [(1280, "light"), (390, "dark")])
+def test_the_list_leads_to_each_run_and_draws_those_that_are_ticked(
+    browser, serve_list, recorder, tmp_path, width, scheme
+):
+    with recorder(tmp_path / "one") as writer:
+        writer.record(range(0, 400, 10))
+        for step in range(0, 400, 10):
+            writer.tick(step, 1000.0 + 2 * step)
+    ill = recorder(tmp_path / "two", ill_from=200)
+    ill.record(range(0, 300, 10))
+    ill.alarm(220)
+    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    page.set_default_timeout(PATIENCE)
+    problems = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    with serve_list(tmp_path) as server:
+        page.goto(server.address)
+        page.wait_for_selector("#runs tbody tr:nth-child(2)")
+        assert text(page, "h1") == "2 runs: 1 running, 1 with alarms"
+        assert set(page.locator("#runs a").all_inner_texts()) == {"one", "two"}
+        assert page.locator("#runs .chip.finished").count() == 1
+        assert page.locator("#runs .chip.alive").count() == 1
+        assert "step 220: h.1.attn, head 2" in text(page, "#runs")
+        assert page.locator("#over").is_hidden()
+        for name in ("one", "two"):
+            page.get_by_label(f"draw {name}").check()
+            wait(page, f"view.drawn?.runs.some((run) => run.name === '{name}' && run.steps.length)")
+        wait(page, "document.querySelectorAll('#overlays .uplot').length === 3")
+        charts = "document.querySelector('#overlays').charts"
+        wait(page, f"{charts}[2].plot.data.length === 3")
+        # What was ill is the second line alone, by its own last value.
+        lasts = page.evaluate(
+            f"{charts}[2].plot.data.slice(1).map((line) => line.filter((x) => x != null).at(-1))"
+        )
+        assert lasts == pytest.approx([1, 200], rel=0.02)
+        # Over time: only of the first one the times are known.
+        page.select_option("#axis", "seconds")
+        wait(page, f"{charts}[0].plot.data[0].at(-1) === 780")
+        assert "no times were recorded of two" in text(page, "#axis-note")
+        page.select_option("#axis", "steps")
+        loss = page.evaluate(f"{charts}[0].plot.data[1]")
+        page.evaluate(
+            "() => { const at = document.querySelector('#smoothing');"
+            " at.value = 3; at.dispatchEvent(new Event('input')); }"
+        )
+        assert text(page, "#smoothing-label") == "median of 7"
+        smooth = page.evaluate(f"{charts}[0].plot.data[1]")
+        # The loss falls evenly, so a median of its neighbours leaves it where it has all of them.
+        assert smooth[10:20] == pytest.approx(loss[10:20]) and smooth[0] != loss[0]
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert paper == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 22, 26)")
+        page.get_by_role("link", name="two").click()
+        page.wait_for_selector("#run-charts .uplot")
+        wait(page, "document.querySelector('h1').textContent.startsWith('Running')")
+        assert text(page, "#title") == "two"
+    page.close()
+    assert problems == []
+
+
+def test_levels_of_rules_are_drawn_where_they_are_in_view(page, serve, recorder, tmp_path):
+    levels = {"common": {"max_logit": 50.0}, "far": {"max_logit": 1e9}, "left": {"loss": 0.1}}
+    with recorder(tmp_path, ill_from=100, metadata={"settings": {"levels": levels}}) as writer:
+        writer.record(range(0, 300, 10))
+    with serve(tmp_path) as server:
+        page.goto(server.address)
+        wait(page, "document.querySelector('#run-charts')?.charts?.length === 3")
+        wait(page, "document.body.dataset.version == view.version")
+        charts = "document.querySelector('#run-charts').charts"
+        wait(page, f"{charts}.every(({{ plot }}) => plot.drawnLevels)")
+        drawn = page.evaluate(f"{charts}.map(({{ plot }}) => plot.drawnLevels)")
+        assert drawn[2] == [{"rule": "common", "value": 50}]
+        # Losses fall evenly, so the best median is that of the last eight, 2.71 to 2.78.
+        ((left, value),) = [(one["rule"], one["value"]) for one in drawn[0]]
+        assert left == "left" and value == pytest.approx(2.745 + 0.1)

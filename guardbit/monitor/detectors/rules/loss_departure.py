@@ -43,6 +43,11 @@ class LossDeparture:
     def __post_init__(self) -> None:
         check_thresholds(self, samples=1)
 
+    @property
+    def levels(self) -> dict[str, float]:
+        """What pages draw, see `Rule`."""
+        return {"loss": self.rise}
+
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns one finding without heads, at site "", where the loss has risen."""
         findings = []

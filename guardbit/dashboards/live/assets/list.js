@@ -1,0 +1,139 @@
+"use strict";
+// The list of runs: asks every two seconds how they are doing, and draws those that are ticked.
+
+const ASK_EVERY = 2000, SILENT_AFTER = 120, MOST = 4;
+const TITLES = { loss: "Training loss", w_q_spectral_norm: "W_Q spectral norm, largest head", max_logit: "Max logit, largest head", multiple_maxima_bf16: "Rows with several maxima (BF16), largest head" };
+const view = { chosen: [], log: true, axis: "steps", smoothing: 0, drawn: null, state: { catalog: {}, marks: [] } };
+
+async function ask(question) {
+  const answer = await fetch(question, { cache: "no-store" });
+  if (!answer.ok) throw new Error(await answer.text());
+  return answer.json();
+}
+
+function ago(seconds) {
+  return seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago` : seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} days ago`;
+}
+
+// What the store knows: how the run ended; of one without an end, whether it still writes.
+function stateOf(run) {
+  if (run.problem) return ["lost", "cannot be read", run.problem];
+  if (run.end) return [run.end, run.end, ago(run.seconds_silent)];
+  if (run.seconds_silent > SILENT_AFTER) return ["silent", "silent", `last written ${ago(run.seconds_silent)}; it hangs or was killed`];
+  return ["alive", "running", `last written ${ago(run.seconds_silent)}`];
+}
+
+function alarmsOf(run) {
+  if (run.headline) return run.headline;
+  if (run.first_alarm == null) return "none";
+  const heads = run.heads.length ? `, head${run.heads.length > 1 ? "s" : ""} ${run.heads.join(", ")}` : "";
+  const more = run.alarms > 1 ? `, and ${run.alarms - 1} more` : "";
+  return `step ${run.first_alarm.toLocaleString("en")}: ${run.where || "the whole run"}${heads}${more}`;
+}
+
+function drawList({ folder, runs }) {
+  $("title").textContent = folder;
+  const running = runs.filter((run) => stateOf(run)[0] === "alive").length, alarmed = runs.filter((run) => run.first_alarm != null).length;
+  $("headline").textContent = runs.length ? `${runs.length} run${runs.length > 1 ? "s" : ""}: ${running} running, ${alarmed} with alarms` : "No run yet";
+  $("runs").tBodies[0].replaceChildren(...runs.map((run) => {
+    const row = element("tr"), box = element("input"), tick = element("td"), name = element("td"), state = element("td"), link = element("a", run.name), alarms = element("td", alarmsOf(run));
+    box.type = "checkbox"; box.checked = view.chosen.includes(run.id);
+    box.disabled = !box.checked && view.chosen.length >= MOST;
+    box.setAttribute("aria-label", `draw ${run.name}`);
+    box.onchange = () => choose(run.id, box.checked);
+    const at = view.chosen.indexOf(run.id);
+    if (at >= 0) box.style.accentColor = colourOf(at);
+    tick.append(box);
+    link.href = `run/${run.id}/`;
+    name.append(link);
+    const [kind, word, more] = stateOf(run);
+    state.append(element("span", word, `chip ${kind}`), element("small", more));
+    if (run.outcome) alarms.className = `outcome ${run.outcome}`;
+    row.append(tick, name, state, alarms, element("td", run.last_step < 0 ? "–" : run.last_step.toLocaleString("en"), "number"));
+    row.dataset.id = run.id; row.className = run.first_alarm == null ? "" : "has-alarm";
+    return row;
+  }));
+}
+
+const colourOf = (index) => index < 3 ? lineColour(index) : css("--ink");
+
+function choose(id, wanted) {
+  view.chosen = wanted ? [...view.chosen, id].slice(0, MOST) : view.chosen.filter((one) => one !== id);
+  history.replaceState(null, "", view.chosen.length ? `#runs=${view.chosen.join(",")}` : "#");
+  tick();
+}
+
+// A running median over so many points on either side: one bad batch does not bend it.
+function smoothed(values, width) {
+  if (!width) return values;
+  return values.map((value, at) => {
+    if (value == null) return null;
+    const near = values.slice(Math.max(at - width, 0), at + width + 1).filter((one) => one != null).sort((a, b) => a - b);
+    return near[near.length >> 1];
+  });
+}
+
+// Runs have steps, or times, of their own: all of them on one axis, each line with its own points.
+function together(runs, name) {
+  const at = new Map();
+  runs.forEach((run, index) => {
+    if (!run.lines[name]) return;
+    const values = smoothed(run.lines[name], view.smoothing);
+    (run[view.axis] ?? []).forEach((place, point) => {
+      if (place == null) return;
+      if (!at.has(place)) at.set(place, Array(runs.length).fill(null));
+      at.get(place)[index] = values[point];
+    });
+  });
+  const places = [...at.keys()].sort((a, b) => a - b);
+  return { steps: places, columns: runs.map((_, index) => places.map((place) => at.get(place)[index])) };
+}
+
+function drawOverlays() {
+  const runs = view.drawn?.runs ?? [], wanted = [];
+  $("over").hidden = !runs.length;
+  const without = view.axis === "seconds" ? runs.filter((run) => !run.seconds).map((run) => run.name) : [];
+  $("axis-note").textContent = without.length ? `no times were recorded of ${without.join(", ")}` : "";
+  for (const [name, title] of Object.entries(TITLES)) {
+    if (!runs.some((run) => run.lines[name])) continue;
+    view.state.catalog[name] = { label: title, is_signed: false };
+    const { steps, columns } = together(runs, name);
+    if (!steps.length) continue;
+    wanted.push({ name, title, steps, axis: view.axis, lines: runs.map((run, index) => ({ label: run.name, high: columns[index], colour: colourOf(index), dash: DASHES[index] ?? [2, 3] })) });
+  }
+  drawCharts($("overlays"), wanted, () => []);
+}
+
+async function update() {
+  const list = await ask("runs");
+  if (view.chosen.length) view.drawn = await ask(`overlay?runs=${view.chosen.join(",")}`);
+  else view.drawn = null;
+  drawList(list);
+  drawOverlays();
+  $("status").textContent = `${list.runs.length} runs`; $("status").className = "alive";
+  document.body.dataset.ready = "yes";
+}
+
+let updating = false;
+async function tick() {
+  if (updating) return;
+  updating = true;
+  try { await update(); }
+  catch (error) {
+    $("status").textContent = `no answer from guardbit live: ${error.message}; this is the last state`;
+    $("status").className = "lost";
+  } finally { updating = false; }
+}
+
+$("axis").addEventListener("change", (event) => { view.axis = event.target.value; forget($("overlays")); drawOverlays(); });
+$("log").addEventListener("change", (event) => { view.log = event.target.checked; drawOverlays(); });
+$("smoothing").addEventListener("input", (event) => {
+  view.smoothing = Number(event.target.value);
+  $("smoothing-label").textContent = view.smoothing ? `median of ${2 * view.smoothing + 1}` : "none";
+  drawOverlays();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawOverlays);
+const linked = /^#runs=([\d,]+)$/.exec(location.hash);
+if (linked) view.chosen = linked[1].split(",").map(Number).slice(0, MOST);
+tick();
+setInterval(() => { if (!document.hidden) tick(); }, ASK_EVERY);

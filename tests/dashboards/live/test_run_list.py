@@ -1,0 +1,196 @@
+"""The list of runs below a folder, and who is told of alarms."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from guardbit.dashboards.live import RunList, Webhook
+from guardbit.dashboards.live.telling import message
+from guardbit.records import Event
+
+
+def until(holds, patience=20):
+    deadline = time.monotonic() + patience
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def folder(tmp_path, recorder):
+    """One run that has finished, one that crashed, one that was killed, one that goes on."""
+    for name, end in (("a/done", "finished"), ("a/broke", "crashed"), ("killed", None)):
+        writer = recorder(tmp_path / name)
+        writer.record(range(0, 100, 10))
+        if end:
+            writer.close(end)
+    for path in (tmp_path / "killed").iterdir():
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
+    recorder(tmp_path / "on").record(range(0, 50, 10))
+    return tmp_path
+
+
+def test_each_run_is_listed_with_what_the_store_knows_of_its_end(folder):
+    runs = RunList(folder)
+    runs.look()
+    rows = {row["name"]: row for row in runs.runs()["runs"]}
+    assert {name: row["end"] for name, row in rows.items()} == {
+        "a/done": "finished", "a/broke": "crashed", "killed": None, "on": None
+    }  # fmt: skip
+    assert rows["killed"]["seconds_silent"] > 500 > rows["on"]["seconds_silent"]
+    assert {name: row["last_step"] for name, row in rows.items()} == {
+        "a/done": 90, "a/broke": 90, "killed": 90, "on": 40
+    }  # fmt: skip
+    assert len({row["id"] for row in rows.values()}) == 4
+    assert all(row["alarms"] == 0 and row["problem"] == "" for row in rows.values())
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(folder):
+    runs = RunList(folder)
+    runs.look()
+    ids = {row["name"]: row["id"] for row in runs.runs()["runs"]}
+    for broken in (folder / "on").iterdir():
+        broken.unlink()
+    (folder / "on").rmdir()
+    runs.look()
+    rows = {row["name"]: row for row in runs.runs()["runs"]}
+    assert "on" in rows["on"]["problem"] and rows["a/done"]["problem"] == ""
+    assert {name: row["id"] for name, row in rows.items()} == ids, "addresses stay"
+
+
+def test_curves_of_some_runs_are_their_largest_heads_over_steps(folder):
+    runs = RunList(folder)
+    runs.look()
+    ids = {row["name"]: row["id"] for row in runs.runs()["runs"]}
+    try:
+        until(lambda: len(runs.overlay([ids["on"]])["runs"][0]["steps"]) == 5)
+        (one,) = runs.overlay([ids["on"]])["runs"]
+        assert one["name"] == "on" and one["steps"] == [0, 10, 20, 30, 40]
+        assert one["lines"]["loss"] == [3.0, 2.99, 2.98, 2.97, 2.96]
+        largest = [
+            max(
+                (1 + 0.01 * np.random.default_rng((step, layer)).random(4)).max()
+                for layer in range(3)
+            )
+            for step in range(0, 50, 10)
+        ]
+        # Pages get four digits.
+        assert one["lines"]["max_logit"] == pytest.approx(largest, rel=5e-4)
+        assert one["lines"]["w_q_spectral_norm"] == pytest.approx(np.sqrt(largest), rel=5e-4)
+        assert one["seconds"] is None
+        with pytest.raises(ValueError, match="4 runs at most are drawn at once, got 5"):
+            runs.overlay([0, 1, 2, 3, 4])
+        with pytest.raises(LookupError, match="no run 9"):
+            runs.overlay([9])
+    finally:
+        runs.stop()
+
+
+def test_times_come_from_the_clock_and_are_not_made_up(tmp_path, recorder):
+    with recorder(tmp_path / "a") as writer:
+        writer.record(range(0, 60, 10))
+        for step, seconds in ((10, 1000.0), (20, 1010.0), (40, 1070.0)):
+            writer.tick(step, seconds)
+    runs = RunList(tmp_path)
+    runs.look()
+    try:
+        until(lambda: runs.overlay([0])["runs"][0]["seconds"])
+        (one,) = runs.overlay([0])["runs"]
+        assert one["seconds"] == [None, 0.0, 10.0, 40.0, 70.0, None]
+    finally:
+        runs.stop()
+
+
+def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
+    told = []
+    with recorder(tmp_path / "old") as old, recorder(tmp_path / "new") as new:
+        old.record([0])
+        old.alarm(0)
+        new.record([0])
+        runs = RunList(tmp_path, lambda name, alarms: told.append((name, [a.step for a in alarms])))
+        runs.look()
+        assert told == [], "what had happened before is no news"
+        new.alarm(10)
+        runs.look()
+        new.alarm(20)  # the same head again
+        old.record([30])
+        runs.look()
+        assert told == [("new", [10])]
+        new.event(Event(40, "alarm", "", (), "the loss left", rule="loss_departure"))
+        runs.look()
+    assert told == [("new", [10]), ("new", [40])]
+
+
+@pytest.fixture
+def hook():
+    """A webhook that keeps what it gets, and answers with the status it is told to."""
+    got, answers = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            got.append((self.headers["Content-Type"], json.loads(body)))
+            self.send_response(answers.pop(0) if answers else 200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/secret", got, answers
+    server.shutdown()
+    server.server_close()
+
+
+ALARM = Event(4450, "alarm", "net.h.2.attn", (6, 7), "It\ngrew", rule="head_growth")
+
+
+def test_a_webhook_gets_one_json_with_one_line_that_slack_takes(hook):
+    url, got, _ = hook
+    webhook = Webhook(url)
+    webhook.tell("runs/a", [ALARM, ALARM])
+    webhook.join()
+    ((kind, body),) = got
+    assert kind == "application/json" and list(body) == ["text"]
+    assert body["text"] == (
+        "GuardBit: runs/a: alarm at step 4,450 in net.h.2.attn, heads 6, 7 (head_growth)"
+        " (and 1 more): It\\ngrew"
+    )
+
+
+def test_a_webhook_that_fails_disturbs_nothing_and_is_told_of_once(hook, caplog):
+    url, got, answers = hook
+    answers += [500, 404, 200, 500]
+    webhook = Webhook(url)
+    for _ in range(4):
+        webhook.tell("a", [ALARM])
+        webhook.join()
+    assert len(got) == 4, "each is tried"
+    said = [line for line in caplog.messages if "webhook" in line]
+    assert len(said) == 2, "the first failure, and the first one after a success"
+    assert all("127.0.0.1" in line and "secret" not in line for line in said)
+
+
+def test_a_webhook_nobody_answers_at_keeps_nobody_waiting(caplog):
+    webhook = Webhook("http://127.0.0.1:9/x")  # the port of discard, where nobody listens
+    webhook.tell("a", [ALARM])
+    webhook.join()
+    assert "was not told of an alarm" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["", "example.org/x", "file:///etc/passwd", "https://"])
+def test_an_address_that_is_no_webhook_is_refused(url):
+    with pytest.raises(ValueError, match="a webhook is an address like https://host/path, got"):
+        Webhook(url)
+
+
+def test_a_message_is_short_however_long_the_sentence():
+    assert len(message("a", [Event(1, "alarm", "", (), "x" * 9999, rule="r")])) == 600
