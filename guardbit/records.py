@@ -23,9 +23,9 @@ STABILIZERS: tuple[str, ...] = (
     "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
 )
 
-EventKind = Literal["alarm", "advisory", "switch", "refusal", "verdict", "monitor_error"]
+EventKind = Literal["alarm", "advisory", "switch", "clip", "refusal", "verdict", "monitor_error"]
 EVENT_KINDS: tuple[EventKind, ...] = (
-    "alarm", "advisory", "switch", "refusal", "verdict", "monitor_error"
+    "alarm", "advisory", "switch", "clip", "refusal", "verdict", "monitor_error"
 )  # fmt: skip
 
 #: What a rule can judge: single heads, the whole model at once, or the loss.

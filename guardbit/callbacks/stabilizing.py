@@ -34,6 +34,9 @@ class AutoStabilizer(pl.Callback):
         quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
             never. It must be longer than 1,000, the steps after which a lasting alarm is repeated,
             or heads that still diverge are switched back.
+        qk_clip: Largest logit that heads keep once all heads are switched and one is alarmed still;
+            None never clips. It scales rows of W_Q and W_K (arXiv 2507.20534, which takes 100), so
+            it changes the run in another way than a switch does.
         dry_run: Decide and record, but switch nothing.
         calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
@@ -52,6 +55,7 @@ class AutoStabilizer(pl.Callback):
         agreement_steps: int = 2000,
         escalate: bool = True,
         quiet_steps: int | None = None,
+        qk_clip: float | None = None,
         dry_run: bool = False,
         calm_steps: int | None = None,
     ) -> None:
@@ -64,6 +68,7 @@ class AutoStabilizer(pl.Callback):
             agreement_steps=agreement_steps,
             escalate=escalate,
             quiet_steps=quiet_period(quiet_steps, calm_steps),
+            qk_clip=qk_clip,
         )
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -37,7 +37,7 @@ def policy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the state of a policy with all keys that this version writes.
 
     The first states did not say which rules measure the cause, and knew no groups but the model.
-    Later ones knew no widening.
+    Later ones knew no widening, then no clipping.
     """
     return {
         "causes": _CAUSES,
@@ -45,5 +45,6 @@ def policy_state(state: Mapping[str, Any]) -> dict[str, Any]:
         "since": {},
         "widened": {},
         "advice": None,
+        "clipping": None,
         **state,
     }

@@ -46,7 +46,9 @@ class Policy:
     heads of it are alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was
     switched; from the layer to the model likewise, once a switched head is alarmed. What has been
     widened is not undone. When all heads of the model are switched and one is alarmed after as many
-    steps, `advice` says that it did not help.
+    steps, that did not help. With `qk_clip`, heads whose logits are above it are then clipped at every
+    sampled step, which changes weights (see `guardbit.monitor.qk_clip`). Where that does not help
+    either within as many steps, or without `qk_clip`, `advice` says so.
 
     With `always` all heads are switched at the end of the first step, without an alarm. Heads of
     modules that are called later follow at the first sampled step after that. Scope and agreement
@@ -68,13 +70,17 @@ class Policy:
         escalate: Whether the scope widens where a switch does not help.
         quiet_steps: Quiet period: steps without an alarm after which a switch is undone. None means
             never.
+        qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
+            `escalate`. MuonClip uses 100 (arXiv 2507.20534).
         calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Attributes:
+        clipping: Since which step heads are clipped, and why; None as long as they are not.
         advice: What to tell the user once no wider switch is left; None before.
 
     Raises:
-        ValueError: If an argument is outside its range, or `quiet_steps` is given with `always`.
+        ValueError: If an argument is outside its range, `quiet_steps` is given with `always`, or
+            `qk_clip` without `escalate`.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Policy:
         agreement_steps: int = 2000,
         escalate: bool = True,
         quiet_steps: int | None = None,
+        qk_clip: float | None = None,
         calm_steps: int | None = None,
     ) -> None:
         quiet_steps = quiet_period(quiet_steps, calm_steps)
@@ -115,6 +122,7 @@ class Policy:
             raise ValueError(f"agreement_steps must be >= 0, got {agreement_steps}")
         if quiet_steps is not None and quiet_steps < 1:
             raise ValueError(f"quiet_steps must be >= 1 or None, got {quiet_steps}")
+        _check_clip(qk_clip, escalate)
         self.stabilizer = stabilizer
         self.scope = scope
         self.always = always
@@ -123,6 +131,8 @@ class Policy:
         self.escalate = escalate
         self.advice: str | None = None
         self.quiet_steps = quiet_steps
+        self.qk_clip = qk_clip
+        self.clipping: tuple[int, str] | None = None
         # Site -> head, as text as in JSON -> rule -> step of its last alarm.
         self._alarmed: dict[str, dict[str, dict[str, int]]] = {}
         # Names of the rules that have fired and measure the cause.
@@ -226,6 +236,7 @@ class Policy:
             "since": self._since,
             "widened": self._widened,
             "advice": self.advice,
+            "clipping": self.clipping,
         }
         return copy.deepcopy(state)
 
@@ -246,6 +257,9 @@ class Policy:
         self._since = state["since"]
         self._widened = {site: (step, why) for site, (step, why) in state["widened"].items()}
         self.advice = state["advice"]
+        if self.qk_clip is not None and state["clipping"] is not None:
+            step, why = state["clipping"]
+            self.clipping = step, why
 
     @property
     def _kind(self) -> str:
@@ -288,9 +302,14 @@ class Policy:
         """Goes one step wider than what a head was switched with, once that has settled."""
         is_layer = self.scope == "layer" or alarm.site in self._widened
         if self.always or self.scope == "model" or "" in self._widened:
-            last, _ = self._widened.get("", (-SETTLING_STEPS, ""))
-            if alarm.step - last >= SETTLING_STEPS and self.advice is None:
-                self.advice = self._all_did_not_help(f"head {head} of {alarm.site}")
+            last, _ = self.clipping or self._widened.get("", (-SETTLING_STEPS, ""))
+            if alarm.step - last < SETTLING_STEPS or self.advice is not None:
+                return
+            no_help = self._all_did_not_help(f"head {head} of {alarm.site}")
+            if self.qk_clip is not None and self.clipping is None:
+                self.clipping = step, no_help
+            else:
+                self.advice = no_help
         elif not is_layer:
             self._widened[alarm.site] = step, f"{why}, so all of its layer's heads are switched"
         else:
@@ -303,9 +322,10 @@ class Policy:
         since = [step for steps in self._since.values() for step in steps.values()]
         num_heads = sum(len(heads) for heads in self._switched.values())
         which = "" if len(since) == num_heads else " that could be switched"
+        clipped = f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
         return (
-            f"all heads of the model{which} run {self.stabilizer} since step {max(since)}, and"
-            f" {head} is alarmed again"
+            f"all heads of the model{which} run {self.stabilizer} since step {max(since)}{clipped},"
+            f" and {head} is alarmed again"
         )
 
     def _of_heads(
@@ -427,6 +447,19 @@ class Policy:
     def _is_quiet(self, alarmed: Iterable[dict[str, int]], step: int) -> bool:
         last = max(at for rules in alarmed for at in rules.values())
         return self.quiet_steps is not None and step - last >= self.quiet_steps
+
+
+def _check_clip(bound: object, escalate: bool) -> None:
+    if bound is None:
+        return
+    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+    if not is_number or not 0 < bound < float("inf"):
+        raise ValueError(f"qk_clip must be a finite number above 0, or None, got {bound!r}")
+    if not escalate:
+        raise ValueError(
+            f"qk_clip is {bound} and escalate is False: heads are clipped once wider switches have"
+            " not helped, so leave one of them out"
+        )
 
 
 def quiet_period(quiet_steps: int | None, calm_steps: int | None) -> int | None:

@@ -7,22 +7,16 @@ Unlike a stabilizer it changes the weights, and so the run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
+from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.sites import Site
+from guardbit.records import Event, Sample
 
-
-def check_bound(bound: object) -> None:
-    """Checks the bound of logits.
-
-    Raises:
-        ValueError: If it is not a finite number above 0.
-    """
-    is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-    if not is_number or not 0 < bound < float("inf"):
-        raise ValueError(f"qk_clip must be a finite number above 0, or None, got {bound!r}")
+#: A head that is clipped again and again is told once in so many steps.
+TOLD_EVERY = 1000
 
 
 def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
@@ -49,3 +43,62 @@ def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, flo
     if clipped:
         site.scale_logits(torch.tensor(scales, dtype=torch.float64))
     return clipped
+
+
+class Clipping:
+    """Clips the heads that sampled steps find above a bound, and records it.
+
+    Args:
+        is_dry_run: Whether to record what would be clipped, and to scale nothing.
+        record: Takes the events.
+    """
+
+    def __init__(self, is_dry_run: bool, record: Callable[[Event], None]) -> None:
+        self._is_dry_run, self._record = is_dry_run, record
+        # (attention module, head) -> step of the event that told it; (module, -1): a refusal.
+        self._told: dict[tuple[str, int], int] = {}
+
+    def act(
+        self, sites: Mapping[str, Site], samples: Iterable[Sample], bound: float, why: str
+    ) -> None:
+        """Clips by the samples of one step; called between steps.
+
+        Args:
+            sites: The attention modules on this rank.
+            samples: What the step measured, of all ranks.
+            bound: See `clip`.
+            why: Why heads are clipped at all, a clause.
+        """
+        for sample in samples:
+            above = tuple(head for head, s in enumerate(sample.values) if s > bound)
+            if sample.indicator != "max_logit" or not above:
+                continue
+            refusal = self._refusal(sites.get(sample.site), sample, bound)
+            if refusal is not None:
+                if self._is_new(sample.step, sample.site, (-1,)):
+                    sentence = f"not clipped: {refusal} ({why})"
+                    self._record(Event(sample.step, "refusal", sample.site, above, sentence))
+            elif self._is_new(sample.step, sample.site, above):
+                largest = max(sample.values[head] for head in above)
+                sentence = (
+                    f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
+                    f" {largest:,.0f} ({why})"
+                )
+                self._record(Event(sample.step, "clip", sample.site, above, sentence))
+
+    def _refusal(self, site: Site | None, sample: Sample, bound: float) -> str | None:
+        """Clips a module's heads; returns why not where that did not happen."""
+        if self._is_dry_run:
+            return "dry run"
+        if site is None:
+            return "the module is on another rank"
+        try:
+            clip(site, sample.values, bound)
+        except LayoutUnavailable as unavailable:
+            return str(unavailable)
+        return None
+
+    def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:
+        new = [h for h in heads if step - self._told.get((site, h), -TOLD_EVERY) >= TOLD_EVERY]
+        self._told.update({(site, head): step for head in new})
+        return bool(new)

@@ -44,6 +44,7 @@ from guardbit.monitor.measure import (
 from guardbit.monitor.oddities import Oddities
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.preflight import OwnCalls, calls_of, summary
+from guardbit.monitor.qk_clip import Clipping
 from guardbit.monitor.running import Running
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
@@ -63,7 +64,8 @@ from guardbit.records import Alarm, Event, RunEnd, Sample
 T = TypeVar("T")
 
 _POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps"
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps",
+    "qk_clip",
 )  # fmt: skip
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
@@ -232,6 +234,7 @@ class MonitorSession:
             lambda why: self._journal.note({"snapshots": why}),
         )
         self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
+        self._clipping = Clipping(dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._checkpoint = Checkpoint(
             self._schedule,
@@ -455,6 +458,7 @@ class MonitorSession:
 
         def decide() -> None:
             self.attempt("policy", lambda: self._decide(alarms, step))
+            self.attempt("clip", lambda: self._clip(samples))
 
         if self._schedule.is_within_step:
             self._deferred.append(decide)  # a forward and its recomputation must be alike
@@ -809,6 +813,12 @@ class MonitorSession:
             self.detectors.restless(),
             self._findings.way_back,
         )
+
+    def _clip(self, samples: list[Sample]) -> None:
+        policy = self.policy
+        if policy is not None and policy.qk_clip is not None and policy.clipping is not None:
+            sites, (_, why) = self.instrumentation.sites, policy.clipping
+            self._clipping.act(sites, samples, policy.qk_clip, why)
 
     def _judge(self, alarms: list[Alarm]) -> None:
         step = self._schedule.last_ended or 0

@@ -9,7 +9,8 @@ from torch import nn
 
 import guardbit
 from guardbit.monitor.layouts import LayoutUnavailable
-from guardbit.monitor.qk_clip import check_bound, clip
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.qk_clip import clip
 
 WIDTH, HEADS, TOKENS = 24, 6, 5
 
@@ -115,4 +116,4 @@ def test_a_module_with_normalised_queries_is_refused():
 @pytest.mark.parametrize("bound", [0, -1.0, math.inf, math.nan, True, "100"])
 def test_a_bound_is_a_finite_number_above_0(bound):
     with pytest.raises(ValueError, match="qk_clip must be a finite number above 0, or None, got"):
-        check_bound(bound)
+        Policy(qk_clip=bound)

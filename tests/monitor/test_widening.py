@@ -246,3 +246,40 @@ def test_heads_with_large_logits_are_restless():
         ]
     )
     assert detectors.restless() == {"a": (1, 2)}
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_where_no_switch_helps_logits_are_clipped_before_the_way_back_is_told(tmp_path, dry_run):
+    settings = {"rules": (Names(),), "policy": Policy(scope="model", qk_clip=1e-3)}
+    model, session = session_of(tmp_path, dry_run=dry_run, **settings)
+    weights = [p.detach().clone() for p in model.parameters()]
+    states = run(model, session, (0, 500, 1000, 1500))
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    largest = {s.site: s.values for s in session.samples if s.indicator == "max_logit"}
+    assert min(map(min, largest.values())) > 1e-3, "both modules are to be clipped"
+    states |= run(model, session, (2000,))
+    changed = [not torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True)]
+    assert changed == [not dry_run] * 4, "weight and bias of both modules"
+    found = read_events(tmp_path).query("kind == 'refusal'" if dry_run else "kind == 'clip'")
+    found = found[found.step == 2000]
+    assert found.site.tolist() == ["0", "1"]
+    assert set(map(tuple, found.heads)) == {(0, 1)}
+    assert found.why.str.startswith("not clipped: dry run" if dry_run else "W_Q and W_K").all()
+    assert found.why.str.contains("and head 1 of 1 is alarmed again").all()
+    session.close()
+    # A resumed run goes on clipping, and advises once that has had as long to show an effect.
+    again = tmp_path / "again"
+    model, session = session_of(again, states[2000], dry_run=dry_run, **settings)
+    weights = [p.detach().clone() for p in model.parameters()]
+    run(model, session, (2500, 3000, 3500))
+    assert torch.equal(weights[0], next(model.parameters())) is dry_run
+    assert events(again, "advisory") == []
+    run(model, session, (4000,))
+    session.close()
+    (why,) = read_events(again).query("kind == 'advisory'").why
+    assert "since step 0, their logits are clipped since step 2000, and head 1 of 1" in why
+
+
+def test_a_policy_that_does_not_escalate_never_clips():
+    with pytest.raises(ValueError, match="qk_clip is 100 and escalate is False: heads are clipped"):
+        Policy(qk_clip=100, escalate=False)
