@@ -76,7 +76,8 @@ def recorded() -> list[Recorded]:
     kept = ["loss", "w_q_spectral_norm", "max_logit", "attention_entropy", "dq_coherent_error"]
     runs = []
     for run in load(RESULTS):
-        if run.name.startswith(("stock", "from_start")):
+        is_branch = run.name.rpartition("-from")[2].isdigit()
+        if run.name.startswith(("stock", "from_start")) and not is_branch:
             frame = run.frame[run.frame["indicator"].isin(kept)]
             runs.append(Recorded(run.name, list(samples(frame))))
     return runs
@@ -122,11 +123,14 @@ def alarms_of(run: Samples, rules: tuple[Rule, ...] = DEFAULT_RULES) -> list[Ala
     """Runs the detectors over a run, with the audits that the monitor would have made."""
     detectors, alarms = Detectors(rules), []
     suspects: set[tuple[str, int]] = set()
+    turn = 0
     for _, group in groupby(run, key=lambda sample: sample.step):
         at_once = list(group)
         audits = [s for s in at_once if s.indicator.startswith("dq_")]
         named = [{head for head, value in enumerate(s.values) if value == value} for s in audits]
         in_turn = set.intersection(*named) if named else set()  # the same in all modules
+        if len(in_turn) > 1:  # a run that audited all heads: a monitor would have taken turns
+            in_turn, turn = {sorted(in_turn)[turn % len(in_turn)]}, turn + 1
         seen = [
             _audited(s, in_turn, suspects) if s.indicator.startswith("dq_") else s for s in at_once
         ]

@@ -322,7 +322,9 @@ class Policy:
         since = [step for steps in self._since.values() for step in steps.values()]
         num_heads = sum(len(heads) for heads in self._switched.values())
         which = "" if len(since) == num_heads else " that could be switched"
-        clipped = f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
+        clipped = (
+            f", their logits are clipped since step {self.clipping[0]}" if self.clipping else ""
+        )
         return (
             f"all heads of the model{which} run {self.stabilizer} since step {max(since)}{clipped},"
             f" and {head} is alarmed again"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import pyarrow.parquet as pq
 
 from guardbit import read_events, read_run
 from guardbit.monitor.replay import samples
@@ -98,7 +99,14 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
             writer.add(samples(kept))
             for event in read_events(folder).to_dict("records"):
                 writer.event(Event(**event))
+        squeeze(target)
         pack_heads(folder, target, snapshots)
+
+
+def squeeze(folder: Path) -> None:
+    """Writes a run's samples anew, row by row the same, at the level at which they are smallest."""
+    for path in folder.glob("samples-*.parquet"):
+        pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=19)
 
 
 def load(results: Path) -> list[Run]:

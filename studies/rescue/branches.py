@@ -1,0 +1,124 @@
+"""Is there a point of no return? A table and a figure of the branches that `--branch-step` began.
+
+    python -m studies.rescue.branches studies/rescue/results --figure late.png
+
+Within a family all branches see the same batches as the run that they are of, so losses are
+compared step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from studies.rescue.lines import matched_run
+from studies.rescue.measures import WINDOW, excess_loss, series
+from studies.rescue.packed import LOSS_STEPS, Run, load
+
+#: Arm -> what the branch did, where no stabilizer says it.
+_DONE = {"qk_clip": "logits clipped at 100", "stock": "rate halved"}
+
+
+def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
+    """The runs that went on from a checkpoint that was named, their originals, and the steps."""
+    by_name = {run.name: run for run in runs}
+    found = []
+    for run in runs:
+        _, _, step = run.name.rpartition("-from")
+        if step.isdigit():
+            origin = by_name[Path(run.facts["branched_from"]).parent.name]
+            found.append((run, origin, int(step)))
+    return sorted(found, key=lambda entry: (entry[1].name, entry[2], entry[0].name))
+
+
+def what_was_done(run: Run) -> str:
+    """In a word or two."""
+    return _DONE.get(run.facts["arm"]) or run.facts["stabilizer"]
+
+
+def table(runs: list[Run]) -> pd.DataFrame:
+    """A row a branch.
+
+    Args:
+        runs: All runs, among them the matched ones.
+
+    Returns:
+        Largest logits (of a sampled step) when the branch began, at its end, and of the original
+        then; and the mean loss above that of the matched run, in nats, over the last 500 steps
+        before the branch began, over its own last, and that of the original over the same steps.
+    """
+    rows = []
+    for run, origin, step in branches(runs):
+        logit, of_origin = (series(each.frame, "max_logit") for each in (run, origin))
+        reference = matched_run(run, runs)
+        assert reference is not None, f"{run.name} has no matched run"
+        matched = series(reference.frame, "loss")
+        loss, own = (excess_loss(series(e.frame, "loss"), matched) for e in (run, origin))
+        last = min(loss.index[-1], own.index[-1])
+        rows.append(
+            {
+                "seed": run.facts["seed"],
+                "from": step,
+                "what": what_was_done(run),
+                "steps": int(last - step),
+                "logit_before": of_origin.loc[:step].iloc[-1],
+                "logit_after": logit.loc[:last].iloc[-1],
+                "logit_original": of_origin.loc[:last].iloc[-1],
+                "above_before": own.loc[step - WINDOW + 1 : step].mean(),
+                "above_after": loss.loc[last - WINDOW + 1 : last].mean(),
+                "above_original": own.loc[last - WINDOW + 1 : last].mean(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def draw(runs: list[Run]) -> plt.Figure:
+    """A row a family: how far losses lie above the matched run's, and the largest logits."""
+    families: dict[str, list[tuple[Run, int]]] = {}
+    by_name = {run.name: run for run in runs}
+    for run, origin, step in branches(runs):
+        families.setdefault(origin.name, []).append((run, step))
+    figure, axes = plt.subplots(len(families), 2, figsize=(11, 3.8 * len(families)), squeeze=False)
+    for (name, family), (left, right) in zip(families.items(), axes, strict=True):
+        origin = by_name[name]
+        start = min(step for _, step in family) - 1000
+        lines = [(origin, start, "as it was", "black", "-")]
+        for number, (run, step) in enumerate(family):
+            style = "-" if run.facts["stabilizer"] == "exact_delta" else "--"
+            label = f"{what_was_done(run)}, from {step:,}"
+            lines.append((run, step, label, f"C{number}", style))
+        for run, begin, label, colour, style in lines:
+            look = {"label": label, "color": colour, "linestyle": style, "linewidth": 1.5}
+            reference = matched_run(run, runs)
+            assert reference is not None, f"{run.name} has no matched run"
+            excess = excess_loss(series(run.frame, "loss"), series(reference.frame, "loss"))
+            smooth = excess.rolling(WINDOW // LOSS_STEPS).mean()
+            left.plot(smooth.loc[begin:], **look)
+            right.plot(series(run.frame, "max_logit").loc[begin:], **look)
+        left.axhline(0, color="0.7", linewidth=1)
+        title = f"seed {origin.facts['seed']}"
+        left.set(title=title, xlabel="step", ylabel="loss above the matched run's, nats")
+        right.set(title=title, xlabel="step", ylabel="largest logit", yscale="log")
+        right.legend(fontsize=8)
+    figure.tight_layout()
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--figure", type=Path, help="where to draw it")
+    options = parser.parse_args(arguments)
+    runs = load(options.results)
+    print(table(runs).to_string(index=False, float_format="{:.3f}".format))
+    if options.figure:
+        draw(runs).savefig(options.figure, dpi=120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

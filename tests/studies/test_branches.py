@@ -1,0 +1,83 @@
+"""What is said of branches, on made-up runs whose figures are known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from studies.rescue.branches import draw, table
+from studies.rescue.packed import Run
+from studies.rescue.sampled_push import changes
+from studies.rescue.sampled_push import table as table_of_pushes
+
+
+def frame_of(loss, logit, steps):
+    rows = [(step, "", -1, -1, "loss", loss(step)) for step in range(0, steps + 1, 20)]
+    for step in range(0, steps + 1, 200):
+        rows += [(step, "h.0", 0, head, "max_logit", logit(step) / (2 - head)) for head in (0, 1)]
+    return pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+
+
+def run_of(name, arm, stabilizer, branched_from, frame, events=()):
+    facts = {"arm": arm, "stabilizer": stabilizer, "seed": 5, "learning_rate": 1.5e-3,
+             "branched_from": branched_from}  # fmt: skip
+    return Run(name, facts, frame, pd.DataFrame(list(events), columns=["kind", "stabilizer"]))
+
+
+@pytest.fixture
+def runs():
+    return [
+        run_of("from_start-seed5", "from_start", "compensated", None,
+               frame_of(lambda s: 2.0, lambda s: 10.0, 4000)),
+        run_of("stock-seed5", "stock", None, None,
+               frame_of(lambda s: 2.0 + (s > 500) * 0.5, lambda s: 100.0 + s, 4000)),
+        run_of("late-seed5-from1000", "late", "exact_delta", "/x/stock-seed5/step=1000.ckpt",
+               frame_of(lambda s: 2.5 if 500 < s <= 1000 else 2.25 if s > 1000 else 2.0,
+                        lambda s: 7.0, 3000)),
+        run_of("qk_clip-seed5-from1000", "qk_clip", None, "/x/stock-seed5/step=1000.ckpt",
+               frame_of(lambda s: 2.5, lambda s: 9.0, 2000)),
+    ]  # fmt: skip
+
+
+def test_a_branch_is_held_against_its_original_at_the_same_steps(runs):
+    found = table(runs).set_index("what")
+    assert list(found.index) == ["exact_delta", "logits clipped at 100"]
+    late = found.loc["exact_delta"]
+    assert (late["seed"], late["from"], late["steps"]) == (5, 1000, 2000)
+    assert (late["logit_before"], late["logit_after"]) == (1100.0, 7.0)
+    assert late["logit_original"] == 3100.0, "at the branch's end, not at its own"
+    above = late[["above_before", "above_after", "above_original"]].astype(float)
+    np.testing.assert_allclose(above, [0.5, 0.25, 0.5])
+    assert found.loc["logits clipped at 100", "logit_original"] == 2100.0
+
+
+def test_the_figure_has_a_row_a_family_and_a_line_a_run(runs):
+    figure = draw(runs)
+    left, right = figure.axes
+    assert len(right.lines) == 3
+    assert [text.get_text() for text in right.get_legend().get_texts()] == [
+        "as it was", "exact_delta, from 1,000", "logits clipped at 100, from 1,000"
+    ]  # fmt: skip
+    assert left.get_title() == "seed 5"
+
+
+def test_the_push_is_held_against_the_growth_of_the_norm():
+    drawn = np.random.default_rng(0).normal(size=(12, 2))
+    pushes, growths = drawn[:, 0], drawn.sum(1)
+    rows = []
+    for head, (push, growth) in enumerate(zip(pushes, growths, strict=True)):
+        for step, share in ((2000, 0.0), (4000, 0.5), (7400, 1.0), (9000, 9.0)):
+            rows += [
+                (step, "h.0", 0, head, "w_q_push", 0.0),
+                (step, "h.0", 0, head, "w_q_push_cumulative", 1.0 + push * share),
+                (step, "h.0", 0, head, "w_q_spectral_norm", 3.0 * np.exp(growth * share)),
+            ]
+    columns = ["step", "site", "layer", "head", "indicator", "value"]
+    run = run_of("stock-seed5", "stock", None, None, pd.DataFrame(rows, columns=columns))
+    np.testing.assert_allclose(changes(run)["push"], pushes, atol=1e-12)
+    np.testing.assert_allclose(changes(run)["growth"], growths, atol=1e-12)
+    (line,) = table_of_pushes([run]).to_dict("records")
+    assert line["correlation"] == pytest.approx(np.corrcoef(pushes, growths)[0, 1])
+    assert line["low"] < line["correlation"] < line["high"] <= 1
+    assert (line["grew_most"], line["heads"]) == (f"0.{growths.argmax()}", 12)
+    branch = run_of("late-from9", "late", "none", "/x/stock/step=9.ckpt", run.frame)
+    assert table_of_pushes([branch]).empty
