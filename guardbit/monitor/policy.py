@@ -46,9 +46,9 @@ class Policy:
     heads of it are alarmed within 1,000 steps, or one is alarmed 1,500 steps or more after it was
     switched; from the layer to the model likewise, once a switched head is alarmed. What has been
     widened is not undone. When all heads of the model are switched and one is alarmed after as many
-    steps, that did not help. With `qk_clip`, heads whose logits are above it are then clipped at every
-    sampled step, which changes weights (see `guardbit.monitor.qk_clip`). Where that does not help
-    either within as many steps, or without `qk_clip`, `advice` says so.
+    steps, that did not help. With `qk_clip`, heads whose logits are above it are then clipped at
+    every sampled step, which changes weights (see `guardbit.monitor.qk_clip`). Where that does not
+    help either within as many steps, or without `qk_clip`, `advice` says so.
 
     With `always` all heads are switched at the end of the first step, without an alarm. Heads of
     modules that are called later follow at the first sampled step after that. Scope and agreement
@@ -451,7 +451,7 @@ class Policy:
         return self.quiet_steps is not None and step - last >= self.quiet_steps
 
 
-def _check_clip(bound: object, escalate: bool) -> None:
+def _check_clip(bound: Any, escalate: bool) -> None:
     if bound is None:
         return
     is_number = isinstance(bound, int | float) and not isinstance(bound, bool)

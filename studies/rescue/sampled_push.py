@@ -2,8 +2,9 @@
 
     python -m studies.rescue.sampled_push studies/rescue/results
 
-For each run from step 1 that audited all heads and recorded `w_q_push`: what its running sum and the logarithm
-of sigma (`w_q_spectral_norm`) did between two steps, and how these go together over heads.
+For each run from step 1 that audited all heads and recorded `w_q_push`: what its running sum and
+the logarithm of sigma (`w_q_spectral_norm`) did between two steps, and how these go together over
+heads.
 """
 
 from __future__ import annotations
