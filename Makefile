@@ -4,10 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
 
-.PHONY: demo test test-newest lint check clean
+.PHONY: demo docs test test-newest lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
+
+# The site, in site/; a warning is an error. The variable keeps an advertisement out.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --clean
+	@echo "The site: site/index.html"
 
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal -rs --durations=20
@@ -35,4 +40,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) runs
+	rm -rf $(VENV) $(NEWEST) runs site
