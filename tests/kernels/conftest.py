@@ -6,27 +6,9 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from triton.runtime import interpreter
+    from tests.kernels.interpreting import make_fast
 
-    MODULES = set()
-
-    def call(self, *args, **kwargs):
-        """Calls a device function, as Triton does, whose way takes two thirds of the tests' time.
-
-        Triton goes through all of `triton.language` at every such call and puts the interpreter's
-        functions there. They are there already: of `tl` since the launch, and of what Triton's own
-        device functions use since the first call of one of their module.
-        """
-        if self.fn.__module__ not in MODULES:
-            MODULES.add(self.fn.__module__)
-            interpreter._patch_lang(self.fn)
-        function = self.rewrite()
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            raise interpreter.InterpreterError(repr(error)) from error
-
-    interpreter.InterpretedFunction.__call__ = call
+    make_fast()
 
 
 @pytest.fixture
