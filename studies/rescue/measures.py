@@ -77,17 +77,24 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
     logs = np.log(logits[grown].clip(lower=1).where(np.isfinite))
     return pd.DataFrame(
         {
-            "before": logs.loc[step - GROWTH_WINDOW : step].apply(_slope),
-            "after": logs.loc[step + 1 : step + GROWTH_WINDOW].apply(_slope),
+            "before": _slopes(logs.loc[step - GROWTH_WINDOW : step]),
+            "after": _slopes(logs.loc[step + 1 : step + GROWTH_WINDOW]),
         },
         index=grown,
         dtype=float,
     )
 
 
-def _slope(logs: pd.Series) -> float:
-    known = logs.dropna()
-    return np.nan if len(known) < 3 else float(np.polyfit(known.index / 1000, known, 1)[0])
+def _slopes(logs: pd.DataFrame) -> np.ndarray:
+    """Of the straight line through each column's known values, in 1,000 steps."""
+    values = logs.to_numpy(float)
+    known = ~np.isnan(values)
+    counts = known.sum(axis=0)
+    steps = np.where(known, logs.index.to_numpy()[:, None] / 1000, 0)
+    steps = np.where(known, steps - steps.sum(axis=0) / np.maximum(counts, 1), 0)
+    products = np.where(known, steps * values, 0).sum(axis=0)
+    unknown = np.full(len(counts), np.nan)
+    return np.divide(products, (steps**2).sum(axis=0), out=unknown, where=counts >= 3)
 
 
 def median_errors_of_dq(run: pd.DataFrame, heads: pd.Index, step: int) -> pd.DataFrame:

@@ -265,8 +265,8 @@ def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
         (2950, "switch", "h.3.attn", heads, "not switched: a mask", "", ""),
         *((4000, "switch", f"h.{n}.attn", (), "calm", "", "none") for n in (0, 1)),
     ]
-    journal = pd.DataFrame(events, columns=EVENTS)
-    page = Page(write_report(run.frame, journal, METADATA, tmp_path / "report.html").read_text())
+    samples = run.frame[run.frame["indicator"] == "max_logit"].assign(indicator="delta_bias")
+    page = write(tmp_path, samples, journal(*events), METADATA)
     assert page.of("b")[-4:] == [
         "Alarm: norm_growth · h.2.attn, heads 3, 5 to 7, 9",
         "Switched to compensated · 3 attention modules, 36 heads",
