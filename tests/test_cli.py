@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 import guardbit
 from guardbit.cli import app
+from guardbit.dashboards.figures.style import STYLE
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 
@@ -51,6 +52,12 @@ def imported_by(*arguments: object) -> set[str]:
     return set(result.stdout.splitlines()[-1].split())
 
 
+@pytest.fixture(autouse=True)
+def small_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws pictures at a fifth of their size: what is in them is tested with the figures."""
+    monkeypatch.setitem(STYLE, "savefig.dpi", 30)
+
+
 @pytest.fixture(scope="module")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("small") / "run"
@@ -62,6 +69,16 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 writer.add([Sample(step, site, layer, "w_q_spectral_norm", (5.0, 5.5))])
                 writer.add([Sample(step, site, layer, "max_logit", (10.0, 11.0))])
         writer.event(Event(500, "switch", "h.1.attn", (1,), "by hand", stabilizer="compensated"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For tests of where reports go and what they are called; no chart draws a step's bias."""
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    with RunWriter(folder, metadata={"torch": "2.13"}) as writer:
+        for step in range(0, 1000, 100):
+            writer.add([Sample(step, "h.0.attn", 0, "delta_bias", (1.0, 2.0))])
     return folder
 
 
@@ -235,10 +252,10 @@ def test_report_of_a_csv_is_beside_it_or_where_told(tmp_path: Path) -> None:
         assert page.is_file()
 
 
-def test_runs_are_called_after_their_log_directories(tmp_path: Path, small_run: Path) -> None:
+def test_runs_are_called_after_their_log_directories(tmp_path: Path, plain_run: Path) -> None:
     runs = [tmp_path / f"version_{number}" / "guardbit" for number in (0, 1)]
     for run in runs:
-        shutil.copytree(small_run, run)
+        shutil.copytree(plain_run, run)
     assert invoke("report", *runs, "--output", tmp_path / "both.md").exit_code == 0
     # Markdown's underscores are escaped.
     text = (tmp_path / "both.md").read_text().replace("\\_", "_")
@@ -248,21 +265,21 @@ def test_runs_are_called_after_their_log_directories(tmp_path: Path, small_run: 
 
 
 def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
-    small_run: Path, tmp_path: Path
+    plain_run: Path, tmp_path: Path
 ) -> None:
     for arguments, place in [
         (("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
         (("--output", tmp_path / "a.md"), tmp_path / "a.md"),
         (("--output", tmp_path / "o", "--format", "md"), tmp_path / "o" / "report.md"),
         (("--output", tmp_path / "p", "--format", "png"), tmp_path / "p"),
-        (("--format", "md"), small_run / "report.md"),
-        (("--format", "pdf"), small_run / "report.pdf"),
+        (("--format", "md"), plain_run / "report.md"),
+        (("--format", "pdf"), plain_run / "report.pdf"),
     ]:
-        result = invoke("report", small_run, *arguments)
+        result = invoke("report", plain_run, *arguments)
         assert (result.exit_code, result.stdout) == (0, f"{place}\n")
         assert place.exists()
     assert (tmp_path / "a.md").read_text(encoding="utf-8").startswith("# ")
-    assert (small_run / "report.pdf").read_bytes().startswith(b"%PDF-")
+    assert (plain_run / "report.pdf").read_bytes().startswith(b"%PDF-")
     assert (tmp_path / "p" / "summary.png").is_file()
 
 
@@ -281,16 +298,16 @@ def test_pictures_to_share_are_made_of_one_run(tmp_path: Path, small_run: Path) 
 
 @pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm"])
 def test_a_name_that_means_no_format_of_reports_is_refused(
-    small_run: Path, tmp_path: Path, name: str
+    plain_run: Path, tmp_path: Path, name: str
 ) -> None:
     message = f"{name} is named as none of the formats of a report (.html, .pdf, .md"
-    check_refused(invoke("report", small_run, "--output", tmp_path / name), message)
+    check_refused(invoke("report", plain_run, "--output", tmp_path / name), message)
     chosen = ("--format", "html", "--output", tmp_path / name)
-    check_refused(invoke("report", small_run, *chosen), message)
+    check_refused(invoke("report", plain_run, *chosen), message)
     assert list(tmp_path.iterdir()) == []
     # What exists is a folder, whatever it is called.
     (tmp_path / name).mkdir()
-    assert invoke("report", small_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
+    assert invoke("report", plain_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
 
 
 def test_live_refuses_an_address_that_is_no_webhook(small_run: Path) -> None:
@@ -300,12 +317,12 @@ def test_live_refuses_an_address_that_is_no_webhook(small_run: Path) -> None:
 
 
 def test_two_runs_stand_side_by_side_and_are_told_apart(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    other = tmp_path / "version_1" / small_run.name
-    shutil.copytree(small_run, other)
-    result = invoke("report", small_run, other, "--format", "md")
+    other = tmp_path / "version_1" / plain_run.name
+    shutil.copytree(plain_run, other)
+    result = invoke("report", plain_run, other, "--format", "md")
     assert (result.exit_code, result.stdout) == (0, "comparison.md\n")
     text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
     assert "| version\\_1/run |" in text
@@ -320,9 +337,9 @@ def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -
     assert "Verdict rounding: " in text and "found in the samples" in text
 
 
-def test_a_warning_about_one_file_is_said_once(small_run: Path, tmp_path: Path) -> None:
+def test_a_warning_about_one_file_is_said_once(plain_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(small_run, run)
+    shutil.copytree(plain_run, run)
     (run / "session-0002-00000000.json").write_text("{")
     shutil.copy(
         next(run.glob("samples-*")), run / "samples-0002-00000000-00000000-00000000.parquet"
@@ -403,14 +420,14 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> No
 
 
 def test_a_report_is_opened_where_that_is_asked(
-    small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("typer.launch", opened.append)
     place = tmp_path / "a report.md"
-    assert invoke("report", small_run, "--output", place).exit_code == 0
+    assert invoke("report", plain_run, "--output", place).exit_code == 0
     assert opened == []
-    assert invoke("report", small_run, "--output", place, "--open").exit_code == 0
+    assert invoke("report", plain_run, "--output", place, "--open").exit_code == 0
     assert opened == [place.resolve().as_uri()]
 
 
