@@ -1,0 +1,156 @@
+"""A small model in a plain loop that a `MonitorSession` watches, and what was recorded of it."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.monitor.detectors import Finding
+from guardbit.records import Role
+
+SITES = ["layers.0", "layers.1"]
+
+
+class Attention(nn.Module):
+    masked: ClassVar = {"is_causal": True}
+
+    def __init__(self, heads=2, kv_heads=2):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q_proj = nn.Linear(32, 16 * heads, bias=False)
+        self.k_proj = nn.Linear(32, 16 * kv_heads, bias=False)
+        self.v_proj = nn.Linear(32, 16 * kv_heads, bias=False)
+        self.o_proj = nn.Linear(16 * heads, 32, bias=False)
+
+    def forward(self, x):
+        split = lambda y, heads: y.unflatten(-1, (heads, 16)).transpose(1, 2)  # noqa: E731
+        q = split(self.q_proj(x), self.heads)
+        k, v = (split(p(x), self.kv_heads) for p in (self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.masked)
+        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two attention layers, the second with twice the heads and grouped keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(), Attention(4, 2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Loop:
+    """A model, an optimizer, and data that depend on the step only."""
+
+    made: ClassVar[list["Loop"]] = []
+
+    def __init__(self, **settings):
+        torch.manual_seed(0)
+        self.model = Model().bfloat16()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.session = MonitorSession(self.model, **settings)
+        self.losses = {}
+        self.made.append(self)
+
+    def backward(self, step, scale=1.0):
+        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = self.model(x).float().square().mean()
+        (loss * scale).backward()
+        self.losses[step] = loss.item()
+        return loss
+
+    def run(self, steps, close=True):
+        for step in steps:
+            with self.session.step(step) as record:
+                self.optimizer.zero_grad()
+                loss = self.backward(step)
+                self.optimizer.step()
+                record.loss(loss)
+        if close:
+            self.session.close()
+        return self
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def values(path, indicator, site=""):
+    frame = read_run(path)
+    rows = frame[(frame.indicator == indicator) & (frame.site == site)]
+    return dict(zip(rows.step.tolist(), rows.value.tolist(), strict=True))
+
+
+def events_of(path, kind):
+    events = read_events(path)
+    return events[events.kind == kind]
+
+
+def sampled(path):
+    frame = read_run(path)
+    return sorted(set(frame[frame.indicator == "max_logit"].step))
+
+
+@dataclass(frozen=True)
+class Always:
+    """Names head 1 of the second layer at every sample, as soon as it has seen `after`."""
+
+    after: int = 0
+    name: str = "always"
+
+    def examine(self, frame, state):
+        state["seen"] = state.get("seen", 0) + 1
+        due = state["seen"] > self.after and SITES[1] in frame.of("max_logit")
+        return [Finding(SITES[1], (1,), "it always does")] if due else []
+
+
+@dataclass(frozen=True)
+class LossAtStep:
+    """Says at every sample from one step on that the loss has departed."""
+
+    role: ClassVar = Role("loss")
+
+    step: int
+    name: str = "my_loss"
+
+    def examine(self, frame, state):
+        due = frame.step >= self.step and frame.of("loss")
+        return [Finding("", (), "the loss has risen")] if due else []
+
+
+ALL_HEADS = [(SITES[0], (0, 1)), (SITES[1], (0, 1, 2, 3))]
+
+
+def switches(path, kind="switch"):
+    events = events_of(path, kind)
+    columns = (events[name] for name in ("step", "site", "heads", "stabilizer", "why"))
+    return list(zip(*columns, strict=True))
+
+
+def fail(*args, **kwargs):
+    raise ArithmeticError("on purpose")
+
+
+NORMS = {"w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm"}
+
+
+LOUD = 0.2
+
+
+@dataclass(frozen=True)
+class LoudRow:
+    """Names the second layer's head 0 when the largest logit of the first layer is loud."""
+
+    name: str = "loud_row"
+
+    def examine(self, frame, state):
+        logits = frame.of("max_logit").get(SITES[0])
+        loud = logits is not None and logits.max() > LOUD
+        return [Finding(SITES[1], (0,), "a row is loud")] if loud else []

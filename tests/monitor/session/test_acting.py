@@ -1,0 +1,253 @@
+"""Alarms, switches and verdicts of a session, and what people switch by hand."""
+
+import logging
+from dataclasses import dataclass
+
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from guardbit import read_events, read_run
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.measure import metric, weights
+from guardbit.monitor.policy import Policy
+from guardbit.store import read_metadata
+from tests.monitor.session.plain_loop import (
+    ALL_HEADS,
+    SITES,
+    Always,
+    Loop,
+    LossAtStep,
+    Model,
+    events_of,
+    sampled,
+    switches,
+)
+
+
+def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
+    # Beyond the cool-down of 1,000 steps the alarm repeats itself; the verdict does not.
+    rules = (Always(), LossAtStep(1500))
+    loop = Loop(every_n_train_steps=500, dirpath=tmp_path, rules=rules, strict=True)
+    loop.run(range(0, 4000, 500))
+    events = read_events(tmp_path)
+    departed = events[events["rule"] == "my_loss"]
+    assert departed["step"].tolist() == [1500, 2500, 3500]
+    verdicts = events[events["kind"] == "verdict"]
+    assert verdicts[["step", "verdict"]].to_numpy().tolist() == [
+        [0, "rounding"],
+        [1500, "rounding"],
+    ]
+    assert [why.split("; ")[-1] for why in verdicts["why"]] == [
+        "no alarm on the loss", "alarm on the loss at step 1500"
+    ]  # fmt: skip
+
+
+def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy("compensated", scope="head"))
+    second = loop.model.layers[1]
+    # The first cannot be switched; one that can be is enough.
+    loop.model.layers[0].masked = {"dropout_p": 1.0}
+    loop.model.layers = loop.model.layers[:1]
+    loop.run([0], close=False)
+    assert list(read_metadata(tmp_path)["sites"]) == SITES[:1]
+    assert sum("no alarm can switch" in line for line in caplog.messages) == 1
+    caplog.clear()
+    loop.model.layers.append(second)
+    with caplog.at_level(logging.INFO, "guardbit"):
+        loop.run([1, 2])
+    sites = read_metadata(tmp_path)["sites"]
+    assert list(sites) == SITES
+    assert [bool(site["not_switchable"]) for site in sites.values()] == [True, False]
+    assert not any(SITES[0] in line or "no alarm" in line for line in caplog.messages)
+
+
+def test_a_switch_by_hand_is_told(tmp_path):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    loop.session.switch(SITES[1], "compensated", heads=[1, 3])
+    loop.session.switch("*", "compensated", why="to be safe")
+    loop.session.switch("*", "compensated")  # nothing is left to do, nor to say
+    loop.run([1], close=False)
+    loop.session.switch(SITES[0], "none", heads=[0])
+    with pytest.raises(ValueError, match="nowhere"):
+        loop.session.switch("nowhere", "compensated")
+    loop.session.close()
+    events = events_of(tmp_path, "switch")[["step", "site", "heads", "stabilizer", "why"]]
+    assert events.to_numpy().tolist() == [
+        [0, SITES[1], (1, 3), "compensated", "by hand"],
+        [0, SITES[0], (0, 1), "compensated", "to be safe"],
+        [0, SITES[1], (0, 2), "compensated", "to be safe"],
+        [1, SITES[0], (0,), "none", "by hand"],
+    ]
+
+
+@pytest.mark.parametrize("what", ["switch", "close"])
+@pytest.mark.parametrize("ends", ["with the step", "by the next step", "by an error"])
+def test_what_comes_between_a_forward_and_its_recomputation_waits(
+    monkeypatch, tmp_path, what, ends
+):
+    def checkpointed(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)  # says if they are not alike
+        return x
+
+    monkeypatch.setattr(Model, "forward", checkpointed)
+    loop = Loop(every_n_train_steps=100, dirpath=tmp_path, strict=True).run([0], close=False)
+    session, stock = loop.session, F.scaled_dot_product_attention
+    session.begin_batch(1)
+    loss = loop.model(torch.ones(1, 3, 32).bfloat16()).float().square().mean()
+    if what == "switch":
+        session.switch("layers.1", "row_max", heads=[2])
+        with pytest.raises(IndexError):
+            session.switch("layers.1", "row_max", heads=[9])
+    else:
+        session.close()
+    loss.backward()
+    assert session.instrumentation.stabilizers()[SITES[1]] == ["none"] * 4
+    if ends == "with the step":
+        session.end_step()
+    elif ends == "by an error":
+        session.abandon_step()
+    else:
+        session.begin_batch(2)
+    if what == "switch":
+        expected = ["none", "none", "row_max", "none"]
+        assert session.instrumentation.stabilizers()[SITES[1]] == expected
+        assert events_of(tmp_path, "switch")["heads"].tolist() == [(2,)]
+        session.abandon_step()
+        session.close()
+    assert F.scaled_dot_product_attention is not stock
+    assert not any(module._forward_hooks for module in loop.model.modules())
+
+
+def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
+    # A rule keeps silent about a head for 1,000 steps after it has fired.
+    loop.run([0, 1, 1000, 1001])
+    first, second = events_of(tmp_path, "alarm")["why"]
+    assert "already" not in first
+    assert second.endswith("; head 1 runs stochastic already")
+
+
+def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    loop.session.instrumentation.switch(SITES[0], "compensated", heads=[1])
+    before = loop.session.state_dict()
+    loop.session.close()
+    assert loop.session.state_dict() == before
+    assert before["stabilizers"] == {SITES[0]: ["none", "compensated"]}
+    loop.run([1, 2])  # and closes it again
+    assert sampled(tmp_path) == [0]
+    assert caplog.messages == ["the session is closed: step 1 and later ones are not watched"]
+
+
+def test_what_is_treated_at_once_does_not_show(tmp_path, monkeypatch):
+    # Two sites of 2 and 4 heads; two micro-batches, so that a site comes back in one step.
+    def numbers(path):
+        loop = Loop(every_n_train_steps=2, dirpath=path, strict=True)
+        for step in range(6):
+            with loop.session.step(step) as record:
+                for micro_batch in (step, 100 + step):
+                    record.loss(loop.backward(micro_batch))
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+        loop.session.close()
+        frame = read_run(path).sort_values(["step", "site", "head", "indicator"])
+        return frame.reset_index(drop=True)
+
+    together = numbers(tmp_path / "together")
+    monkeypatch.setattr(weights, "_LARGEST_BATCH", 1)
+    monkeypatch.setattr(metric, "_MOST_HELD", 1)
+    singly = numbers(tmp_path / "singly")
+    assert together["value"].notna().any()
+    # Only the order of FP64 sums may differ.
+    pd.testing.assert_frame_equal(together, singly, rtol=1e-12, atol=0)
+
+
+def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tmp_path):
+    class Once:
+        name = "once"
+
+        def examine(self, frame, state):
+            due = frame.step == 2 and SITES[1] in frame.of("max_logit")
+            return [Finding(SITES[1], (1,), "at step 2")] if due else []
+
+    loop = Loop(
+        every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
+        policy=Policy("stochastic", scope="model", quiet_steps=6),
+    )  # fmt: skip
+    layers = loop.model.layers
+    loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
+    loop.run(range(4), close=False)
+    loop.model.layers = layers
+    loop.run(range(4, 10))
+    events = read_events(tmp_path).query("kind == 'switch'")
+    assert list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True)) == [
+        (2, SITES[1], (0, 1, 2, 3), "stochastic"),
+        (4, SITES[0], (0, 1), "stochastic"),
+        (8, SITES[0], (0, 1), "none"),
+        (8, SITES[1], (0, 1, 2, 3), "none"),
+    ]
+
+
+def test_of_the_scope_layer_an_alarm_switches_all_heads_of_its_site(tmp_path):
+    loop = Loop(
+        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, strict=True,
+        policy=Policy("exact_delta", scope="layer"),
+    )  # fmt: skip
+    loop.run(range(3))
+    told = [event[:4] for event in switches(tmp_path)]
+    assert told == [(0, *ALL_HEADS[1], "exact_delta")]
+
+
+@pytest.mark.parametrize("scope", ["head", "model"])
+def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, scope):
+    @dataclass(frozen=True)
+    class Once(Always):
+        def examine(self, frame, state):
+            return super().examine(frame, state) if frame.step == 0 else []
+
+    loop = Loop(
+        every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
+        policy=Policy("compensated", scope=scope, quiet_steps=6),
+    )  # fmt: skip
+    loop.run(range(3), close=False)
+    loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
+    loop.run(range(3, 8), close=False)
+    left = loop.session.instrumentation.stabilizers()
+    loop.session.close()
+    assert left == {SITES[0]: ["none"] * 2, SITES[1]: ["none", "stochastic", "none", "none"]}
+    undone = [heads for step, heads in zip(
+        events_of(tmp_path, "switch").step, events_of(tmp_path, "switch").heads, strict=True
+    ) if step == 6]  # fmt: skip
+    assert undone == ([(0, 1), (0, 2, 3)] if scope == "model" else [])
+
+
+def test_one_policy_serves_several_runs(tmp_path):
+    policy, settings = (
+        Policy("compensated", scope="head"),
+        {"every_n_train_steps": 1, "rules": (Always(),), "strict": True},
+    )
+    for name in ("first", "second"):
+        Loop(dirpath=tmp_path / name, policy=policy, **settings).run([0])
+        assert len(events_of(tmp_path / name, "switch")) == 1
+
+
+def test_what_a_dry_run_decided_is_decided_again_when_it_gets_serious(tmp_path):
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": True}
+    dry = Loop(
+        dirpath=tmp_path, policy=Policy("compensated", scope="head"), dry_run=True, **settings
+    ).run([0, 1], close=False)
+    state = dry.session.state_dict()
+    dry.session.close()
+    serious = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
+    serious.session.load_state_dict(state)
+    # A rule keeps silent about a head for 1,000 steps after it has fired.
+    serious.run([2, 998, 1000])
+    refused, made = events_of(tmp_path, "refusal"), events_of(tmp_path, "switch")
+    assert refused[["step", "stabilizer"]].to_numpy().tolist() == [[0, "compensated"]]
+    assert made[["step", "stabilizer"]].to_numpy().tolist() == [[1000, "compensated"]]

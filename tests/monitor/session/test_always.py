@@ -1,0 +1,70 @@
+"""Sessions that correct every head from the first step on."""
+
+import pytest
+from torch import nn
+
+from guardbit.monitor.policy import Policy
+from guardbit.store import read_metadata
+from tests.monitor.session.plain_loop import ALL_HEADS, SITES, Loop, sampled, switches
+
+
+@pytest.mark.parametrize("first", [0, 7])
+def test_always_corrects_all_heads_from_the_first_step_on_without_an_alarm(tmp_path, first):
+    policy = Policy("exact_delta", always=True)
+    loop = Loop(every_n_train_steps=5, rules=(), dirpath=tmp_path, strict=True, policy=policy)
+    loop.run([first, first + 1], close=False)
+    assert loop.session.instrumentation.stabilizers() == {
+        SITES[0]: ["exact_delta"] * 2, SITES[1]: ["exact_delta"] * 4
+    }  # fmt: skip
+    for name in SITES:
+        launches = loop.session.instrumentation.sites[name].launches
+        assert launches["backward", "exact_delta"] == 1, "from the second step on"
+    loop.run(range(first + 2, first + 12))
+    why = "from the start (always=True)"
+    assert switches(tmp_path) == [(first, *which, "exact_delta", why) for which in ALL_HEADS]
+    assert read_metadata(tmp_path)["settings"]["always"] is True
+    cadence = [step for step in range(first + 1, first + 12) if step % 5 == 0]
+    assert sampled(tmp_path) == [first, *cadence]
+
+
+def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
+    settings = {"every_n_train_steps": 2, "rules": (), "strict": True}
+    policy = Policy("exact_delta", always=True)
+    loop = Loop(dirpath=tmp_path / "run", policy=policy, **settings)
+    layers = loop.model.layers
+    loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
+    loop.run(range(2), close=False)
+    loop.model.layers = layers
+    loop.run(range(2, 4), close=False)
+    told = [(0, *ALL_HEADS[1]), (2, *ALL_HEADS[0])]
+    assert [event[:3] for event in switches(tmp_path / "run")] == told
+    again = Loop(dirpath=tmp_path / "again", policy=policy, **settings)
+    again.session.load_state_dict(loop.session.state_dict())
+    loop.session.close()
+    again.run(range(4, 7), close=False)
+    ran = again.session.instrumentation.stabilizers().values()
+    assert all({*names} == {"exact_delta"} for names in ran)
+    assert [event[:3] for event in switches(tmp_path / "again")] == [
+        (4, *which) for which in ALL_HEADS
+    ]
+    again.session.close()
+    # A checkpoint of a run without it, resumed between two samples.
+    plain = Loop(dirpath=tmp_path / "plain", **settings).run(range(5))
+    later = Loop(dirpath=tmp_path / "later", policy=policy, **settings)
+    later.session.load_state_dict(plain.session.state_dict())
+    later.run([5, 6])
+    assert [event[:3] for event in switches(tmp_path / "later")] == [
+        (5, *which) for which in ALL_HEADS
+    ]
+
+
+def test_always_in_a_dry_run_switches_nothing(tmp_path):
+    policy = Policy("compensated", always=True)
+    loop = Loop(every_n_train_steps=2, rules=(), dirpath=tmp_path, policy=policy, dry_run=True)
+    loop.run(range(5))
+    why = "not switched to compensated: dry run (from the start (always=True))"
+    assert switches(tmp_path) == []
+    refused = [(0, *which, "compensated", why) for which in ALL_HEADS]
+    assert switches(tmp_path, "refusal") == refused
+    running = loop.session.state_dict()["running"].values()
+    assert running and all({*names} == {"none"} for names in running)

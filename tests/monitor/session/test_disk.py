@@ -1,0 +1,157 @@
+"""Disks that are full, and folders that cannot be read or written to."""
+
+import pytest
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.monitor import journal
+from guardbit.monitor.policy import Policy
+from guardbit.records import Event
+from guardbit.store import RunWriter, is_run, read_metadata
+from tests.monitor.session.plain_loop import (
+    SITES,
+    Always,
+    Loop,
+    events_of,
+    full_disk,
+    sampled,
+    values,
+)
+
+
+def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
+    loop.session.begin_batch(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", full_disk)
+        loop.run([0], close=False)
+        for head in range(200):
+            # More than give up would take, of one step.
+            loop.session.record(Event(0, "alarm", SITES[0], (head,), "for a test"))
+    assert not is_run(tmp_path) or not list(tmp_path.glob("samples-*"))
+    loop.run([1], close=False)
+    assert list(read_metadata(tmp_path)["sites"]) == SITES
+    assert len(events_of(tmp_path, "alarm")) == 201
+    monkeypatch.setattr(loop.session._journal._writer, "_flush_every", 20)  # less than a step's
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", full_disk)
+        loop.run([2], close=False)
+        loop.session.switch(SITES[0], "compensated", heads=[1])
+        loop.run([3], close=False)
+    loop.run([4])
+    frame = read_run(tmp_path)
+    counts = frame[frame["site"] != ""].groupby("step")["indicator"].nunique()
+    # Nothing is audited at the first step, as no site is known before it.
+    assert counts.index.tolist() == [0, 1, 2, 3, 4] and counts[1:].nunique() == 1
+    assert events_of(tmp_path, "switch")["step"].tolist() == [2]
+    lines = [line for line in caplog.messages if "pending for another try" in line]
+    assert len(lines) == 2 and all("No space left" in line for line in lines)
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(journal, "_PATIENCE", 3)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunWriter, "flush", full_disk)
+        loop.run(range(1, 6), close=False)
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
+    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
+    assert loop.session.samples[0].step == 5, "the steps are watched all the same"
+    loop.session.switch("*", "compensated")
+    assert loop.session._journal._events == [], "nothing is kept any more"
+    loop.run([6])
+    assert sampled(tmp_path) == [0]
+
+
+def test_an_event_that_cannot_be_written_at_all_keeps_nothing(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    for _ in range(3):
+        loop.session.record(Event(0, "alarm", SITES[0], (0,), b"no text"))
+    assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
+    assert len(loop.session._journal._events) == 1
+    loop.run([1])
+    assert sampled(tmp_path) == [0]
+
+
+def test_a_strict_session_that_cannot_write_lets_go_of_the_model(tmp_path, monkeypatch):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True).run([0], close=False)
+    monkeypatch.setattr(RunWriter, "flush", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        loop.session.close()
+    MonitorSession(loop.model).close()
+
+
+def test_a_folder_that_cannot_be_looked_into_turns_the_store_off(tmp_path, monkeypatch, caplog):
+    def forbidden(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(journal, "is_run", forbidden)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2))
+    assert loop.session.samples, "the steps are watched all the same"
+    assert any("Permission denied" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("error", [28, 24], ids=["disk full", "no file handles"])
+def test_a_first_step_that_cannot_write_costs_nothing(tmp_path, monkeypatch, caplog, error):
+    def refuse(*_):
+        raise OSError(error, "for now")
+
+    settings = {"every_n_train_steps": 2, "rules": (Always(),), "strict": False}
+    loop = Loop(dirpath=tmp_path, policy=Policy("compensated", scope="head"), **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr("guardbit.store.writing.publish", refuse)
+        if error == 24:
+            patch.setattr(journal, "is_run", refuse)
+        loop.run(range(4), close=False)
+    assert not is_run(tmp_path)
+    loop.run(range(4, 7))
+    assert sampled(tmp_path) == [0, 2, 4, 6] and len(values(tmp_path, "loss")) == 7
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "switch"], [0, "verdict"]]
+    assert sum("pending for another try" in line for line in caplog.messages) == 1
+    assert not any("is off" in line for line in caplog.messages)
+
+
+def test_a_lone_surrogate_in_a_name_costs_nothing(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.register_module("sur\udc80", loop.model.layers.pop(0))
+    loop.model.forward = lambda x: loop.model.layers[0](getattr(loop.model, "sur\udc80")(x))
+    loop.session = MonitorSession(loop.model, every_n_train_steps=1, dirpath=tmp_path)
+    loop.run([0], close=False)
+    loop.session.switch("sur\udc80", "compensated", why="said by \udcff")
+    loop.run([1])
+    frame, (event,) = read_run(tmp_path), events_of(tmp_path, "switch").itertuples()
+    assert sampled(tmp_path) == [0, 1]
+    assert set(frame["site"]) == {"", "layers.0", "sur\\udc80"}
+    assert (event.site, event.why) == ("sur\\udc80", "said by \\udcff")
+    assert set(read_metadata(tmp_path)["sites"]) == {"layers.0", "sur\\udc80"}
+    assert not any("is off" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("where", ["a file in the way", "disk full later"])
+def test_a_store_that_cannot_be_written_to(tmp_path, monkeypatch, caplog, where):
+    folder = tmp_path / "run"
+    if where == "a file in the way":
+        tmp_path.joinpath("run").write_text("")
+        folder = folder / "inside"
+    loop = Loop(
+        every_n_train_steps=1,
+        rules=(Always(3),),
+        dirpath=folder,
+        policy=Policy("compensated", scope="head"),
+    )
+
+    if where == "disk full later":
+        loop.run([0], close=False)
+        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
+    loop.run(range(1, 5), close=False)
+    assert "compensated" in loop.session.instrumentation.stabilizers()[SITES[1]], "it still acts"
+    loop.session.close()
+    assert sum("the stage 'store' failed" in message for message in caplog.messages) == 1
+    if where == "disk full later":
+        assert sampled(folder) == [0]
+    strict = Loop(every_n_train_steps=1, dirpath=tmp_path / "another", strict=True)
+    with pytest.raises(OSError, match="No space left"):
+        monkeypatch.setattr("guardbit.store.writing.publish", full_disk)
+        strict.run([0])

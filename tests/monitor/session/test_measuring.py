@@ -1,0 +1,113 @@
+"""What is measured, and what it means for a verdict."""
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from guardbit import MonitorSession, read_run
+from guardbit.kernels import dispatch
+from guardbit.monitor.replay import normalised_sites, replay
+from guardbit.monitor.transfer import Transfer
+from guardbit.store import read_metadata
+from tests.monitor.session.plain_loop import NORMS, SITES, Always, Attention, Loop, events_of
+
+
+def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
+    values = [
+        torch.tensor([1.5, 2.5]), 3.0, torch.tensor(4.25, dtype=torch.bfloat16),
+        torch.tensor([1 / 3], dtype=torch.float64), torch.tensor(7.0), torch.tensor([]),
+        torch.tensor(0.5, dtype=torch.float16), torch.tensor(2.0**-149), 5,
+    ]  # fmt: skip
+    expected = [(1.5, 2.5), (3.0,), (4.25,), (1 / 3,), (7.0,), (), (0.5,), (2.0**-149,), (5.0,)]
+    assert Transfer(values).read() == expected
+    assert Transfer([]).read() == []
+
+
+def test_suspects_are_audited_besides_those_in_turn(tmp_path):
+    Loop(
+        every_n_train_steps=1, rules=(Always(),), dirpath=tmp_path, num_audited_heads=1, strict=True
+    ).run(range(4))
+    frame = read_run(tmp_path)
+    rows = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[1])]
+    audited = {step: group["head"].tolist() for step, group in rows.groupby("step")}
+    assert audited == {1: [1], 2: [1, 2], 3: [1, 3]}
+
+
+def test_one_value_that_is_not_finite_does_not_stay_in_the_running_sum(tmp_path, monkeypatch):
+    original = dispatch.delta_bias
+    bad = {2: torch.inf, 4: torch.nan}
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path, strict=True)
+
+    def delta_bias(*tensors, **which):
+        bias, bias_abs = original(*tensors, **which)
+        return bias + bad.get(loop.session._schedule.step, 0.0), bias_abs
+
+    monkeypatch.setattr(dispatch, "delta_bias", delta_bias)
+    loop.run(range(7))
+    frame = read_run(tmp_path)
+    head = frame[(frame.site == SITES[0]) & (frame["head"] == 0)].set_index(["indicator", "step"])
+    sums = [head.value["delta_bias_cumulative", step] for step in (0, 2, 4, 6)]
+    assert head.value["delta_bias", 2] == torch.inf and ("delta_bias", 4) not in head.index
+    assert sums[0] == sums[1] == sums[2] == head.value["delta_bias", 0]
+    assert sums[3] == sums[0] + head.value["delta_bias", 6]
+
+
+def test_the_loss_scale_is_taken_out_of_the_delta_bias(tmp_path):
+    for name, scale in (("one", 1.0), ("many", 4096.0)):
+        loop = Loop(every_n_train_steps=1, dirpath=tmp_path / name, strict=True)
+        with loop.session.step(0):
+            loop.session.loss_scale = scale
+            loop.backward(0, scale)
+        loop.session.close()
+    frames = [read_run(tmp_path / name) for name in ("one", "many")]
+    # Powers of two scale all roundings alike.
+    pd.testing.assert_frame_equal(*frames)
+    biases = frames[0][frames[0].indicator == "delta_bias"].value
+    assert len(biases) == 6 and (biases != 0).all()
+
+
+def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_again(tmp_path):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True)
+    loop.run([0], close=False)
+    layer = loop.model.layers[1]
+    layer.heads, layer.kv_heads = 2, 2
+    for name in ("q_proj", "o_proj"):
+        weight = getattr(layer, name).weight
+        weight.data = weight.data[:32] if name == "q_proj" else weight.data[:, :32]
+        weight.grad = None
+    loop.run([1, 2])
+    logits = read_run(tmp_path).query("indicator == 'max_logit'")
+    counts = logits.groupby(["step", "site"]).size().to_dict()
+    assert counts == {
+        (0, SITES[0]): 2, (0, SITES[1]): 4, (1, SITES[0]): 2, (2, SITES[0]): 2, (2, SITES[1]): 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, normed):
+    """The logits are not known: they are not measured."""
+    loop = Loop(every_n_train_steps=50, dirpath=tmp_path)
+    loop.session.close()
+    loop.model.layers.extend([Attention(), Attention()]).bfloat16()
+    for layer in loop.model.layers:
+        norm = nn.RMSNorm(16) if normed else nn.Identity()
+        layer.q_proj = nn.Sequential(
+            layer.q_proj, nn.Unflatten(-1, (layer.heads, 16)), norm, nn.Flatten(2)
+        )
+    loop.model.bfloat16()
+    loop.session = MonitorSession(
+        loop.model, every_n_train_steps=50, dirpath=tmp_path, indicators=[*NORMS, "loss"]
+    )
+    for step in range(0, 1500, 50):
+        with loop.session.step(step), torch.no_grad():
+            loop.model.layers[1].q_proj[0].weight[16:32] *= 1.08
+            with torch.enable_grad():
+                loop.backward(step)
+    loop.session.close()
+    assert bool(len(events_of(tmp_path, "alarm"))) is not normed
+    assert (loop.session.state_dict()["verdict"] == "stable") is normed
+    sites = read_metadata(tmp_path)["sites"].values()
+    assert {site["normalises_queries"] for site in sites} == {normed}
+    replayed = replay(read_run(tmp_path), normalised=normalised_sites(read_metadata(tmp_path)))
+    assert (replayed.verdict == "stable") is normed

@@ -1,0 +1,210 @@
+"""What a resumed run remembers, and what it makes of the folder's earlier run."""
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+
+from guardbit import read_events, read_run
+from guardbit.monitor.policy import Policy
+from guardbit.records import Role
+from guardbit.store import RunWriter
+from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
+
+
+@pytest.mark.parametrize("stabilizer", ["stochastic", "exact_delta", "centered_keys"])
+def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
+    settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
+
+    def loop(folder):
+        return Loop(dirpath=tmp_path / folder, policy=Policy(stabilizer, scope="head"), **settings)
+
+    # The rule counts calls: every loss is a frame of its own, so it fires within the second sample.
+    whole = loop("whole").run(range(11), close=False)
+    whole_state = whole.session.state_dict()
+    whole.session.close()
+    first = loop("parts").run(range(8), close=False)
+    state = json.loads(json.dumps(first.session.state_dict()))
+    first.session.close()
+    second = loop("parts")
+    second.model.load_state_dict(first.model.state_dict())
+    second.session.load_state_dict(state)
+    # Before the first forward, too: a run may be stopped right after it was resumed.
+    assert second.session.state_dict()["stabilizers"] == {
+        SITES[1]: ["none", stabilizer] + 2 * ["none"]
+    }
+    second.run(range(8, 11), close=False)
+    assert json.dumps(second.session.state_dict()) == json.dumps(whole_state)
+    second.session.close()
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
+    pd.testing.assert_frame_equal(read_events(tmp_path / "whole"), read_events(tmp_path / "parts"))
+    unswitched = Loop(**settings).run(range(11))
+    assert not all(map(torch.equal, unswitched.model.parameters(), second.model.parameters()))
+
+
+@pytest.mark.parametrize("written", ["now", "as a word", "not at all"])
+def test_a_resumed_run_knows_what_its_first_alarms_were_about(written):
+    rules = (Always(2500), LossAtStep(500))
+    loop = Loop(every_n_train_steps=500, rules=rules).run([0, 500], close=False)
+    state = json.loads(json.dumps(loop.session.state_dict()))
+    loop.session.close()
+    if written == "as a word":  # of an earlier version
+        state["first_alarms"] = [[*alarm[:5], "loss"] for alarm in state["first_alarms"]]
+    if written == "not at all":  # of a still earlier one
+        state["first_alarms"] = [alarm[:5] for alarm in state["first_alarms"]]
+    resumed = Loop(every_n_train_steps=500, rules=rules)
+    resumed.session.load_state_dict(state)
+    assert [alarm.role for alarm in resumed.session._findings.alarms] == [Role("loss")]
+
+
+def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    first = Loop(dirpath=tmp_path / "first", policy=Policy("stochastic", scope="head"), **settings)
+    first.run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    for folder in ("first", "second"):
+        loop = Loop(
+            dirpath=tmp_path / folder, policy=Policy("stochastic", scope="head"), **settings
+        )
+        loop.session.load_state_dict(state)
+        loop.run([3, 4])
+    told = read_events(tmp_path / "second")
+    assert told[["step", "kind", "site", "heads", "stabilizer"]].to_numpy().tolist() == [
+        [0, "alarm", SITES[1], (1,), ""],
+        [3, "switch", SITES[1], (1,), "stochastic"],
+        [3, "verdict", "", (), ""],
+    ]
+    assert told["rule"].tolist() == ["always", "", ""]
+    assert told["verdict"].tolist() == ["", "", "rounding"]
+    assert (read_events(tmp_path / "first")["step"] == 0).all(), "there it is told already"
+
+
+def test_what_happened_at_the_step_a_run_is_resumed_from_is_told_once(tmp_path):
+    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(3),)}
+    first = Loop(**settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.run([3, 4])
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])
+    assert events_of(tmp_path, "alarm")["step"].tolist() == [3]
+
+
+def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
+    settings = {"every_n_train_steps": 1, "dirpath": tmp_path, "rules": (Always(),)}
+    first = Loop(**settings).run([0], close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([1, 2])
+    assert sampled(tmp_path) == [0, 1, 2]
+    told = read_events(tmp_path)[["step", "kind"]].to_numpy().tolist()
+    assert told == [[0, "alarm"], [0, "verdict"]]
+
+
+@pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
+def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),)}
+    first = Loop(policy=Policy("stochastic", scope="head"), **settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    if before == "another run":
+        Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
+    else:
+        RunWriter(tmp_path).close()
+    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
+    loop.session.load_state_dict(state)
+    loop.run([3, 4])
+    told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
+    assert told == [
+        [0, "alarm", (1,), ""], [3, "switch", (1,), "stochastic"], [3, "verdict", (), ""]
+    ]  # fmt: skip
+
+
+def test_what_a_folder_says_is_switched_and_is_not_is_told_to_be_undone(tmp_path):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0, 1], close=False)
+    state = first.session.state_dict()
+    first.session.switch("*", "compensated")  # after the checkpoint
+    first.session.close()
+    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    resumed.session.load_state_dict(state)
+    resumed.run([2, 3])
+    events = events_of(tmp_path, "switch")
+    undone = events[events["stabilizer"] == "none"]
+    assert undone[["step", "site", "heads"]].to_numpy().tolist() == [
+        [2, SITES[0], (0, 1)], [2, SITES[1], (0, 1, 2, 3)]
+    ]  # fmt: skip
+
+
+def test_a_verdict_of_another_run_in_the_folder_does_not_stay(tmp_path):
+    settings = {"every_n_train_steps": 1}
+    own = Loop(**settings).run(range(3), close=False)
+    state = own.session.state_dict()
+    own.session.close()
+    Loop(dirpath=tmp_path, rules=(Always(),), **settings).run(range(3))
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding"]
+    resumed = Loop(dirpath=tmp_path, **settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])
+    assert events_of(tmp_path, "verdict")["verdict"].tolist() == ["rounding", "stable"]
+
+
+def test_a_broken_journal_in_a_used_folder_stops_nothing(tmp_path):
+    settings = {"every_n_train_steps": 1, "rules": (Always(),), "dirpath": tmp_path}
+    first = Loop(**settings).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    (segment,) = tmp_path.glob("events-*")
+    segment.write_text("{")
+    resumed = Loop(**settings)
+    resumed.session.load_state_dict(state)
+    resumed.run([3, 4])  # warnings are errors here
+    with pytest.warns(UserWarning, match="left out the segment"):
+        assert events_of(tmp_path, "alarm")["step"].tolist() == [0], "what is remembered is told"
+
+
+def test_a_run_that_begins_anew_in_a_used_folder_says_so(tmp_path, caplog):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(3), close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    resumed = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    resumed.session.load_state_dict(state)
+    resumed.run([3])
+    assert not [line for line in caplog.messages if "holds a run already" in line]
+    Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
+    (told,) = [line for line in caplog.messages if "holds a run already" in line]
+    assert f"{tmp_path} holds" in told and "from step 0 on" in told
+
+
+def test_of_a_state_of_another_version_the_switch_is_kept(caplog):
+    loop = Loop(every_n_train_steps=1, strict=True)
+    old = {"stabilizers": {SITES[0]: ["none", "compensated"]}, "unknown": 1}
+    loop.session.load_state_dict(old)
+    assert len(caplog.messages) == 1 and f"stay switched ({SITES[0]})" in caplog.messages[0]
+    loop.run([0, 1], close=False)
+    assert loop.session.instrumentation.stabilizers()[SITES[0]] == ["none", "compensated"]
+    loop.session.close()
+
+
+def test_of_a_pipeline_s_state_of_another_version_other_stages_modules_are_no_error(caplog):
+    loop = Loop(every_n_train_steps=1, strict=True)
+    own, elsewhere = {SITES[0]: ["none", "compensated"]}, {"other_stage.attention": ["row_max"]}
+    loop.session.load_state_dict(
+        {"format": 2, "stabilizers": {**own, **elsewhere}, "is_of_parts": True}
+    )
+    loop.run([0, 1], close=False)
+    assert loop.session.instrumentation.stabilizers()[SITES[0]] == own[SITES[0]]
+    assert loop.session.state_dict()["stabilizers"] == {**own, **elsewhere}, "for later stages"
+    loop.session.close()
+
+
+def test_a_state_of_another_version_and_another_model_is_refused():
+    loop = Loop(every_n_train_steps=1, strict=True)
+    with pytest.raises(ValueError, match=r"no module 'other\.attention' to switch"):
+        loop.session.load_state_dict({"format": 2, "stabilizers": {"other.attention": ["row_max"]}})
+    loop.session.close()

@@ -1,0 +1,113 @@
+"""`MonitorSession` in plain loops: which steps are sampled, and what is recorded of each."""
+
+import textwrap
+
+import pandas as pd
+import pytest
+
+from guardbit import MonitorSession, read_run
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
+from guardbit.kernels.runtime import runtime
+from guardbit.monitor import session as session_module
+from tests.monitor.session.plain_loop import SITES, Loop, sampled, values
+
+
+def test_a_plain_loop_records_every_loss_and_the_sampled_steps(tmp_path):
+    loop = Loop(every_n_train_steps=3, dirpath=tmp_path, strict=True).run(range(8))
+    assert values(tmp_path, "loss") == loop.losses
+    assert sampled(tmp_path) == [0, 3, 6]
+    frame = read_run(tmp_path)
+    for site, layer, heads in ((SITES[0], 0, 2), (SITES[1], 1, 4)):
+        rows = frame[(frame.site == site) & (frame.step == 3)]
+        assert set(rows.layer) == {layer}
+        for indicator in set(HEAD_INDICATORS) - OCCASIONAL - set(of_probe("gradient_audit")):
+            assert rows[rows.indicator == indicator]["head"].tolist() == list(range(heads))
+
+
+@pytest.mark.parametrize(
+    "steps, expected",
+    [
+        (range(7, 16), [10, 15]),  # resumed between two samples
+        (range(0, 20, 2), [0, 6, 10, 16]),  # two optimizers count
+        ([0, 1, 4, 11, 12, 23], [0, 11, 23]),  # uneven jumps
+        ([0, 0, 1, 2, 5], [0, 5]),
+    ],
+)
+def test_the_first_step_at_or_after_each_multiple_is_sampled(tmp_path, steps, expected):
+    Loop(every_n_train_steps=5, dirpath=tmp_path, strict=True).run(steps)
+    assert sampled(tmp_path) == expected
+
+
+def test_micro_batches_of_a_step_add_up(tmp_path):
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path / "many", strict=True)
+    offsets, losses = [], []
+    for part in range(3):
+        loop.session.begin_batch(4)
+        offsets.append(runtime.random_offset)
+        losses.append(loop.backward(part, scale=1 / 3))
+        loop.session.loss(losses[-1].detach() / 3, factor=3)
+    loop.session.end_step()
+    loop.session.close()
+    assert len(set(offsets)) == 3, "stochastic rounding must not repeat itself"
+    total = 0.0
+    for part in range(3):
+        alone = Loop(every_n_train_steps=2, dirpath=tmp_path / f"{part}", strict=True)
+        with alone.session.step(4):
+            alone.backward(part, scale=1 / 3)
+        alone.session.close()
+        total += values(tmp_path / f"{part}", "delta_bias_abs", SITES[0])[4]
+    # By layer 0's head with the highest number: the table keeps one value a step.
+    assert values(tmp_path / "many", "delta_bias_abs", SITES[0])[4] == pytest.approx(total)
+    expected = sum(loss.item() for loss in losses) / 3
+    assert values(tmp_path / "many", "loss")[4] == pytest.approx(expected, rel=1e-6)
+
+
+def test_random_offsets_depend_on_step_and_micro_batch_only():
+    seen = {}
+    for _ in range(2):
+        loop = Loop(every_n_train_steps=100)
+        for step in (3, 4, 2**21 + 5):
+            for micro_batch in range(2):
+                loop.session.begin_batch(step)
+                offset = runtime.random_offset
+                assert seen.setdefault((step, micro_batch), offset) == offset
+                assert 0 <= offset < 2**63
+            loop.session.end_step()
+        loop.session.close()
+    # The kernels take the offset modulo 2^32.
+    assert len({offset % 2**32 for offset in seen.values()}) == len(seen)
+
+
+def test_an_error_inside_a_step_goes_its_way_and_the_step_can_begin_again(tmp_path):
+    loop = Loop(every_n_train_steps=2, dirpath=tmp_path / "retried", strict=True)
+    loop.run([0, 1], close=False)
+    with pytest.raises(ZeroDivisionError), loop.session.step(2) as record:
+        record.loss(loop.backward(99))
+        raise ZeroDivisionError
+    assert not loop.session.is_sampled
+    sites = loop.session.instrumentation.sites.values()
+    assert [runtime.site(site.number).observer for site in sites] == [None, None]
+    loop.run([2, 3])
+    Loop(every_n_train_steps=2, dirpath=tmp_path / "clean", strict=True).run(range(4))
+    pd.testing.assert_frame_equal(read_run(tmp_path / "retried"), read_run(tmp_path / "clean"))
+
+
+def test_closing_twice_and_going_on_without_a_store(tmp_path):
+    loop = Loop(every_n_train_steps=1, strict=True).run(range(3))
+    loop.session.close()
+    assert loop.session.scalars["max_logit"] > 0
+    MonitorSession(loop.model).close()
+
+
+def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
+    """The loop in the module's docstring, with a model and batches."""
+    example = session_module.__doc__.split("plain loop:\n\n")[1]
+    monkeypatch.chdir(tmp_path)
+    loop = Loop()
+    loop.session.close()
+    body = textwrap.dedent(example).replace("...  ", "loss = loop.backward(step)  ")
+    import guardbit
+
+    names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
+    exec(body, names)
+    assert values(tmp_path / "runs" / "mine", "loss") == loop.losses

@@ -1,0 +1,168 @@
+"""A stage that fails is turned off, and training goes on."""
+
+import json
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from guardbit import read_events, read_run
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from guardbit.kernels import dispatch
+from guardbit.monitor.detectors import Finding
+from guardbit.monitor.measure import measurement, weights
+from guardbit.monitor.policy import Policy
+from guardbit.records import Event
+from tests.monitor.session.plain_loop import (
+    NORMS,
+    SITES,
+    Always,
+    Loop,
+    LossAtStep,
+    events_of,
+    fail,
+    sampled,
+    values,
+)
+
+
+def test_heads_of_a_rule_may_be_numpys(tmp_path):
+    @dataclass(frozen=True)
+    class OfNumpy:
+        name: str = "of_numpy"
+
+        def examine(self, frame, state):
+            return [Finding(SITES[1], tuple(np.flatnonzero([0, 1, 1])), "for a test")]
+
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(OfNumpy(),), strict=True)
+    loop.run([0, 1], close=False)
+    json.dumps(loop.session.state_dict())
+    loop.session.close()
+    assert events_of(tmp_path, "alarm")["heads"].tolist() == [(1, 2)]
+
+
+def test_a_policy_that_fails_leaves_the_verdict(tmp_path):
+    rules = (Always(), LossAtStep(0))
+    loop = Loop(
+        every_n_train_steps=1,
+        dirpath=tmp_path,
+        rules=rules,
+        policy=Policy("compensated", scope="head"),
+    )
+    loop.session.policy.decide = fail
+    loop.run([0])
+    events = read_events(tmp_path)
+    assert "policy: on purpose" in events[events["kind"] == "monitor_error"]["why"].item()
+    assert (events["kind"] == "verdict").sum() == 1
+
+
+class FailingRule:
+    name = "failing"
+
+    def examine(self, frame, state):
+        raise ArithmeticError("on purpose")
+
+
+class FailingPolicy(Policy):
+    def decide(self, alarms, step, stabilizers, restless):
+        raise ArithmeticError("on purpose")
+
+
+HEADS = set(HEAD_INDICATORS) - OCCASIONAL
+
+
+#: Stage -> what breaks it, settings, indicators that are recorded all the same after the first step
+BROKEN = {
+    "capture": (dispatch, "delta_bias", {}, NORMS),
+    "metrics": (weights, "spectral_norms", {}, set()),
+    "detectors": (None, "", {"rules": (FailingRule(),)}, HEADS),
+    "policy": (None, "", {"policy": FailingPolicy()}, HEADS),
+}
+
+
+@pytest.mark.parametrize("stage", BROKEN)
+def test_a_stage_that_fails_is_turned_off_and_the_others_go_on(
+    tmp_path, monkeypatch, caplog, stage
+):
+    module, function, settings, recorded = BROKEN[stage]
+    if module is not None:
+        monkeypatch.setattr(module, function, fail)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path / "run", **settings).run(range(4))
+    frame = read_run(tmp_path / "run")
+    assert set(frame[frame.step >= 1].indicator) == {"loss"} | recorded
+    assert values(tmp_path / "run", "loss") == loop.losses
+    assert sum(f"the stage '{stage}' failed" in message for message in caplog.messages) == 1
+    (error,) = events_of(tmp_path / "run", "monitor_error").itertuples()
+    assert (error.step, error.why) == (0, f"{stage}: on purpose")
+    with pytest.raises(ArithmeticError, match="on purpose"):
+        Loop(every_n_train_steps=1, strict=True, **settings).run(range(2))
+
+
+def test_losses_do_not_pile_up_when_they_cannot_be_read(monkeypatch, caplog):
+    loop = Loop(every_n_train_steps=2).run([0], close=False)
+    with monkeypatch.context() as broken:
+        broken.setattr(measurement, "Transfer", fail)
+        loop.run([1, 2], close=False)
+    assert sum("the stage 'samples' failed" in message for message in caplog.messages) == 1
+    loop.run([3, 4, 5], close=False)
+    assert loop.session.state_dict()["measurement"] is None
+    loop.session.close()
+
+
+def test_nothing_stale_or_partial_is_recorded_after_the_capture_has_failed(tmp_path, monkeypatch):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run(range(2), close=False)
+    original, calls = dispatch.delta_bias, []
+
+    def fails_at_the_second_site(*tensors, **which):
+        calls.append(tensors)
+        return original(*tensors, **which) if len(calls) == 1 else fail()
+
+    monkeypatch.setattr(dispatch, "delta_bias", fails_at_the_second_site)
+    loop.run(range(2, 5))
+    assert len(calls) == 2, "the first of the two sites was measured, the second was not"
+    assert sampled(tmp_path) == [0, 1]
+    assert sorted(values(tmp_path, "loss")) == [0, 1, 2, 3, 4]
+    assert sorted(values(tmp_path, "w_q_spectral_norm", SITES[0])) == [0, 1, 2, 3, 4]
+
+
+def test_training_is_the_same_with_every_stage_failing(monkeypatch):
+    torch.manual_seed(0)
+    alone = Loop(every_n_train_steps=100)
+    alone.session.close()
+    for step in range(4):
+        alone.optimizer.zero_grad()
+        alone.backward(step)
+        alone.optimizer.step()
+    monkeypatch.setattr(dispatch, "delta_bias", fail)
+    monkeypatch.setattr(weights, "spectral_norms", fail)
+    loop = Loop(every_n_train_steps=1, rules=(FailingRule(),), policy=FailingPolicy())
+    loop.run(range(4))
+    for one, other in zip(alone.model.parameters(), loop.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_loss_that_is_no_number_turns_the_losses_off_only(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session.begin_batch(0)
+    loop.backward(0)
+    loop.session.loss(torch.ones(3))
+    loop.session.end_step()
+    loop.session.close()
+    assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
+    assert sampled(tmp_path) == [0]
+
+
+def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
+    loop = Loop(every_n_train_steps=1)
+    with caplog.at_level(logging.INFO, "guardbit"):
+        loop.session.record(Event(3, "switch", SITES[1], (1,), "for a test", stabilizer="row_max"))
+        loop.session.record(Event(4, "alarm", SITES[1], (1,), "for a test", rule="a_rule"))
+        loop.session.record(Event(4, "verdict", "", (), "for a test", verdict="rounding"))
+    loop.session.close()
+    levels = [record.levelname for record in caplog.records if "for a test" in record.message]
+    assert levels == ["WARNING", "WARNING", "WARNING"]
+    assert "step 4: verdict rounding: for a test" in caplog.messages
+    assert "step 4: alarm layers.1 heads [1]: for a test" in caplog.messages
+    assert "step 3: switch layers.1 heads [1] to row_max: for a test" in caplog.messages
