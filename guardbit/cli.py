@@ -444,7 +444,7 @@ def demo(
         ),
     ] = None,
 ) -> None:
-    """Train a small model on the CPU in which one head diverges, and watch GuardBit catch it."""
+    """Watch GuardBit catch a diverging head: in a small model on the CPU, or in a recorded run."""
     if recorded:
         from guardbit.replayed import show_recorded
 

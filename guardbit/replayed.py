@@ -47,6 +47,10 @@ def show_recorded(run_dir: Path) -> Path:
     for name, outcome in outcomes.items():
         console.print(f"\n[bold]{headline(outcome)}[/bold]  ({RUNS[name]})")
         console.print(" · ".join(facts(outcome)))
+    console.print(
+        "\nSide by side, a loss has left where it leaves the other copy's; by itself, where it has"
+        " left its own best, which is later. Writing the reports ..."
+    )
     comparison = write_reports(runs, run_dir / "comparison.html")
     for run in runs:
         write_reports([run], run_dir / f"{run.title}.html")

@@ -301,8 +301,12 @@ def facts(outcome: Outcome) -> list[str]:
         parts.append(f"first alarm at step {outcome.first_alarm:,}")
     if outcome.alarmed:
         alarmed = outcome.alarmed
-        named = ", ".join(name_of_head(outcome, head) for head in alarmed[:3])
-        parts.append(f"in {named}" + (f" and {len(alarmed) - 3} more" if len(alarmed) > 3 else ""))
+        named = [name_of_head(outcome, head) for head in alarmed[:3]]
+        if outcome.num_heads > outcome.num_layers:
+            # Once in full: the others are then understood.
+            named[0] += " (layer {}, head {})".format(*alarmed[0])
+        more = f" and {len(alarmed) - 3} more" if len(alarmed) > 3 else ""
+        parts.append(f"in {', '.join(named)}{more}")
     if outcome.departed is not None:
         parts.append(f"loss left at step {outcome.departed:,}")
         if outcome.lead is not None:

@@ -16,6 +16,8 @@ log = logging.getLogger("guardbit")
 
 #: Seconds between two looks at the folder, and between two pictures while a long run is read.
 LOOK_EVERY = 1.0
+#: Seconds without anything new after which a run does not count as running, as in the pages.
+SILENT_AFTER = 120.0
 
 
 class RunWatcher:
@@ -118,7 +120,9 @@ class RunWatcher:
             if not self._views.has_samples:
                 return {}
             picture = self._views.picture(None)
-        said = picture["headline" if self._follower.end else "headline_running"]
+        written = self._follower.last_written
+        is_silent = written is not None and time.time() - written > SILENT_AFTER
+        said = picture["headline" if self._follower.end or is_silent else "headline_running"]
         return {"headline": said, "outcome": picture["outcome"]}
 
     def _run(self) -> None:

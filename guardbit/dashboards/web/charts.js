@@ -10,7 +10,7 @@ const RANGE = "range";
 const $ = (id) => document.getElementById(id);
 
 const number = (x) => x == null ? "–" : x === 0 || (Math.abs(x) >= 1e-3 && Math.abs(x) < 1e6)
-  ? Number(x.toPrecision(3)).toLocaleString("en") : x.toExponential(1);
+  ? Number(x.toPrecision(3)).toLocaleString("en") : x.toExponential(1).replace(/(\.0)?e\+?/, "e");
 const times = (x) => x == null ? "–" : x > 1000 ? "> 1,000 ×" : `${x < 10 ? x.toPrecision(2) : Math.round(x)} ×`;
 // Colours are those of the page's theme.
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

@@ -313,6 +313,7 @@ def test_a_killed_run_keeps_its_picture_and_says_so(page, serve, tmp_path):
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 600))
         wait(page, "document.querySelector('#status').className === 'silent'")
         assert "killed" in text(page, "#status")
+        wait(page, "document.querySelector('h1').textContent.startsWith('Healthy: no alarm up to')")
         assert page.get_attribute("#map", "data-cells") == "2"
     # The server is gone too: the page keeps what it has and says so.
     wait(page, "document.querySelector('#status').className === 'lost'")

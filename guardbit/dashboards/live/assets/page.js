@@ -37,10 +37,10 @@ function where(line) {
   return site ? `${site}${heads.length ? `, head${heads.length > 1 ? "s" : ""} ${heads.join(", ")}` : ""}` : "the whole run";
 }
 
-// What has become of the run is final once it has ended.
+// What has become of the run is final once it has ended, or has been silent for long.
 function drawHeadline(status) {
   const { headline, headline_running, outcome } = view.state;
-  $("headline").textContent = status.end ? headline : headline_running;
+  $("headline").textContent = status.end || status.seconds_silent > SILENT_AFTER ? headline : headline_running;
   $("headline").className = `outcome ${outcome}`;
 }
 
