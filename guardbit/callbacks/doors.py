@@ -1,30 +1,56 @@
-"""The guard around the frameworks' events: an error stays in its session and is reported once."""
+"""The doors of the frameworks' callbacks: an error stays in its session and is reported once."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+from guardbit import guard
+from guardbit.guard import Guarded
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import UnseenAttentionError
 
+_UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded"
 
-class _HasSession(Protocol):
-    session: MonitorSession | None
+
+class GuardedCallback(Guarded):
+    """A framework's callback; all of its methods that a framework calls are doors.
+
+    Attributes:
+        session: The session of the run that goes on, or None.
+        strict: Whether the monitor's own errors are raised.
+    """
+
+    session: MonitorSession | None = None
+    strict: bool = False
+
+    def contain(self, error: Exception, where: str) -> None:
+        """See `guard.Guarded.contain`."""
+        if self.strict:
+            raise error
+        self.is_void = where == "__init__"
+        if self.session is not None:
+            self.session.contain(error, where)
+        else:
+            log.warning("%s: %s", _UNWATCHED, str(error) or type(error).__name__, exc_info=True)
+
+
+def nothing(_: object) -> None:
+    """What a framework gets from a callback."""
 
 
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
     """Wraps a method so that a framework may call it: without a session it does nothing."""
 
     @functools.wraps(event)
-    def door(self: _HasSession, *args: Any, **kwargs: Any) -> None:
+    def with_session(self: GuardedCallback, *args: Any, **kwargs: Any) -> None:
         session = self.session
         if session is not None:
             session.always("callback", lambda: event(self, *args, **kwargs))
 
-    return door
+    return guard.method(nothing)(with_session)
 
 
 def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession | None:
@@ -37,18 +63,10 @@ def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession 
         TypeError: If a setting has the wrong type.
     """
     try:
-        return make()
+        session = make()
     except UnseenAttentionError as error:
         if strict:
             raise
         log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
         return None
-    except (ValueError, TypeError):
-        raise
-    except Exception:
-        if strict:
-            raise
-        log.warning(
-            "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded", exc_info=True
-        )
-        return None
+    return None if session.is_void else session

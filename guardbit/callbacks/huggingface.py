@@ -17,9 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
-from guardbit.callbacks.doors import guarded, watched
+from guardbit import guard
+from guardbit.callbacks.doors import GuardedCallback, guarded, nothing, watched
 from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun
+from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
@@ -38,7 +40,7 @@ from guardbit.store.files import RUN_FOLDER, publish
 STATE_FILE = "guardbit.json"
 
 
-class HuggingFaceMonitor(TrainerCallback):
+class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     """Watches every attention head of the model that a `transformers.Trainer` trains.
 
         Trainer(model, args, train_dataset=data, callbacks=[HuggingFaceMonitor(policy=Policy())])
@@ -76,6 +78,7 @@ class HuggingFaceMonitor(TrainerCallback):
         ValueError: If an argument is out of range.
     """
 
+    @guard.method(nothing)
     def __init__(
         self,
         every_n_train_steps: int = 50,
@@ -95,10 +98,14 @@ class HuggingFaceMonitor(TrainerCallback):
         on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
-        check_on_alarm(on_alarm)
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
-        check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats, preflight)
+        with refusing():
+            check_on_alarm(on_alarm)
+            check_settings(
+                every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules
+            )
+            check_snapshot_megabytes(snapshot_megabytes)
+            check_examinations(compare, audit_repeats, preflight)
+        self.strict = strict
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {
             "every_n_train_steps": every_n_train_steps,
@@ -122,6 +129,7 @@ class HuggingFaceMonitor(TrainerCallback):
         self._logged = LoggedRun()
         self._logged_step: int | None = None
 
+    @guard.method(nothing)
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -228,6 +236,7 @@ class HuggingFaceMonitor(TrainerCallback):
         strict = self._settings["strict"]
         session.attempt("checkpoint", lambda: _save(path, session.state_dict(), strict))
 
+    @guard.method(nothing)
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:

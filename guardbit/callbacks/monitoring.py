@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from guardbit.callbacks.doors import guarded, watched
+from guardbit import guard
+from guardbit.callbacks.doors import GuardedCallback, guarded, nothing, watched
 from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
@@ -39,7 +41,7 @@ log = logging.getLogger("guardbit")
 ALARMS_KEY, MAP_KEY = "guardbit/alarms", "guardbit/model_map"
 
 
-class AttentionMonitor(pl.Callback):
+class AttentionMonitor(GuardedCallback, pl.Callback):
     """Watches every attention head of the model; changes nothing.
 
     At every n-th optimizer step it measures the indicators of `guardbit.INDICATORS`, writes them to
@@ -97,6 +99,7 @@ class AttentionMonitor(pl.Callback):
         ValueError: If an argument is out of range.
     """
 
+    @guard.method(nothing)
     def __init__(
         self,
         every_n_train_steps: int = 50,
@@ -115,18 +118,18 @@ class AttentionMonitor(pl.Callback):
         on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
-        check_on_alarm(on_alarm)
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
-        check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats, preflight)
+        with refusing():
+            check_on_alarm(on_alarm)
+            check_settings(
+                every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules
+            )
+            check_snapshot_megabytes(snapshot_megabytes)
+            check_examinations(compare, audit_repeats, preflight)
+            _check_images(image_every_n_samples)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites
         self.indicators = indicators
         self.num_rows = num_rows
-        if image_every_n_samples is not None and image_every_n_samples < 1:
-            raise ValueError(
-                f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
-            )
         self.num_audited_heads = num_audited_heads
         self.image_every_n_samples = image_every_n_samples
         self.rules = rules
@@ -148,16 +151,11 @@ class AttentionMonitor(pl.Callback):
         self._place: str | os.PathLike[str] = ""
         self._logged_step: int | None = None
 
+    @guard.method(nothing)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Instruments the model, which is complete by now (after `configure_model`)."""
-        # Lightning sets the attribute from another class, where type checkers do not see it.
-        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
-        if len(monitors) > 1:
-            raise ValueError(
-                f"the Trainer has {len(monitors)} callbacks of AttentionMonitor's kind; a model is"
-                " watched by one"
-            )
+        with refusing():
+            _check_alone(trainer)
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         self._logged, self._logged_step = LoggedRun(), None
@@ -187,10 +185,13 @@ class AttentionMonitor(pl.Callback):
             with suppress(Exception):  # of a handler of the user's
                 rank_zero_info(first_line(self.every_n_train_steps, dirpath))
 
+    @guard.method(nothing)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restores the state of a resumed run; strategies differ in when they load it."""
+        if self.session is None:
+            return  # the next checkpoint then holds what this one held
         state, self._restored = self._restored, {}
-        if self.session is None or not state:
+        if not state:
             return
         # The callback may have watched another run before; that state is from later steps.
         last_step = state.get("last_step")
@@ -252,10 +253,12 @@ class AttentionMonitor(pl.Callback):
         if self._has_news(session):
             session.attempt("logging", lambda: self._log(session, trainer, None))
 
+    @guard.method(nothing)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
         self._close()
 
+    @guard.method(nothing)
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -263,12 +266,14 @@ class AttentionMonitor(pl.Callback):
         # Ctrl-C and a scheduler's SIGTERM are no errors of the run.
         self._close("crashed" if isinstance(exception, Exception) else "interrupted")
 
+    @guard.method(lambda monitor: getattr(monitor, "_restored", {}))
     def state_dict(self) -> dict[str, Any]:
         """Detectors, policy, cumulative sums and the switch, for the checkpoint."""
         if self._restored or self.session is None:
             return self._restored  # not taken over yet
         return self.session.state_dict()
 
+    @guard.method(nothing)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run starts."""
         self._restored = state_dict
@@ -341,6 +346,24 @@ class AttentionMonitor(pl.Callback):
         if picture is not None:
             for logger in trainer.loggers:
                 send_picture(logger, MAP_KEY, picture, step)
+
+
+def _check_images(image_every_n_samples: int | None) -> None:
+    if image_every_n_samples is not None and image_every_n_samples < 1:
+        raise ValueError(
+            f"image_every_n_samples must be 1 or more, or None, got {image_every_n_samples}"
+        )
+
+
+def _check_alone(trainer: pl.Trainer) -> None:
+    # Lightning sets the attribute from another class, where type checkers do not see it.
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
+    if len(monitors) > 1:
+        raise ValueError(
+            f"the Trainer has {len(monitors)} callbacks of AttentionMonitor's kind; a model is"
+            " watched by one"
+        )
 
 
 def _entries(gradient: Tensor) -> Tensor:

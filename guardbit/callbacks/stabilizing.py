@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
+from guardbit import guard
+from guardbit.callbacks.doors import GuardedCallback, nothing
 from guardbit.callbacks.monitoring import AttentionMonitor
+from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy, quiet_period
 
 
-class AutoStabilizer(pl.Callback):
+class AutoStabilizer(GuardedCallback, pl.Callback):
     """Stabilizes attention after an alarm, in the middle of a run.
 
     It needs an `AttentionMonitor` among the callbacks of the same Trainer, which keeps its state in
@@ -45,6 +48,7 @@ class AutoStabilizer(pl.Callback):
             `AttentionMonitor` and one `AutoStabilizer`.
     """
 
+    @guard.method(nothing)
     def __init__(
         self,
         stabilizer: str = "exact_delta",
@@ -60,32 +64,38 @@ class AutoStabilizer(pl.Callback):
         calm_steps: int | None = None,
     ) -> None:
         self.dry_run = dry_run
-        self.policy = Policy(
-            stabilizer,
-            scope=scope,
-            always=always,
-            agreeing_rules=agreeing_rules,
-            agreement_steps=agreement_steps,
-            escalate=escalate,
-            quiet_steps=quiet_period(quiet_steps, calm_steps),
-            qk_clip=qk_clip,
-        )
+        with refusing():
+            self.policy = Policy(
+                stabilizer,
+                scope=scope,
+                always=always,
+                agreeing_rules=agreeing_rules,
+                agreement_steps=agreement_steps,
+                escalate=escalate,
+                quiet_steps=quiet_period(quiet_steps, calm_steps),
+                qk_clip=qk_clip,
+            )
 
+    @guard.method(nothing)
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Hands the policy to the monitor, before that instruments the model."""
         if stage != "fit":
             return
-        # Lightning sets the attribute from another class, where type checkers do not see it.
-        callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
-        if len(monitors) != 1:
-            raise ValueError(
-                f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has {len(monitors)};"
-                " pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
-            )
-        if sum(isinstance(callback, AutoStabilizer) for callback in callbacks) > 1:
-            raise ValueError(
-                "the Trainer has several AutoStabilizers; an AttentionMonitor takes one"
-            )
-        monitors[0].policy = self.policy
-        monitors[0].dry_run = self.dry_run
+        with refusing():
+            monitor = _monitor_of(trainer)
+        monitor.policy = self.policy
+        monitor.dry_run = self.dry_run
+
+
+def _monitor_of(trainer: pl.Trainer) -> AttentionMonitor:
+    # Lightning sets the attribute from another class, where type checkers do not see it.
+    callbacks: list[pl.Callback] = trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    monitors = [callback for callback in callbacks if isinstance(callback, AttentionMonitor)]
+    if len(monitors) != 1:
+        raise ValueError(
+            f"AutoStabilizer acts on one AttentionMonitor, and the Trainer has {len(monitors)};"
+            " pass callbacks=[AttentionMonitor(), AutoStabilizer()]"
+        )
+    if sum(isinstance(callback, AutoStabilizer) for callback in callbacks) > 1:
+        raise ValueError("the Trainer has several AutoStabilizers; an AttentionMonitor takes one")
+    return monitors[0]

@@ -163,6 +163,7 @@ def flash_attention(
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(dispatch.BACKENDS)}")
     inside = runtime.is_inside_site()
+    site = runtime.current if inside else _NO_SITE_TENSOR
     if inside and not torch.compiler.is_compiling():
         for listener in runtime.call_listeners:
             listener(q, k, v)
@@ -172,7 +173,7 @@ def flash_attention(
             k,
             v,
             None,
-            runtime.current if inside else _NO_SITE_TENSOR,
+            site,
             [STABILIZERS.index(name) for name in stabilizers],
             causal=execution.causal_code(causal),
             scale=scale,

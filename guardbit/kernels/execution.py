@@ -10,6 +10,7 @@ Each head is computed as `guardbit.kernels.runtime` says at that moment, see
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from guardbit import guard
 from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.alignment import aligned
 from guardbit.kernels.attention_call import AttentionCall
@@ -246,32 +248,64 @@ def run_backward(
         d_mask = heads.laid_out_as(d_mask.to(mask.dtype), mask)
     if traced:
         dq, dk, dv, d_mask = map(aligned, (dq, dk, dv, d_mask))
-    if state.observer is not None:
-        plan = plan_of(names, native)
 
-        def again() -> tuple[Tensor, Tensor, Tensor]:
-            with state.uncounted():
-                same = Call(q, k, v, spec, state, native, wants_mask)
-                found, _, _ = heads.backward(same, d_out, ran, random, generator_state)
-            return found.dq, found.dk, found.dv
+    def again() -> tuple[Tensor, Tensor, Tensor]:
+        with state.uncounted():
+            same = Call(q, k, v, spec, state, native, wants_mask)
+            found, _, _ = heads.backward(same, d_out, ran, random, generator_state)
+        return found.dq, found.dk, found.dv
 
-        state.observer(
-            AttentionCall(
-                site=number,
-                q=q,
-                k=k,
-                v=v,
-                out=carried,
-                residual=None if shared else kept,
-                d_out=d_out,
-                dq=dq,
-                dk=dk,
-                dv=dv,
-                spec=spec,
-                stabilizers=names,
-                dropout=heads.dropout_of(call, plan, random),
-                kernel="guardbit" if engine is None else engine.name,
-                again=again,
-            )
-        )
+    gradients = dq, dk, dv
+    _report(
+        call,
+        number,
+        k,
+        carried,
+        None if shared else kept,
+        d_out,
+        gradients,
+        names,
+        random,
+        engine,
+        again,
+    )
     return dq, dk, dv, d_mask
+
+
+@guard.function(runtime.tell_fault)
+def _report(
+    call: Call,
+    number: int,
+    k: Tensor,
+    carried: Tensor,
+    residual: Tensor | None,
+    d_out: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor],
+    names: tuple[str, ...],
+    random: Tensor,
+    engine: Engine | None,
+    again: Callable[[], tuple[Tensor, Tensor, Tensor]],
+) -> None:
+    """Reports a call to the observer of its attention module, if there is one."""
+    if call.state.observer is None:
+        return
+    dq, dk, dv = gradients
+    call.state.observer(
+        AttentionCall(
+            site=number,
+            q=call.q,
+            k=k,
+            v=call.v,
+            out=carried,
+            residual=residual,
+            d_out=d_out,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            spec=call.spec,
+            stabilizers=names,
+            dropout=heads.dropout_of(call, plan_of(names, call.native), random),
+            kernel="guardbit" if engine is None else engine.name,
+            again=again,
+        )
+    )

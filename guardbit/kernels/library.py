@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from guardbit import guard
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.attention_call import AttentionCall
@@ -152,6 +153,7 @@ def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
 # --- forward ---------------------------------------------------------------------------------
 
 
+@guard.again(runtime.tell_fault)
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs the forward.
 
@@ -209,6 +211,7 @@ def _no_state() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
+@guard.again(runtime.tell_fault)
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     promise_aligned_outputs(_forward, _backward)
     q, site, numbers = arguments[0], arguments[6], Numbers(*arguments[7:])
@@ -223,6 +226,7 @@ def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 # --- backward --------------------------------------------------------------------------------
 
 
+@guard.again(runtime.tell_fault)
 def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Runs backward."""
     tensors, (out, lse, kernels, random) = arguments[:7], arguments[7:11]
@@ -274,6 +278,7 @@ def _attention_backward(d_out: Tensor, *arguments: Any) -> tuple[Tensor, Tensor,
     return dq, dk, dv, d_sinks
 
 
+@guard.again(runtime.tell_fault)
 def _attention_backward_fake(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -296,17 +301,22 @@ class _Attention(torch.autograd.Function):
         ctx.numbers = numbers
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
+        ctx.read = None
         return outputs
 
     @staticmethod
     @once_differentiable
+    @guard.again(runtime.tell_fault)
     def backward(ctx, *d_outputs):  # pyright: ignore[reportIncompatibleMethodOverride]
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 5
-        saved = ctx.saved_tensors
+        if ctx.read is None:  # once: a checkpoint does not give it a second time
+            ctx.read = ctx.saved_tensors
+        saved = ctx.read
         run = _attention_backward if is_direct(d_out, *saved[:3]) else _backward
         dq, dk, dv, d_sinks = run(d_out, *saved, *ctx.numbers)
+        ctx.read = None
         return dq, dk, dv, d_sinks if ctx.needs_input_grad[3] else None, None
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
+from guardbit import guard
 from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.alignment import promise_aligned_outputs
 from guardbit.kernels.engines import Drawn, Inputs
@@ -25,10 +26,10 @@ from guardbit.kernels.execution import (
     Request,
     empty_random_outputs,
     read_kernels,
-    run_backward,
-    run_forward,
     spec_of,
 )
+from guardbit.kernels.native import run_backward, run_forward
+from guardbit.kernels.runtime import runtime
 
 # A replayed CUDA graph would not look the attention module up again: the tag keeps the op out of
 # CUDA graphs.
@@ -62,6 +63,7 @@ def attention(request: Request) -> tuple[Tensor, Tensor]:
     return op(*request)[:2]
 
 
+@guard.again(runtime.tell_fault)
 def _attention_fake(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     promise_aligned_outputs(_without_dropout, _with_dropout, _backward)
     request = Request(*arguments)
@@ -93,6 +95,7 @@ def _forbid_merging() -> None:
     rand_ops.append(torch.ops.guardbit.attention_with_dropout)
 
 
+@guard.again(runtime.tell_fault)
 def _attention_backward_fake(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -122,21 +125,31 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
+        ctx.read = None
         return outputs
 
     @staticmethod
+    @guard.again(runtime.tell_fault)
     def backward(ctx, *d_outputs):
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 5
+        saved = _read(ctx)
         if not torch.is_grad_enabled():
-            saved = ctx.saved_tensors
             run = run_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
             gradients = run(d_out, *saved, *ctx.arguments)
         else:
-            gradients = _backward_of_create_graph(d_out, ctx.saved_tensors, ctx.arguments)
+            gradients = _backward_of_create_graph(d_out, saved, ctx.arguments)
         wants_mask = ctx.arguments[4]
+        ctx.read = None
         return (*gradients[:3], gradients[3] if wants_mask else None, None)
+
+
+def _read(ctx: Any) -> Any:
+    """Reads what was saved; once, because a checkpoint does not give it a second time."""
+    if ctx.read is None:
+        ctx.read = ctx.saved_tensors
+    return ctx.read
 
 
 def _below_autograd(request: Request) -> tuple[Tensor, ...]:

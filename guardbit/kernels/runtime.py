@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.site_state import Clock, SiteState, is_recomputing
+from guardbit.kernels.site_state import Clock, SiteState, is_recomputing, log
 
 #: Number of calls outside any instrumented model.
 NO_SITE = -1
@@ -53,6 +53,7 @@ class Runtime:
         keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
             `keep_residuals`.
         random_offset: Where stochastic rounding's counter starts.
+        on_fault: Hears of the errors that the op's doors contain.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Runtime:
         self.keeps_residuals = True
         self._wishes: list[bool] = []
         self.random_offset = 0
+        self.on_fault: Callable[[Exception], None] = _log_fault
 
     def __reduce__(self) -> str:
         # Copies of what refers to it refer to the one of the process that they are in.
@@ -198,6 +200,10 @@ class Runtime:
 
         return take_back
 
+    def tell_fault(self, error: Exception) -> None:
+        """Tells whoever wants to know that a part of GuardBit failed in a call."""
+        self.on_fault(error)
+
     def set_random_offset(self, offset: int) -> None:
         """Sets `random_offset`.
 
@@ -205,6 +211,10 @@ class Runtime:
         under activation checkpointing draws the same bits.
         """
         self.random_offset = offset
+
+
+def _log_fault(error: Exception) -> None:
+    log.warning("a call of attention failed in GuardBit and went to PyTorch: %s", error)
 
 
 def is_jit_traced() -> bool:

@@ -196,6 +196,12 @@ class SiteState:
             self._told.add(why)
             log.warning("attention module '%s': %s", self.name, why)
 
+    def leave_alone(self, error: Exception) -> None:
+        """Records that PyTorch's function takes over a call, also when its forward is repeated."""
+        if {*self.running} - {"none"}:
+            self.fall_back(error)
+        self._setting = _Setting(None, at_rest=True)
+
     def succeed(self) -> None:
         """Records that switched heads ran as they should."""
         self.failure = None
@@ -211,7 +217,8 @@ class SiteState:
         self.failure = f"{type(error).__name__}: {what}"
         self._failed_for_good = not passes
         if not is_recomputing():
-            self._setting = _Setting(None, self.at_rest)
+            # Not at rest: what is run again must save the same tensors as this call.
+            self._setting = _Setting(None, at_rest=False)
         if not self._failure_told:
             self._failure_told = True
             log.warning(

@@ -27,6 +27,9 @@ _CANNOT = {
     "errors_unavailable": "rounding errors are unavailable",
 }
 
+#: How the event begins that says that nothing is watched any more.
+OFF = "the monitor is off, training goes on"
+
 #: Failures in a row after which the store gives up: what is pending fills the memory.
 _PATIENCE = 100
 
@@ -290,6 +293,13 @@ def metadata_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
         }
         for name, site in sites.items()
     }
+
+
+def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:
+    """Writes into the folder of a run that could not be watched why; an older run is left alone."""
+    if dirpath is not None and ranks.rank() == 0 and not is_run(dirpath):
+        with RunWriter(dirpath) as writer:
+            writer.event(Event(0, "monitor_error", "", (), why))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -15,14 +15,16 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from guardbit import guard
 from guardbit.catalog import HEAD_INDICATORS, INDICATORS
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
+from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines.proof import proofs
 from guardbit.kernels.runtime import runtime
@@ -33,7 +35,7 @@ from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import levels_of
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
-from guardbit.monitor.journal import Journal, kernel_of, metadata_of
+from guardbit.monitor.journal import OFF, Journal, kernel_of, leave_word, metadata_of
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
@@ -76,7 +78,39 @@ _WATCHING = "watching"
 MOST_ADVISED = 2
 
 
-class MonitorSession:
+# What callers get after an error, see `guard.method`.
+
+
+def _nothing(_: object) -> None: ...
+
+
+def _no(_: object) -> bool:
+    return False
+
+
+def _none(_: object) -> int:
+    return 0
+
+
+def _no_alarms(_: object) -> list[Alarm]:
+    return []
+
+
+def _no_heads(_: object) -> Mapping[str, Collection[int]]:
+    return {}
+
+
+def _all_off(_: object) -> frozenset[str]:
+    return frozenset({_WATCHING})
+
+
+def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
+    with suppress(Exception):
+        return {"stabilizers": session._switching.switched()}
+    return {}
+
+
+class MonitorSession(Guarded):
     """Watches a model's attention heads over a run and, with a policy, switches them.
 
     On several ranks (`torch.distributed`) every rank has a session and calls it alike. Attention is
@@ -135,6 +169,9 @@ class MonitorSession:
         ValueError: If an argument is out of range or the model cannot be watched.
     """
 
+    _strict = False
+
+    @guard.method(_nothing)
     def __init__(
         self,
         model: nn.Module,
@@ -155,16 +192,46 @@ class MonitorSession:
         on_alarm: Callable[[Alarm], object] | None = None,
         strict: bool = False,
     ) -> None:
-        check_on_alarm(on_alarm)
-        check_settings(every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules)
-        check_snapshot_megabytes(snapshot_megabytes)
-        check_examinations(compare, audit_repeats, preflight)
-        if policy is not None and not isinstance(policy, Policy):
-            raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
-        if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
-            raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
-        if dirpath is not None and os.path.isfile(dirpath):
-            raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
+        self._strict, self._dirpath = strict, dirpath
+        with refusing():
+            check_on_alarm(on_alarm)
+            check_settings(
+                every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules
+            )
+            check_snapshot_megabytes(snapshot_megabytes)
+            check_examinations(compare, audit_repeats, preflight)
+            _check_policy(policy)
+            _check_folder(dirpath)
+        try:
+            self._set_up(
+                model, every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules,
+                policy, dry_run, dirpath, snapshot_megabytes, compare, audit_repeats, preflight,
+                on_alarm, strict,
+            )  # fmt: skip
+        except BaseException:
+            self._take_out()
+            raise
+
+    def _set_up(
+        self,
+        model: nn.Module,
+        every_n_train_steps: int,
+        sites: Sequence[str] | None,
+        indicators: Sequence[str] | None,
+        num_rows: int | None,
+        num_audited_heads: int,
+        rules: tuple[Rule, ...],
+        policy: Policy | None,
+        dry_run: bool,
+        dirpath: str | os.PathLike[str] | None,
+        snapshot_megabytes: float,
+        compare: str | None,
+        audit_repeats: bool,
+        preflight: bool | float,
+        on_alarm: Callable[[Alarm], object] | None,
+        strict: bool,
+    ) -> None:
+        """Makes the parts of the session; arguments as for the constructor."""
         self.every_n_train_steps = every_n_train_steps
         self.indicators = INDICATORS if indicators is None else tuple(indicators)
         self.num_rows = num_rows
@@ -195,12 +262,14 @@ class MonitorSession:
                 "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
             )
         self._model = model
-        self.instrumentation: Instrumentation = instrument(model, sites)
+        with refusing():
+            self.instrumentation: Instrumentation = instrument(model, sites)
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
         self.compare, self.audit_repeats = compare, audit_repeats
-        self._rival = None if compare is None else Rival(compare)
+        with refusing():
+            self._rival = None if compare is None else Rival(compare)
         self._oddities = Oddities()
         self._preflight_seconds = PREFLIGHT_SECONDS if preflight is True else float(preflight)
         self._found_before = ""
@@ -254,21 +323,19 @@ class MonitorSession:
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[MonitorSession]:
+    @guard.method(nullcontext)
+    def step(self, step: int) -> AbstractContextManager[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
         With several micro-batches a step, call `begin_batch` before each further one. Exceptions
         pass through, and the step then counts as never begun.
-        """
-        self.begin_batch(step)
-        try:
-            yield self
-        except BaseException:
-            self.abandon_step()
-            raise
-        self.end_step()
 
+        Raises:
+            ValueError: If the step is no whole number from 0.
+        """
+        return Step(self, step)
+
+    @guard.method(_nothing)
     def begin_batch(self, step: int) -> None:
         """Begins a micro-batch of optimizer step `step`.
 
@@ -277,7 +344,8 @@ class MonitorSession:
         Raises:
             ValueError: If the step is no whole number from 0.
         """
-        step = checked_step(step)
+        with refusing():
+            step = checked_step(step)
         is_new = step != self._schedule.step
         if is_new:
             self._do_deferred()
@@ -312,25 +380,30 @@ class MonitorSession:
             self._capture.arm()
 
     @property
+    @guard.method(_no)
     def is_sampled(self) -> bool:
         """Whether the current step is sampled."""
         return self._schedule.is_sampled
 
     @property
+    @guard.method(_no_heads)
     def alarmed_heads(self) -> Mapping[str, Collection[int]]:
         """The heads an alarm has named so far, by site."""
         return self._findings.alarmed
 
     @property
+    @guard.method(_all_off)
     def stages_off(self) -> frozenset[str]:
         """The stages that an error of the monitor has turned off."""
         return frozenset(self._stages.off)
 
     @property
+    @guard.method(_none)
     def num_alarmed_heads(self) -> int:
         """Number of heads an alarm has named so far."""
         return sum(len(heads) for heads in self._findings.alarmed.values())
 
+    @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
         """Takes the loss of the current micro-batch.
 
@@ -345,6 +418,7 @@ class MonitorSession:
         if step is not None and self._takes_scalars():
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
+    @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         step = self._schedule.step
@@ -355,6 +429,7 @@ class MonitorSession:
         # Once the stage "samples" is off, nobody would read them.
         return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
+    @guard.method(_no_alarms)
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
@@ -390,6 +465,7 @@ class MonitorSession:
         self.attempt("preflight", lambda: self._examine_own_calls(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
+    @guard.method(_no_alarms)
     def catch_up(self) -> list[Alarm]:
         """Judges the last sampled step and acts on it, if that waits for numbers from a GPU.
 
@@ -509,6 +585,7 @@ class MonitorSession:
         if self._rival is not None and self._rival.refused:
             self._journal.note({"compare": list(self._rival.refused)})
 
+    @guard.method(_nothing)
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
         step = self._schedule.step
@@ -521,6 +598,7 @@ class MonitorSession:
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._do_deferred()
 
+    @guard.method(_nothing)
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
@@ -566,12 +644,15 @@ class MonitorSession:
 
     def _let_go(self) -> None:
         self._stages.always("close", self.instrumentation.remove)
+        if self.instrumentation.is_installed:  # what failed once is tried again
+            self._stages.always("close", self.instrumentation.remove)
 
     def _do_deferred(self) -> None:
         """Carries out what was asked for within the step that has ended."""
         while self._deferred:
             self._stages.always("switch", self._deferred.pop(0))
 
+    @guard.method(_nothing)
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None = None, why: str = "by hand"
     ) -> None:
@@ -592,7 +673,8 @@ class MonitorSession:
             ValueError: If the site, the stabilizer, or the switch itself is impossible.
             IndexError: If a head is out of range.
         """
-        self.instrumentation.check_switch(site, stabilizer, heads)
+        with refusing():
+            self.instrumentation.check_switch(site, stabilizer, heads)
         if self._schedule.is_within_step:
             self._deferred.append(lambda: self._switch(site, stabilizer, heads, why))
         else:
@@ -603,10 +685,12 @@ class MonitorSession:
         step = begun if begun is not None else ended or 0
         self._switching.switch(site, stabilizer, heads, why, step)
 
+    @guard.method(_nothing)
     def record(self, event: Event) -> None:
         """Logs an event and writes it to the journal."""
         self._journal.record(event)
 
+    @guard.method(_nothing)
     def attempt(self, stage: str, function: Callable[[], T]) -> T | None:
         """Runs a stage of the monitor, unless it is off.
 
@@ -620,10 +704,12 @@ class MonitorSession:
         """
         return self._stages.attempt(stage, function)
 
+    @guard.method(_nothing)
     def always(self, stage: str, function: Callable[[], T]) -> T | None:
         """Like `attempt`, but also runs a stage that is off."""
         return self._stages.always(stage, function)
 
+    @guard.method(_nothing)
     def snapshot(self, site: str, heads: Sequence[int]) -> None:
         """Keeps inputs of heads at the next sampled step, for `guardbit diagnose`.
 
@@ -639,17 +725,23 @@ class MonitorSession:
         """
         if ranks.rank() > 0:
             return
-        if not self._snapshots.is_on:
-            raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
-        found = self.instrumentation.sites.get(site)
-        if found is None:
-            known = ", ".join(self.instrumentation.sites) or "none yet"
-            raise ValueError(f"there is no attention module {site!r}; known are {known}")
-        for head in heads:
-            if not 0 <= head < found.num_heads:
-                raise IndexError(f"head {head} of {site} does not exist; it has {found.num_heads}")
+        with refusing():
+            if not self._snapshots.is_on:
+                raise ValueError(
+                    "no snapshots are kept: the session has no dirpath, or room for none"
+                )
+            found = self.instrumentation.sites.get(site)
+            if found is None:
+                known = ", ".join(self.instrumentation.sites) or "none yet"
+                raise ValueError(f"there is no attention module {site!r}; known are {known}")
+            for head in heads:
+                if not 0 <= head < found.num_heads:
+                    raise IndexError(
+                        f"head {head} of {site} does not exist; it has {found.num_heads}"
+                    )
         self._snapshots.want(site, heads)
 
+    @guard.method(_nothing)
     def preflight(self, batch: Any, seconds: float = PREFLIGHT_SECONDS) -> Preflight | None:
         """Examines the engines that could serve the model's attention, before training.
 
@@ -709,6 +801,7 @@ class MonitorSession:
 
     # --- state -----------------------------------------------------------------------------------
 
+    @guard.method(_what_is_switched)
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to go on as if never stopped; plain Python only.
 
@@ -726,6 +819,7 @@ class MonitorSession:
         )
         return {"stabilizers": switched} if state is None else state
 
+    @guard.method(_nothing)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a session.
 
@@ -735,13 +829,19 @@ class MonitorSession:
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
+        if not state:
+            log.warning("the checkpoint holds no state of GuardBit: the monitor begins anew")
+            return
         try:
-            if self._checkpoint.load_state_dict(state):
-                self._unjudged = None
+            with refusing():
+                is_whole = self._checkpoint.load_state_dict(state)
         except ValueError:
             raise
         except Exception as error:
             self._stages.fail("state", error)
+        else:
+            if is_whole:
+                self._unjudged = None
 
     def _is_due(self, step: int) -> bool:
         return self._schedule.is_due(step, self._wants_first_step())
@@ -850,16 +950,114 @@ class MonitorSession:
             "dry_run": self.dry_run,
         }
 
+    # --- faults ----------------------------------------------------------------------------------
+
+    def contain(self, error: Exception, where: str) -> None:
+        """Takes an error that came out of a method: the monitor is off, training goes on.
+
+        A strict session raises it.
+        """
+        if self._strict:
+            raise error
+        if where == "__init__":
+            self._never_begin(error)
+            return
+        try:
+            self._stages.fail(_WATCHING, error)
+        finally:
+            self._give_up()
+
     def _tell_failure(self, stage: str, error: Exception) -> None:
+        what = str(error) or type(error).__name__
+        where = OFF if stage == _WATCHING else stage
         if stage != "store":
-            why = f"{stage}: {error}" if str(error) else f"{stage}: {type(error).__name__}"
+            why = f"{where}: {what}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
+        if stage == _WATCHING:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Leaves the model alone for good; what is recorded stays.
+
+        Switched heads stay switched, and the hooks that this needs with them.
+        """
+        with suppress(Exception):
+            self._drop_calls()
+        with suppress(Exception):
+            self._snapshots.discard()
+        if self._closed:
+            with suppress(Exception):
+                self._journal.close("crashed")
+        elif self.instrumentation.switched:
+            with suppress(Exception):
+                self.instrumentation.rest(True)
+            return
+        if self._schedule.is_within_step and not self._closed:
+            self._deferred.append(self._let_go)  # a forward and its recomputation must be alike
+        else:
+            self._let_go()
+
+    def _never_begin(self, error: Exception) -> None:
+        """Takes an error of the constructor: all of the session does nothing from now on."""
+        vars(self).update(
+            instrumentation=Instrumentation.of_nothing(), samples=[], alarms=[], scalars={},
+            sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
+        )  # fmt: skip
+        self.is_void = True
+        log.warning(
+            "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded: %s",
+            str(error) or type(error).__name__,
+            exc_info=True,
+        )
+        with suppress(Exception):
+            leave_word(self._dirpath, f"{OFF}: {error or type(error).__name__}")
+
+    def _take_out(self) -> None:
+        made = vars(self).get("instrumentation")
+        if made is not None:
+            with suppress(Exception):
+                made.remove()
 
     def _capture_failed(self, error: Exception) -> None:
         """Takes an error inside a forward or backward."""
         with suppress(Exception):
             self._drop_calls()
         self._stages.fail("capture", error)
+
+
+class Step(Guarded):
+    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
+
+    def __init__(self, session: MonitorSession, step: int) -> None:
+        self._session, self._step = session, step
+
+    @guard.method(lambda step: step._session)
+    def __enter__(self) -> MonitorSession:
+        self._session.begin_batch(self._step)
+        return self._session
+
+    @guard.method(_nothing)
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._session.end_step()
+        else:
+            self._session.abandon_step()
+
+    def contain(self, error: Exception, where: str) -> None:
+        """See `guard.Contains`."""
+        self._session.contain(error, where)
+
+
+def _check_policy(policy: object) -> None:
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
+
+
+def _check_folder(dirpath: object) -> None:
+    if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
+        raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
+    if dirpath is not None and os.path.isfile(dirpath):
+        raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
 
 
 def _failed_elsewhere() -> None:

@@ -29,7 +29,7 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.interception.calls import StepCalls
-from guardbit.monitor.interception.doors import listeners, recorders
+from guardbit.monitor.interception.doors import listeners, recorders, unlisten
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, left_alone, release, restore
@@ -55,4 +55,5 @@ __all__ = [
     "rerun",
     "restore",
     "site_record",
+    "unlisten",
 ]

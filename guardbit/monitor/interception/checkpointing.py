@@ -5,16 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import types
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from guardbit.guard import Around, between
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import guarded, stand_in
 from guardbit.monitor.interception.frames import Frame, drop_stale, frame_stack, pop, push
 from guardbit.monitor.interception.rerunning import probe
 
@@ -24,32 +22,25 @@ original_checkpoint = torch.utils.checkpoint.checkpoint
 _CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
 
 
-@functools.wraps(original_checkpoint)
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
     """Lets a recomputation *inside* an attention module belong to that module."""
-    if torch.compiler.is_compiling():
-        return original_checkpoint(function, *args, **kwargs)
     where = _here()
-    if where is not None and probe.site is not None:
+    if where is None or not args:
+        return None
+    function, *others = args
+    if probe.site is not None:
         # A checkpoint would hide from autograd how q is computed.
-        return function(*args, **{k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS})
-    if where is None:
-        return original_checkpoint(function, *args, **kwargs)
-
-    def recomputed(*inputs: Any, **options: Any) -> Any:
-        _go_on_inside(*where, sys._getframe())
-        try:
-            return function(*inputs, **options)
-        finally:
-            _leave_again(where[1])
-
-    return original_checkpoint(recomputed, *args, **kwargs)
+        own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
+        return Around(tuple(others), own, function=function)
+    begin = functools.partial(_go_on_inside, *where)
+    end = functools.partial(_leave_again, where[1])
+    return Around((between(function, begin, end), *others), kwargs)
 
 
 @guarded
-def _go_on_inside(site: Tensor, frame: Frame, caller: types.FrameType) -> None:
+def _go_on_inside(site: Tensor, frame: Frame) -> None:
     drop_stale()
-    push(site, frame, caller)
+    push(site, frame, sys._getframe(2))  # the one that the door is called from
 
 
 @guarded
@@ -57,7 +48,14 @@ def _leave_again(frame: Frame) -> None:
     pop(frame.module)
 
 
-@guarded
 def _here() -> tuple[Tensor, Frame] | None:
     """Returns the innermost module that runs eagerly, and the number of its site."""
     return (runtime.current, frame_stack[-1]) if runtime.is_inside_site() and frame_stack else None
+
+
+class _Place:
+    original = staticmethod(original_checkpoint)
+
+
+#: Stands in for PyTorch's function.
+checkpoint = functools.wraps(original_checkpoint)(stand_in(_Place, _before, original_checkpoint))

@@ -1,18 +1,21 @@
-"""The guard around what runs inside a model's forward: hooks, and stand-ins for functions.
+"""What becomes of an error at the doors inside a model's forward and backward.
 
-An error in there ends here and is reported to the sessions. The remaining forward then counts as
-outside any site, so its calls go to PyTorch.
+It is reported to the sessions. After an error in a hook, the remaining forward counts as outside
+any site, so its calls go to PyTorch. After one in a stand-in, PyTorch's function takes that call.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch._dynamo.eval_frame import skip_code
 
+from guardbit import guard
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.frames import drop_all
 from guardbit.monitor.stages import log
@@ -27,33 +30,78 @@ listeners: list[Callable[[Exception], None]] = []
 #: Called with q, k, v, the spec and the library's name, or "", of every eager call inside a site.
 recorders: list[Callable[[Tensor, Tensor, Tensor, AttentionSpec, str], None]] = []
 
+
+def unlisten(listener: Callable[[Exception], None]) -> None:
+    """Takes a listener out; one that is not there is no error."""
+    with suppress(ValueError):
+        listeners.remove(listener)
+
+
 _reported: set[type[Exception]] = set()
 
 
-def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Wraps a function so that training may call it: it returns None where it fails.
-
-    For eager calls only; compilers trace neither the function nor the guard.
-    """
-
-    @functools.wraps(function)
-    def door(*args: P.args, **kwargs: P.kwargs) -> T | None:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            drop_all()
-            _report(error)
-            return None
-
-    for python in (function, door):
-        skip_code(getattr(python, "__code__"))  # noqa: B009 (type checkers do not see it)
-    return door
-
-
-def _report(error: Exception) -> None:
+def report(error: Exception) -> None:
+    """Tells all sessions of an error; without one, logs it once."""
     if listeners:
         for listener in list(listeners):
             listener(error)
     elif type(error) not in _reported:
         _reported.add(type(error))
         log.warning("a call of attention could not be followed, and went to PyTorch: %s", error)
+
+
+runtime.on_fault = report
+
+
+def _leave_call_alone(error: Exception) -> None:
+    """Takes the error of a stand-in: PyTorch's function runs, also when the forward is repeated."""
+    if runtime.running and not is_recomputing():
+        runtime.site(int(runtime.current)).leave_alone(error)
+    report(error)
+
+
+def _lose_place(error: Exception) -> None:
+    drop_all()
+    report(error)
+
+
+def reporting(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Wraps a function so that training may call it: it returns None where it fails.
+
+    For eager calls only; compilers trace neither the function nor the guard.
+    """
+    return _untraced(guard.again(report, is_needed=False)(function), function)
+
+
+def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Like `reporting`, for what keeps the stack of running modules.
+
+    For eager calls only; compilers trace neither the function nor the guard.
+    """
+    return _untraced(guard.again(_lose_place, is_needed=False)(function), function)
+
+
+def hook(name: str, eager: Callable[..., None], traced: Callable[..., None]) -> Callable[..., None]:
+    """Makes a hook of a module, see `guard.hook`; a pickled model finds it by its name."""
+    return _untraced(named(guard.hook(eager, traced, _lose_place), name, eager), eager)
+
+
+def named(door: Any, name: str, beside: Callable[..., Any]) -> Any:
+    """Gives a door the name by which it is found in the module of another function."""
+    door.__name__ = door.__qualname__ = name
+    door.__module__ = beside.__module__
+    return door
+
+
+def stand_in(
+    place: Any, before: Callable[..., Any], traced: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """Makes a stand-in for a function that a model calls, see `guard.stand_in`."""
+    skip_code(getattr(before, "func", before).__code__)
+    return guard.stand_in(place, before, traced, _leave_call_alone)
+
+
+def _untraced(door: Any, inside: Callable[..., Any]) -> Any:
+    for python in (inside, door):
+        skip_code(getattr(python, "__code__"))  # noqa: B009 (type checkers do not see it)
+    return door

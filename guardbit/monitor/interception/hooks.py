@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception import records
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import hook
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
     Frame,
@@ -29,21 +28,19 @@ from guardbit.monitor.interception.frames import (
 from guardbit.monitor.interception.installation import look_again, redirect_references
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
-
-def _enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():
-        note_traced_inputs(module, args, kwargs)
-        # One function serves all modules and reads the number off the module. The compiler then
-        # sees an input of the graph, and one graph can serve many layers.
-        runtime.enter(getattr(module, SITE_ATTRIBUTE))
-    else:
-        _enter_eagerly(sys._getframe(1), module, args, kwargs)
+# Frames from what lies behind a door to the caller of the door.
+_BEYOND_DOOR = 2
 
 
-@guarded
-def _enter_eagerly(
-    caller: FrameType, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _enter_traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    note_traced_inputs(module, args, kwargs)
+    # One function serves all modules and reads the number off the module. The compiler then sees an
+    # input of the graph, and one graph can serve many layers.
+    runtime.enter(getattr(module, SITE_ATTRIBUTE))
+
+
+def _enter_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    caller = sys._getframe(_BEYOND_DOOR)
     if is_jit_traced():
         return
     if "_is_replica" in vars(module):
@@ -59,15 +56,11 @@ def _enter_eagerly(
     push(getattr(module, SITE_ATTRIBUTE), Frame(module, args, kwargs), caller)
 
 
-def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    if torch.compiler.is_compiling():
-        runtime.leave()
-    else:
-        _leave_eagerly(module)
+def _leave_traced(module: nn.Module, args: Any, output: Any) -> None:
+    runtime.leave()
 
 
-@guarded
-def _leave_eagerly(module: nn.Module) -> None:
+def _leave_eagerly(module: nn.Module, args: Any, output: Any) -> None:
     if runtime.is_other_thread():
         return
     is_outermost = len(frame_stack) == 1 and frame_stack[0].module is module
@@ -89,11 +82,24 @@ def _end_step(module: nn.Module) -> None:
         clock.end()
 
 
+_enter = hook("_enter", _enter_eagerly, _enter_traced)
+_leave = hook("_leave", _leave_eagerly, _leave_traced)
+
 # PyTorch itself calls the hooks of the outermost compiled module. There they stay Python, because
 # compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
 # they are inlined.
 for _function in (
-    *(_enter, _leave, _begin_step, _end_step, push, pop, drop_stale, drop_all, site_number),
+    *(
+        _enter_traced,
+        _leave_traced,
+        _begin_step,
+        _end_step,
+        push,
+        pop,
+        drop_stale,
+        drop_all,
+        site_number,
+    ),
     *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
     *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
     *(Clock.begin, Clock.end),
@@ -145,11 +151,12 @@ def attach(module: nn.Module, number: int) -> None:
 def _hook_entries(
     module: nn.Module, before: int, after: int
 ) -> tuple[tuple[dict[int, Any], int, int], ...]:
+    shared_before, shared_after = _hook_ids or (0, 0)
     return (
-        (module._forward_pre_hooks, before, _hook_ids[0]),
-        (module._forward_pre_hooks_with_kwargs, before, _hook_ids[0]),
-        (module._forward_hooks, after, _hook_ids[1]),
-        (module._forward_hooks_always_called, after, _hook_ids[1]),
+        (module._forward_pre_hooks, before, shared_before),
+        (module._forward_pre_hooks_with_kwargs, before, shared_before),
+        (module._forward_hooks, after, shared_after),
+        (module._forward_hooks_always_called, after, shared_after),
     )
 
 
@@ -160,8 +167,12 @@ def is_attached(module: nn.Module) -> bool:
 
 def detach(module: nn.Module, number: int) -> None:
     """Undoes `attach`."""
-    for hooks, _, shared_id in _hook_entries(module, 0, 0) if _hook_ids else ():
-        hooks.pop(shared_id, None)
+    registered = (*module._forward_pre_hooks.items(), *module._forward_hooks.items())
+    # Not by the shared ids alone: an error may have come before the hooks had them.
+    own = [key for key, hook in registered if hook in (_enter, _leave)]
+    for hooks, _, _ in _hook_entries(module, 0, 0):
+        for key in own:
+            hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)
     vars(module).pop(_COPIES_ATTRIBUTE, None)
     site_modules.pop(number, None)

@@ -10,19 +10,19 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo import trace_rules
 
+from guardbit.guard import undo_all
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception import checkpointing
 from guardbit.monitor.interception.compiler_rules import without
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
-from guardbit.monitor.interception.frames import site_modules
+from guardbit.monitor.interception.frames import drop_all, site_modules
 
 # The compiler's table of PyTorch's functions.
 _RULES = "get_torch_obj_rule_map"
@@ -122,21 +122,12 @@ def restore() -> None:
     """
     if _installations > 0:
         return
-    to_undo = _restore.copy()
-    _restore.clear()
-    with ExitStack() as each:  # the last one first
-        each.callback(_installed.clear)
-        each.callback(_replace_what_is_left, list(_installed))
-        for undo in to_undo:
-            each.callback(_undo, undo)
-
-
-def _undo(undo: Callable[[], None]) -> None:
     try:
-        undo()
-    except BaseException:
-        _restore.append(undo)
-        raise
+        undo_all(_restore)
+    finally:
+        _replace_what_is_left(list(_installed))
+        _installed.clear()
+        drop_all()  # of a forward that was interrupted
 
 
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:

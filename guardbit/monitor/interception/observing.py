@@ -20,7 +20,7 @@ from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import reporting
 from guardbit.monitor.interception.entry_points.base import (
     Layout,
     as_given,
@@ -220,7 +220,7 @@ class _Shown:
         self.running.append(None if begun is None else begun[0])
         return None if begun is None else begun[1]
 
-    @guarded
+    @reporting
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Running | None, tuple[tuple[Any, ...], dict[str, Any]]] | None:
@@ -245,7 +245,7 @@ class _Shown:
         # None: the forward failed, or a checkpoint stopped it early.
         return None if running is None or output is None else self._end(running, output)
 
-    @guarded
+    @reporting
     def _end(self, running: _Running, output: Any) -> Any:
         out = heads_first(output if self.out is None else output[self.out], self.layout)
         out = running.watch.output(out, *running.tensors, running.spec, keeps_output=self.fused)
@@ -281,7 +281,7 @@ def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:
         note_traced_call(runtime.current, heads, _COMPILED, entry)
 
 
-@guarded
+@reporting
 def _hear(
     module: nn.Module | None,
     q: Tensor,
@@ -332,7 +332,7 @@ class _Shifted(torch.autograd.Function):
         return d_outs[0], None
 
 
-@guarded
+@reporting
 def _report(heard: _Heard, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Reports a call to the observer in its forward: once, also under activation checkpointing."""
     if is_recomputing() and heard.number not in _to_be_heard:

@@ -17,7 +17,7 @@ from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout, float_carrier
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import reporting
 
 #: Why attention that is written out is not switched.
 WRITTEN_OUT = (
@@ -55,7 +55,7 @@ class Watch:
         self._waits_for_dq = heard is not None
         return q if heard is None else heard
 
-    @guarded
+    @reporting
     def _heard(self, x: Tensor, hook: Callable[[Tensor], None]) -> Tensor:
         x = x.view_as(x)
         x.register_hook(hook)
@@ -103,27 +103,27 @@ class Watch:
         heard = self._heard_output(out, q, k, v, *more)
         return out if heard is None else heard
 
-    @guarded
+    @reporting
     def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
         return _Output.apply(out, self, *autocast_tensors(q, k, v), *more)
 
-    @guarded
+    @reporting
     def take_d_out(self, d_out: Tensor, saved: tuple[Tensor, ...]) -> None:
         """Takes the gradient of the output, in the backward."""
         self._d_out, self._saved = d_out, saved
         if not self._waits_for_dq:
             self._report(None)
 
-    @guarded
+    @reporting
     def _take_dp(self, dp: Tensor) -> None:
         if len(self._saved) == 4:
             self._delta = (self._saved[3].detach().float() * dp.float()).sum(-1)
 
-    @guarded
+    @reporting
     def _take_d_weights(self, _: Tensor) -> None:
         self._is_dq_of_attention = False
 
-    @guarded
+    @reporting
     def _take_dq(self, dq: Tensor) -> None:
         self._report(dq if self._is_dq_of_attention else None)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 
 from torch import nn
 
+from guardbit.guard import undo_all
 from guardbit.kernels.attention import check_stabilizers
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
@@ -50,6 +50,14 @@ class Instrumentation:
         except BaseException:
             self.remove()
             raise
+
+    @classmethod
+    def of_nothing(cls) -> Instrumentation:
+        """Makes one without a model, which has no sites."""
+        nothing = cls.__new__(cls)
+        nothing._model, nothing._sites, nothing._at_rest = nn.Module(), {}, False
+        nothing._clock, nothing._switched, nothing._installed = Clock(), [], []
+        return nothing
 
     def _attach(self, site: Site) -> None:
         self._sites[site.name] = site
@@ -205,21 +213,16 @@ class Instrumentation:
         What cannot be taken out is left for the next call. The error is raised after everything
         else was taken out.
         """
-        to_undo, self._installed = self._installed, []
         try:
-            with ExitStack() as each:  # the last one first
-                for undo in to_undo:
-                    each.callback(self._undo, undo)
+            undo_all(self._installed)
         finally:
             self._sites.clear()
             self._switched.clear()
 
-    def _undo(self, undo: Callable[[], None]) -> None:
-        try:
-            undo()
-        except BaseException:
-            self._installed.append(undo)
-            raise
+    @property
+    def is_installed(self) -> bool:
+        """Whether anything is left in the model or in this process."""
+        return bool(self._installed)
 
     def keep_residuals(self, is_wanted: bool) -> None:
         """Says whether compiled calls may be asked for "compensated", until `remove`.
@@ -230,8 +233,8 @@ class Instrumentation:
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
+        self._installed.append(functools.partial(interception.unlisten, listener))
         interception.listeners.append(listener)
-        self._installed.append(functools.partial(interception.listeners.remove, listener))
 
 
 def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrumentation:

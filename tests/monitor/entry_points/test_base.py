@@ -12,7 +12,7 @@ import guardbit
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, Bound, EntryPoint
-from guardbit.monitor.interception.entry_points.base import as_given, call, heads_first
+from guardbit.monitor.interception.entry_points.base import as_given, heads_first
 
 LIBRARY = """
 import torch.nn.functional as F
@@ -31,12 +31,8 @@ def bind(q, k, v, causal=False):
     return Bound(q, k, v, spec, "BNHD")
 
 
-def attend(q, k, v, causal=False):
-    return call(ENTRY, q, k, v, causal=causal)
-
-
 ENTRY = EntryPoint(
-    "library.attend", "library", "attend", attend, bind,
+    "library.attend", "library", "attend", bind,
     returns=lambda out, lse, q, k, v, causal=False: (out, causal),
 )  # fmt: skip
 

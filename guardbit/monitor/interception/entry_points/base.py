@@ -10,24 +10,28 @@ not read the values of tensors, and must not raise.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from guardbit.guard import Around, Result
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
+from guardbit.kernels.engines.random import generator_of
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import guarded, recorders
+from guardbit.monitor.interception.doors import named, recorders, reporting, stand_in
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.sharding import Share
@@ -37,6 +41,10 @@ from guardbit.monitor.interception.watching import Watch
 #: The layout of the caller's tensors: (batch, heads, tokens, head size), (batch, tokens, heads,
 #: head size), or, for packed sequences, (tokens, heads, head size).
 Layout = Literal["BHND", "BNHD", "NHD"]
+
+
+#: What is done in an eager call instead of calling the original, see `guard.stand_in`.
+Before = Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None]
 
 
 class Bound(NamedTuple):
@@ -106,23 +114,35 @@ class EntryPoint:
         name: What users call it.
         home: Name of the module that holds it. GuardBit never imports that module by itself.
         attribute: Its name there; with a dot, the names of a class and its method.
-        stand_in: The function that replaces it; usually it passes everything on to `call`.
         bind: Takes the arguments of a call and returns what they ask for.
         returns: Makes the original's return value from out in the caller's layout, lse `(B, H, N)`
             and the arguments of the call.
         put_in_place: Installs the stand-in and returns a function that undoes it; None for a
             function that is replaced wherever there is a reference to it.
         original: The function itself; None until its module is imported.
+        before: What is done in an eager call, see `guard.stand_in`; None for `before`.
+        traced: What compilers trace instead of the stand-in; None for `call`.
+        stand_in: The function that replaces it, a door.
     """
 
     name: str
     home: str
     attribute: str
-    stand_in: Callable[..., Any]
     bind: Callable[..., Bound | Refusal]
     returns: Callable[..., Any] = _only_out
     put_in_place: Callable[[], Callable[[], None]] | None = None
     original: Callable[..., Any] | None = None
+    before: Before | None = None
+    traced: Callable[..., Any] | None = None
+    stand_in: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        door = stand_in(
+            self,
+            self.before or functools.partial(before, self),
+            self.traced or functools.partial(call, self),
+        )
+        self.stand_in = named(door, self.name_there, self.bind)
 
     def why_left_alone(self) -> str | None:
         """Why its calls are ignored in this process, as a clause, or None."""
@@ -170,13 +190,34 @@ def as_given(x: Tensor, layout: Layout) -> Tensor:
 
 
 def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
-    """Runs a call of an entry point: through the op, or by the original."""
+    """Runs a call of an entry point that a compiler traces: through the op, or by the original."""
     found = heard(entry, args, kwargs)
-    if isinstance(found, _Watched):
-        return _watched(entry, found, args, kwargs)
     if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
+    return _run(entry, found, args, kwargs)
+
+
+def before(
+    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Around | Result | None:
+    """Runs an eager call through the op, if it has to; see `guard.stand_in`."""
+    found = heard_eagerly(entry, args, kwargs)
+    if found is None:
+        return None
+    if isinstance(found, _Watched):
+        return _around(entry, found, args, kwargs)
+    if found.spec.dropout_p == 0:
+        return Result(_run(entry, found, args, kwargs))
+    drawn = generator_of(found.q.device).get_state()
+    try:
+        return Result(_run(entry, found, args, kwargs))
+    except Exception:
+        generator_of(found.q.device).set_state(drawn)  # the original draws the same numbers
+        raise
+
+
+def _run(entry: EntryPoint, found: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     q, k, v, spec, layout, library, shared = found
     out, lse = attention_at_site(q, k, v, runtime.current, spec, library)
     out = as_given(out, layout)
@@ -196,12 +237,8 @@ def is_unread() -> bool:
     )
 
 
-def heard(
-    entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Bound | _Watched | None:
-    """Records a call; returns it if the op is to run it or an observer hears of it, else None."""
-    if not torch.compiler.is_compiling():
-        return _eager(entry, args, kwargs)
+def heard(entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound | None:
+    """Records a call that a compiler traces; returns it if the op is to run it, else None."""
     drop_stale_traced()
     if not runtime.is_inside_site():
         return None
@@ -214,8 +251,7 @@ def heard(
     return found if isinstance(found, Bound) else None
 
 
-@guarded
-def _eager(
+def heard_eagerly(
     entry: EntryPoint, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Bound | _Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
@@ -268,15 +304,21 @@ def _keeps_output(bound: Bound) -> bool:
     return engines.choose(q, k, v, bound.spec, training=True).reads_out
 
 
-def _watched(
+def _around(
     entry: EntryPoint, watched: _Watched, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Runs the original; the observer hears of it."""
-    assert entry.original is not None
+) -> Around:
+    """Lets the original run, and the observer hear of it."""
     watch, (q, k, v, spec, layout, *_), keeps_output = watched
     q = watch.query(q)
-    out = heads_first(entry.original(as_given(q, layout), *args[1:], **kwargs), layout)
-    return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)
+
+    def after(out: Tensor) -> Tensor:
+        out = heads_first(out, layout)
+        return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)
+
+    if args:
+        return Around((as_given(q, layout), *args[1:]), kwargs, after)
+    first = next(iter(inspect.signature(entry.bind).parameters))
+    return Around((), {**kwargs, first: as_given(q, layout)}, after)
 
 
 def is_empty(q: Tensor, k: Tensor) -> bool:
@@ -291,7 +333,7 @@ def heads_of(q: Tensor | None, k: Tensor | None) -> Heads:
     return q.size(1), k.size(1), q.size(3)
 
 
-@guarded
+@reporting
 def note_flash_call(q: Tensor, k: Tensor, _: Tensor) -> None:
     """Takes the calls of `guardbit.flash_attention`, which go through the op by themselves."""
     number = int(runtime.current)

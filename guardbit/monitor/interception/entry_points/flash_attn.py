@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, call
+from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
 from guardbit.monitor.interception.entry_points.libraries import (
     LibraryEntryPoint,
     entry_point,
@@ -40,15 +40,11 @@ def _make(package: str, attribute: str, home: str, engine: str) -> LibraryEntryP
 
 
 def _make_cached(package: str, home: str) -> EntryPoint:
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return call(entry, *args, **kwargs)
-
     def bind(*args: Any, **kwargs: Any) -> Refusal:
         return Refusal(_WITH_CACHE)
 
     attribute = "flash_attn_with_kvcache"
-    entry = EntryPoint(f"{package}.{attribute}", home, attribute, stand_in, bind)
-    return entry
+    return EntryPoint(f"{package}.{attribute}", home, attribute, bind)
 
 
 #: The functions of FlashAttention 2; later versions have fewer.

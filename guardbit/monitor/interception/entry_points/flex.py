@@ -17,10 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guardbit.guard import Around
 from guardbit.kernels import flex
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, heard
+from guardbit.monitor.interception.entry_points.base import (
+    Bound,
+    EntryPoint,
+    Refusal,
+    heard,
+    heard_eagerly,
+)
 from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
     why_head,
@@ -76,19 +83,31 @@ def _why(
     return why_groups(q, k, are_allowed=enable_gqa) or why_now(q, k, v)
 
 
-def flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """Stands in for `flex_attention`; see there."""
+def _traced(*args: Any, **kwargs: Any) -> Any:
+    taken = _at_site(heard(FLEX, args, kwargs), args, kwargs)
+    if taken is None:
+        return _plain[0](*args, **kwargs)
+    return _of_site[0](*taken.args, **taken.kwargs)
+
+
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+    taken = _at_site(heard_eagerly(FLEX, args, kwargs), args, kwargs)
+    return Around(args, kwargs, function=_plain[0]) if taken is None else taken
+
+
+def _at_site(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    """Returns the call with the number of its site; None if it stays as it is."""
     # Calls at sites are intercepted in autograd, which inference mode skips.
-    if heard(FLEX, args, kwargs) is not None and torch.is_grad_enabled():
+    if found is not None and torch.is_grad_enabled():
         given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
         options = {} if given is None else dict(given)
         options[flex.SITE] = runtime.current
         if len(args) > _OPTIONS:
             args = (*args[:_OPTIONS], options, *args[_OPTIONS + 1 :])
         else:
-            kwargs["kernel_options"] = options
-        return _of_site[0](*args, **kwargs)
-    return _plain[0](*args, **kwargs)
+            kwargs = {**kwargs, "kernel_options": options}
+        return Around(args, kwargs, function=_of_site[0])
+    return None
 
 
 def _other_code(code: types.CodeType) -> types.CodeType:
@@ -119,7 +138,7 @@ def _put_in_place() -> Callable[[], None]:
         copied.__kwdefaults__ = function.__kwdefaults__
         holder[:] = [copied]
     remove_sibling = flex.install()
-    names[_OURS] = flex_attention
+    names[_OURS] = FLEX.stand_in
     function.__code__ = _other_code(code)
 
     def undo() -> None:
@@ -150,7 +169,8 @@ FLEX = _Flex(
     "torch.nn.attention.flex_attention.flex_attention",
     home=_HOME,
     attribute=_ATTRIBUTE,
-    stand_in=flex_attention,
     bind=bind,
     put_in_place=_put_in_place,
+    before=_before,
+    traced=_traced,
 )

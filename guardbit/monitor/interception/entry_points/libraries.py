@@ -23,7 +23,6 @@ from guardbit.monitor.interception.entry_points.base import (
     EntryPoint,
     Refusal,
     as_given,
-    call,
     heads_first,
     is_unread,
 )
@@ -225,15 +224,12 @@ def entry_point(
         is_packed: See `LibraryEntryPoint`.
     """
 
-    def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return call(entry, *args, **kwargs)
-
     def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
         return entry.understand(*args, **kwargs)
 
     attribute = name.rpartition(".")[2]
     entry = LibraryEntryPoint(
-        name, home, attribute, stand_in, bind, returns, engine=engine, is_packed=is_packed
+        name, home, attribute, bind, returns, engine=engine, is_packed=is_packed
     )
     return entry
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from guardbit.guard import Around, of_torch
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
 from guardbit.monitor.interception.records import note_call
@@ -58,16 +59,13 @@ def bind(*args: Any, **kwargs: Any) -> Refusal:
     return Refusal(_RETURNS_WEIGHTS)
 
 
-@functools.wraps(_original)
-def multi_head_attention_forward(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Stands in for `F.multi_head_attention_forward`; see there."""
-    if not torch.compiler.is_compiling():
-        if is_jit_traced():
-            return _original(*args, **kwargs)
-        watched = _watched(args, kwargs)
-        if watched is not None:
-            return watched.run(args, kwargs)
-    elif runtime.is_inside_site() and _given("need_weights", args, kwargs, True):
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    watched = None if is_jit_traced() else _watched(args, kwargs)
+    return None if watched is None else watched.around(args, kwargs)
+
+
+def _traced(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    if runtime.is_inside_site() and _given("need_weights", args, kwargs, True):
         note_traced_call(runtime.current, _heads_of_module(args, kwargs), _COMPILED, _NAME)
     return _traceable(*args, **kwargs)
 
@@ -82,7 +80,6 @@ def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
     return num_heads, num_heads, _given("embed_dim_to_check", args, kwargs) // num_heads
 
 
-@guarded
 def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
@@ -108,6 +105,14 @@ def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     return _Products(Watch(number), heads[0], dropout_p)
 
 
+class _Bmm:
+    original = staticmethod(torch.bmm)
+
+
+class _Baddbmm:
+    original = staticmethod(torch.baddbmm)
+
+
 class _Products:
     """Stands in for `torch` in PyTorch's function, to watch its two matrix products.
 
@@ -120,37 +125,47 @@ class _Products:
         self._num_heads = num_heads
         self._dropout_p = dropout_p
         self._inputs: tuple[Tensor, Tensor, Tensor | None] | None = None
-        self._is_heard = False
+        self._is_called = self._is_heard = False
+        self.bmm = stand_in(_Bmm, self._before_bmm, None)
+        self.baddbmm = stand_in(_Baddbmm, self._before_baddbmm, None)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Calls PyTorch's function."""
+    def around(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+        """Calls PyTorch's function, with this in place of `torch`."""
+        function = _copy({**_original.__globals__, "torch": self})
+        return Around(args, kwargs, self._after, function)
+
+    def _after(self, found: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
         global _why_misread
-        out, weights = _copy({**_original.__globals__, "torch": self})(*args, **kwargs)
-        if not self._is_heard:
+        out, weights = found
+        if not self._is_called:
             _why_misread = f"PyTorch {torch.__version__} writes attention out in another way"
             log.warning("%s: nothing is measured where weights are returned", _why_misread)
         return out, self._watch.weights(weights)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+    __getattr__ = of_torch
 
-    def bmm(self, first: Tensor, second: Tensor) -> Tensor:
-        """`torch.bmm`."""
+    def _before_bmm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+        self._is_called = True
+        first, second = args
         if self._is_heard:
-            return torch.bmm(first, second)
+            return None
         if self._inputs is None:
-            return torch.bmm(self._begin(first, second, None), second)
+            return Around((self._begin(first, second, None), second), kwargs)
         self._is_heard = True
         q, k, mask = self._inputs
         p = self._watch.probabilities(self._by_head(first))
-        out = self._by_head(torch.bmm(p.flatten(0, 1), second))
         spec = AttentionSpec(1.0, mask=mask, dropout_p=self._dropout_p)
-        out = self._watch.output(out, q, k, self._by_head(second), spec, p)
-        return out.flatten(0, 1)
 
-    def baddbmm(self, mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        """`torch.baddbmm`."""
-        return torch.baddbmm(mask, self._begin(q, k, mask), k)
+        def after(out: Tensor) -> Tensor:
+            out = self._by_head(out)
+            out = self._watch.output(out, q, k, self._by_head(second), spec, p)
+            return out.flatten(0, 1)
+
+        return Around((p.flatten(0, 1), second), kwargs, after)
+
+    def _before_baddbmm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+        mask, q, k = args
+        return Around((mask, self._begin(q, k, mask), k), kwargs)
 
     def _begin(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         if mask is not None:
@@ -167,7 +182,11 @@ MULTI_HEAD = EntryPoint(
     _NAME,
     home="torch.nn.functional",
     attribute="multi_head_attention_forward",
-    stand_in=multi_head_attention_forward,
     bind=bind,
     original=_original,
+    before=_before,
+    traced=_traced,
 )
+
+#: Stands in for PyTorch's function.
+multi_head_attention_forward = functools.wraps(_original)(MULTI_HEAD.stand_in)

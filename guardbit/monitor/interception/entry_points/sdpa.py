@@ -14,7 +14,7 @@ from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, call
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal
 from guardbit.monitor.interception.entry_points.refusals import (
     OTHER_WIDTH,
     why_dropout,
@@ -103,27 +103,13 @@ def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:
     return None
 
 
-def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Stands in for `F.scaled_dot_product_attention`; see there."""
-    return call(
-        SDPA, query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
 SDPA = EntryPoint(
     "F.scaled_dot_product_attention",
     home="torch.nn.functional",
     attribute="scaled_dot_product_attention",
-    stand_in=scaled_dot_product_attention,
     bind=bind,
     original=original,
 )
+
+#: Stands in for PyTorch's function.
+scaled_dot_product_attention = SDPA.stand_in

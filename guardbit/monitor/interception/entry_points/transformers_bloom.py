@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
+from guardbit.guard import Around
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
@@ -62,19 +61,25 @@ def bind(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Bound | Refusal:
     return Bound(q, k, v, spec)
 
 
-def split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Stands in for `BloomAttention._reshape`; see there."""
+def _traced_split(self: nn.Module, fused_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     assert SPLIT.original is not None
     q, k, v = SPLIT.original(self, fused_qkv)
-    if torch.compiler.is_compiling():
-        if runtime.is_inside_site():
-            note_traced_call(runtime.current, heads_of(q, k), _COMPILED, _NAME)
-        return q, k, v
-    watch = _watched(self, q, k, v)
-    return (q if watch is None else watch.query(q)), k, v
+    if runtime.is_inside_site():
+        note_traced_call(runtime.current, heads_of(q, k), _COMPILED, _NAME)
+    return q, k, v
 
 
-@guarded
+def _before_split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+    module = args[0]
+
+    def after(found: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = found
+        watch = _watched(module, q, k, v)
+        return (q if watch is None else watch.query(q)), k, v
+
+    return Around(args, kwargs, after)
+
+
 def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None:
     """Records an eager call; returns what watches it if there is an observer."""
     _running.pop(module, None)
@@ -97,16 +102,24 @@ def _watched(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> Watch | None
     return watch
 
 
-def merge(self: nn.Module, x: Tensor) -> Tensor:
-    """Stands in for `BloomAttention._merge_heads`; see there. x is `(B * H, N, D)`."""
+def _traced_merge(self: nn.Module, x: Tensor) -> Tensor:
     assert MERGE.original is not None
-    running = None if torch.compiler.is_compiling() else _running.pop(self, None)
-    if running is not None:
-        watch, (q, k, v, spec, *_) = running
-        out = watch.output(x.unflatten(0, (q.size(0), q.size(1))), q, k, v, spec)
-        x = out.flatten(0, 1)
     return MERGE.original(self, x)
 
 
-SPLIT = _Bloom(_NAME, _HOME, "BloomAttention._reshape", split, bind)
-MERGE = _Bloom(_NAME, _HOME, "BloomAttention._merge_heads", merge, bind)
+def _before_merge(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    module, x = args  # x is (B * H, N, D)
+    running = _running.pop(module, None)
+    if running is None:
+        return None
+    watch, (q, k, v, spec, *_) = running
+    out = watch.output(x.unflatten(0, (q.size(0), q.size(1))), q, k, v, spec)
+    return Around((module, out.flatten(0, 1)), kwargs)
+
+
+SPLIT = _Bloom(
+    _NAME, _HOME, "BloomAttention._reshape", bind, before=_before_split, traced=_traced_split
+)
+MERGE = _Bloom(
+    _NAME, _HOME, "BloomAttention._merge_heads", bind, before=_before_merge, traced=_traced_merge
+)

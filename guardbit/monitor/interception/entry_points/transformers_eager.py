@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from guardbit.guard import Around, call_first
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import stand_in
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
     EntryPoint,
@@ -89,16 +90,28 @@ def bind(
     return Bound(query, key, value, spec)
 
 
-def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
-    """Stands in for `AttentionInterface.get_interface`; see there."""
+def _before_interface(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
+    """Sees to it that a model that gets a function of its own gets `attend`."""
+
+    def after(found: Any) -> Any:
+        return _attending(found, args, kwargs)
+
+    return Around(args, kwargs, after)
+
+
+def _traced_interface(*args: Any, **kwargs: Any) -> Any:
     assert EAGER.original is not None
-    found = EAGER.original(self, attn_implementation, default)
+    return _attending(EAGER.original(*args, **kwargs), args, kwargs)
+
+
+def _attending(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    default = args[2] if len(args) > 2 else kwargs["default"]
     if found is default and runtime.is_inside_site():
         return functools.partial(attend, found)
     return found
 
 
-def attend(
+def _traced(
     original: Callable[..., Any],
     module: nn.Module,
     query: Tensor,
@@ -107,22 +120,35 @@ def attend(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Stands in for a model's `eager_attention_forward`."""
-    if torch.compiler.is_compiling():
-        if runtime.is_inside_site():
-            note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
-        return original(module, query, key, value, *args, **kwargs)
-    watched = _watched(original, module, (query, key, value, *args), kwargs)
+    if runtime.is_inside_site():
+        note_traced_call(runtime.current, heads_of(query, key), _COMPILED, _NAME)
+    return original(module, query, key, value, *args, **kwargs)
+
+
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    original, module, query, key, value, *others = args
+    watched = _watched(original, module, (query, key, value, *others), kwargs)
     if watched is None:
-        return original(module, query, key, value, *args, **kwargs)
+        return None
     watch, bound = watched
     query = watch.query(query)
-    out, weights = original(module, query, key, value, *args, **kwargs)
-    out = watch.output(heads_first(out, "BNHD"), query, key, value, bound.spec)
-    return as_given(out, "BNHD"), watch.weights(weights)
+
+    def after(found: Any) -> Any:
+        out, weights = found
+        out = watch.output(heads_first(out, "BNHD"), query, key, value, bound.spec)
+        return as_given(out, "BNHD"), watch.weights(weights)
+
+    return Around((original, module, query, key, value, *others), kwargs, after)
 
 
-@guarded
+class _Place:
+    original = staticmethod(call_first)
+
+
+#: Stands in for a model's `eager_attention_forward`, which is its first argument.
+attend = stand_in(_Place, _before, _traced)
+
+
 def _watched(
     original: Callable[..., Any],
     module: nn.Module,
@@ -222,6 +248,7 @@ EAGER = EntryPoint(
     _NAME,
     home="transformers.modeling_utils",
     attribute="AttentionInterface.get_interface",
-    stand_in=get_interface,
     bind=bind,
+    before=_before_interface,
+    traced=_traced_interface,
 )

@@ -1,0 +1,316 @@
+"""The guard: whatever calls GuardBit from a training run comes in through a door of this file.
+
+An error of GuardBit's ends at the door. It is handed to whoever can tell it, and the caller gets
+what it would have got without GuardBit. An error is any `Exception`, `MemoryError` included.
+`KeyboardInterrupt` and `SystemExit` belong to the user and pass. So does what is raised inside
+`refusing`: that is the answer to a bad argument. A strict session raises the errors themselves.
+
+There is one kind of door for each way in:
+
+- `method`: a method that a training loop or a framework calls.
+- `function`: a function that PyTorch calls: a hook, a part of a backward, a listener.
+- `again`: the same, tried twice.
+- `hook`: a hook that compilers trace too.
+- `stand_in`: a function that stands in for one of PyTorch's or a library's.
+- `between`: a function of the user's that is called later, with doors before and after it.
+
+What is written here is all that runs outside a door, so it must stay short. Compilers trace `hook`
+and `stand_in` as far as `is_compiling`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch.utils.checkpoint import _StopRecomputationError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Takes an error that has come to a door; it may raise this very error, and nothing else.
+Contain = Callable[[Exception], None]
+
+# Activation checkpointing ends a recomputation by it, from within whatever saves a tensor.
+_SIGNALS = (_StopRecomputationError,)
+
+# Inside a model an entry is tried twice. A forward and its repetition in activation checkpointing
+# must be alike, so an error that comes but once is not to change which way a call takes.
+_TRIES = 2
+
+_REFUSAL, _DOOR = "_guardbit_refuses", "_guardbit_door"
+
+
+class Guarded:
+    """What has methods as doors.
+
+    Attributes:
+        is_void: Whether it could not be set up. Its doors then do nothing.
+    """
+
+    is_void: bool = False
+
+    def contain(self, error: Exception, where: str) -> None:
+        """Takes an error that has come to a door; it may raise this very error, and nothing else.
+
+        Args:
+            error: The error.
+            where: Name of the method.
+        """
+        raise NotImplementedError
+
+
+class Around(NamedTuple):
+    """What a stand-in does instead of calling the original as it was called.
+
+    Attributes:
+        args: The arguments for the original.
+        kwargs: The same, by name.
+        after: Makes the result from what the original returns; None to return just that.
+        function: What to call; None for the original.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    after: Callable[[Any], Any] | None = None
+    function: Callable[..., Any] | None = None
+
+
+class Result(NamedTuple):
+    """What a stand-in returns without calling the original."""
+
+    value: Any
+
+
+class _HasOriginal(Protocol):
+    original: Callable[..., Any] | None
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Lets what is raised in it pass all doors, because it tells the caller what to do."""
+    try:
+        yield
+    except (ValueError, TypeError, IndexError) as error:
+        setattr(error, _REFUSAL, True)
+        raise
+
+
+def _passes(error: Exception) -> bool:
+    """Whether an error is none of GuardBit's: an answer to the caller, or PyTorch's own signal."""
+    return hasattr(error, _REFUSAL) or isinstance(error, _SIGNALS)
+
+
+def method(otherwise: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Makes a method of a `Guarded` a door.
+
+    Args:
+        otherwise: Makes what the caller gets after an error, from the object.
+    """
+
+    def decorate(inside: Any) -> Any:
+        @functools.wraps(inside)
+        def door(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+            if self.is_void:
+                return otherwise(self)
+            try:
+                return inside(self, *args, **kwargs)
+            except Exception as error:
+                if _passes(error):
+                    raise
+                _contained(error, lambda error: self.contain(error, inside.__name__))
+            return otherwise(self)
+
+        return _marked(door)
+
+    return decorate
+
+
+def function(
+    contain: Contain, otherwise: Callable[..., Any] = lambda *_, **__: None
+) -> Callable[[F], F]:
+    """Makes a function a door.
+
+    Args:
+        contain: Takes the error.
+        otherwise: Makes what the caller gets after an error, from the arguments.
+    """
+
+    def decorate(inside: Any) -> Any:
+        @functools.wraps(inside)
+        def door(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return inside(*args, **kwargs)
+            except Exception as error:
+                if _passes(error):
+                    raise
+                _contained(error, contain)
+            return otherwise(*args, **kwargs)
+
+        return _marked(door)
+
+    return decorate
+
+
+def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
+    """Makes a function a door that tries a second time.
+
+    Args:
+        contain: Takes the error.
+        is_needed: Whether the result is needed; the second error is then raised. Otherwise the
+            caller gets None.
+    """
+
+    def decorate(inside: Any) -> Any:
+        second = inside if is_needed else function(contain)(inside)
+        return function(contain, otherwise=second)(inside)
+
+    return decorate
+
+
+def hook(
+    eager: Callable[..., None], traced: Callable[..., None], contain: Contain
+) -> Callable[..., None]:
+    """Makes a module's hook a door.
+
+    Args:
+        eager: Runs in eager calls.
+        traced: A compiler traces it.
+        contain: Takes the error of an eager call.
+    """
+
+    def door(*args: Any, **kwargs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return traced(*args, **kwargs)
+        for _ in range(_TRIES):
+            try:
+                return eager(*args, **kwargs)
+            except Exception as error:
+                if _passes(error):
+                    raise
+                _contained(error, contain)
+        return None
+
+    return _marked(door)
+
+
+def stand_in(
+    place: _HasOriginal,
+    before: Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None],
+    traced: Callable[..., Any] | None,
+    contain: Contain,
+) -> Callable[..., Any]:
+    """Makes a door that stands in for another function.
+
+    Args:
+        place: Holds the original; it is not found before its library is imported.
+        before: Takes the arguments of an eager call and says what to do instead of calling the
+            original with them; None to do just that.
+        traced: A compiler traces it; None for the original.
+        contain: Takes an error. The original is then called in spite of it.
+    """
+
+    def door(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            function = place.original if traced is None else traced
+            return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+        taken = None
+        for _ in range(_TRIES):
+            try:
+                taken = before(args, kwargs)
+                break
+            except Exception as error:
+                if _passes(error):
+                    raise
+                _contained(error, contain)
+        if taken is None:
+            return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+        if isinstance(taken, Result):
+            return taken.value
+        call = place.original if taken.function is None else taken.function
+        found = call(*taken.args, **taken.kwargs)  # pyright: ignore[reportOptionalCall]
+        if taken.after is None:
+            return found
+        try:
+            return taken.after(found)
+        except Exception as error:
+            if _passes(error):
+                raise
+            _contained(error, contain)
+        return found
+
+    return _marked(door)
+
+
+def between(
+    function: Callable[..., Any], begin: Callable[[], Any], end: Callable[[], Any]
+) -> Callable[..., Any]:
+    """Puts two doors around a function of the user's.
+
+    Args:
+        function: The function.
+        begin: A door, called before it.
+        end: A door, called after it, whether or not it raises.
+    """
+
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        begin()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            end()
+
+    return bracketed
+
+
+def undo_all(to_undo: list[Callable[[], Any]]) -> None:
+    """Calls functions, the last one first, and takes each out of the list.
+
+    All of them are called, whatever one raises. Those that raise stay in the list for another try,
+    and the first error is raised at the end.
+    """
+    failed: list[Callable[[], Any]] = []
+    first: BaseException | None = None
+    for _ in range(len(to_undo)):
+        undo = None
+        try:
+            undo = to_undo.pop()
+            undo()
+        except BaseException as error:
+            first = first or error
+            if undo is not None:
+                failed.append(undo)
+    to_undo.extend(reversed(failed))
+    if first is not None:
+        raise first
+
+
+def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function with the arguments that follow it."""
+    return function(*args, **kwargs)
+
+
+def of_torch(_: object, name: str) -> Any:
+    """Looks an attribute up in `torch`, for what stands in for it."""
+    return getattr(torch, name)
+
+
+def is_door(found: Any) -> bool:
+    """Whether a function was made by one of the above."""
+    return hasattr(found, _DOOR)
+
+
+def _marked(door: Any) -> Any:
+    setattr(door, _DOOR, True)
+    return door
+
+
+def _contained(error: Exception, contain: Contain) -> None:
+    try:
+        contain(error)
+    except Exception as raised:
+        # Where not even telling works, nothing is left to do; training goes on.
+        if raised is error:
+            raise

@@ -1,0 +1,127 @@
+"""The op's doors: where GuardBit's part of a call fails, PyTorch's own function computes it.
+
+The forward then marks the call, and the backward runs PyTorch's function again under autograd. So
+results and gradients are those of a model without GuardBit, to the bit. With dropout the generator
+is set back first, so that PyTorch's function draws what it would have drawn.
+
+A call of `guardbit.flash_attention` is the model's own, and no other function computes the same: it
+is tried once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guardbit import guard
+from guardbit.kernels import execution, heads
+from guardbit.kernels.alignment import aligned
+from guardbit.kernels.engines import scaled_dot_product_attention
+from guardbit.kernels.engines.base import Drawn
+from guardbit.kernels.engines.random import drawing_again, generator_of
+from guardbit.kernels.execution import NUM_KERNEL_FACTS, Request, empty_random_outputs
+from guardbit.kernels.runtime import runtime
+
+# What `kernels` of `execution.run_forward` holds where PyTorch's function computed the call.
+_NATIVE = -1
+
+_KERNELS = 9  # its place among the arguments of the backward
+
+
+def forward_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
+    """Computes the outputs of `execution.run_forward` by PyTorch's function."""
+    request = Request(*arguments)
+    if not request.native:
+        return execution.run_forward(*arguments)
+    q, k, v, mask = request[:4]
+    random, generator_state = empty_random_outputs(q, request.dropout_p)
+    if request.dropout_p > 0:
+        generator_state.copy_(generator_of(q.device).get_state())
+    if request.training:  # PyTorch's choice of a kernel depends on it
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.set_grad_enabled(request.training):
+        out = _by_pytorch(q, k, v, mask, request).detach()
+    lse = q.new_zeros(q.shape[:-1], dtype=torch.float32, requires_grad=False)
+    residual = torch.empty(0, dtype=torch.int8, device=q.device)
+    if request.traced:
+        out = aligned(heads.laid_out_as(out, heads.empty_out(request.q, request.v)))
+        if request.keeps_residual:
+            residual = torch.empty_like(request.q, dtype=torch.int8)
+    kernels = torch.full((NUM_KERNEL_FACTS + q.size(1),), _NATIVE)
+    return out, lse, residual, kernels, random, generator_state
+
+
+def backward_by_pytorch(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    site: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor,
+    kernels: Tensor,
+    random: Tensor,
+    generator_state: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    """Computes the gradients of `execution.run_backward` by PyTorch's function."""
+    causal, scale, dropout_p, native, wants_mask, traced = rest
+    is_ours = int(kernels[0]) != _NATIVE
+    if is_ours and (not native or dropout_p > 0):  # only GuardBit knows what was dropped
+        return execution.run_backward(
+            d_out, q, k, v, mask, site, out, lse, residual, kernels, random, generator_state, *rest
+        )
+    request = Request(q, k, v, mask, site, [], causal, scale, dropout_p)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if wants_mask and mask is not None:
+        mask = mask.detach().requires_grad_()
+        leaves.append(mask)
+    drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
+    with torch.enable_grad(), drawing_again(q.device, drawn):
+        again = _by_pytorch(leaves[0], leaves[1], leaves[2], mask, request)
+    found = list(torch.autograd.grad(again, leaves, d_out))
+    if traced:
+        found[:3] = map(heads.laid_out_as, found[:3], (q, k, v))
+    if not wants_mask or mask is None:
+        found.append(q.new_empty(0))
+    if traced:
+        found = list(map(aligned, found))
+    return tuple(found)
+
+
+def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, request: Request) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return scaled_dot_product_attention(
+            q, k, v, mask, request.dropout_p, request.causal != 0,
+            scale=request.scale, enable_gqa=q.size(1) != k.size(1),
+        )  # fmt: skip
+
+
+@guard.function(runtime.tell_fault, otherwise=forward_by_pytorch)
+def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Runs the forward, see `execution.run_forward`."""
+    request = Request(*arguments)
+    drawn = None
+    if request.dropout_p > 0:
+        drawn = generator_of(request.q.device).get_state()
+    try:
+        return execution.run_forward(*arguments)
+    except Exception as error:
+        if drawn is not None:
+            generator_of(request.q.device).set_state(drawn)
+        state = runtime.site(int(request.site))
+        if {*state.running} - {"none"}:
+            state.fall_back(error)
+        raise
+
+
+@guard.function(runtime.tell_fault, otherwise=backward_by_pytorch)
+def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
+    """Runs the backward, see `execution.run_backward`."""
+    if int(arguments[_KERNELS][0]) == _NATIVE:
+        return backward_by_pytorch(*arguments)
+    return execution.run_backward(*arguments)

@@ -1,0 +1,155 @@
+"""Raises an exception at a chosen line of GuardBit, the n-th time that it runs.
+
+Python 3.12 and later watch single lines by `sys.monitoring`; before, `sys.settrace` does it.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+import guardbit
+
+ROOT = str(Path(guardbit.__file__).parent)
+
+#: The guard itself, whose few lines are what everything else rests on. It has tests of its own.
+GUARD = str(Path(ROOT, "guard.py"))
+
+ERRORS: tuple[type[BaseException], ...] = (
+    MemoryError, RecursionError, torch.OutOfMemoryError, RuntimeError, KeyError, OSError,
+    OverflowError, KeyboardInterrupt, SystemExit,
+)  # fmt: skip
+
+
+class Point(NamedTuple):
+    """The `count`-th time, from 0, that a line of a file runs."""
+
+    file: str
+    line: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).relative_to(Path(ROOT).parent)}:{self.line} x{self.count}"
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(ROOT) and file != GUARD
+
+
+class Lines:
+    """Counts the lines of GuardBit that run; a context manager."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    def __enter__(self) -> Lines:
+        _watch(self._line, None)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _stop()
+
+    def _line(self, file: str, line: int) -> None:
+        self.counts[file, line] += 1
+
+
+class Injection:
+    """Raises an error at a point, once; a context manager.
+
+    Attributes:
+        has_fired: Whether it has.
+    """
+
+    def __init__(self, point: Point, error: BaseException) -> None:
+        self.has_fired = False
+        self._point, self._error = point, error
+        self._left = point.count
+
+    def __enter__(self) -> Injection:
+        _watch(self._line, self._point)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _stop()
+
+    def _line(self, file: str, line: int) -> None:
+        if line != self._point.line or self.has_fired:
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.has_fired = True
+            raise self._error
+
+
+def choose(counts: dict[tuple[str, int], int], chance: random.Random) -> Point:
+    """Draws a line, each with the same probability, and one of its runs."""
+    (file, line), count = chance.choice(sorted(counts.items()))
+    return Point(file, line, chance.randrange(count))
+
+
+_TOOL = 4
+_holds: dict[CodeType, bool] = {}
+
+
+def _watch(heard: Any, point: Point | None) -> None:
+    if sys.version_info >= (3, 12):
+        _watch_by_monitoring(heard, point)
+    else:
+        _watch_by_tracing(heard, point)
+
+
+def _stop() -> None:
+    if sys.version_info >= (3, 12):
+        monitoring = sys.monitoring
+        monitoring.set_events(_TOOL, 0)
+        monitoring.register_callback(_TOOL, monitoring.events.LINE, None)
+        monitoring.free_tool_id(_TOOL)
+        monitoring.restart_events()
+    else:
+        sys.settrace(None)
+
+
+def _watch_by_tracing(heard: Any, point: Point | None) -> None:
+    _holds.clear()
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            heard(frame.f_code.co_filename, frame.f_lineno)
+        return local
+
+    def each_call(frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        wanted = _holds.get(code)
+        if wanted is None:
+            wanted = _holds[code] = _is_wanted(code, point)
+        return local if wanted else None
+
+    sys.settrace(each_call)
+
+
+def _is_wanted(code: CodeType, point: Point | None) -> bool:
+    if point is None:
+        return is_ours(code.co_filename)
+    if code.co_filename != point.file:
+        return False
+    return any(line == point.line for _, _, line in code.co_lines())
+
+
+def _watch_by_monitoring(heard: Any, point: Point | None) -> None:
+    monitoring = sys.monitoring  # pyright: ignore[reportAttributeAccessIssue]
+    monitoring.use_tool_id(_TOOL, "guardbit faults")
+
+    def each_line(code: CodeType, line: int) -> Any:
+        file = code.co_filename
+        if not is_ours(file) or (point is not None and (file, line) != point[:2]):
+            return monitoring.DISABLE
+        return heard(file, line)
+
+    monitoring.register_callback(_TOOL, monitoring.events.LINE, each_line)
+    monitoring.set_events(_TOOL, monitoring.events.LINE)

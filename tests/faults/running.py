@@ -1,0 +1,283 @@
+"""Runs one injection in a process of its own, and judges what became of the training run."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import pickle
+import random
+import select
+import shutil
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from guardbit import read_events, read_run
+from guardbit.kernels.runtime import runtime
+from guardbit.monitor.interception import checkpointing, doors, hooks, installation
+from guardbit.monitor.interception.entry_points import multi_head, sdpa
+from guardbit.monitor.interception.frames import frame_stack
+from tests.faults.injection import ERRORS, Injection, Lines, Point, choose
+from tests.faults.scenarios import SCENARIOS, Run
+
+#: Seconds after which a run counts as hung.
+PATIENCE = 120.0
+
+#: Results that break a promise.
+BROKEN = (
+    "killed", "weights changed", "silent", "left behind", "unreadable", "swallowed", "hung",
+    "crashed",
+)  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What is injected where."""
+
+    seed: int
+    scenario: str
+    error: type[BaseException]
+    point: Point
+
+
+class Reference(NamedTuple):
+    """What a scenario does when nothing fails."""
+
+    unwatched: list[Tensor]
+    watched: list[Tensor]
+    counts: dict[tuple[str, int], int]
+    samples: list[tuple[Any, ...]]
+    told: set[str]
+
+
+def leftovers(model: nn.Module) -> list[str]:
+    """What is left of GuardBit in a model and in this process."""
+    left = [
+        f"hooks of {name or 'the model'}"
+        for name, m in model.named_modules()
+        if m._forward_hooks or m._forward_pre_hooks or hooks.SITE_ATTRIBUTE in vars(m)
+    ]
+    left += ["installations"] * bool(installation._installations)
+    left += ["what is to be restored"] * bool(installation._restore)
+    left += ["listeners"] * bool(doors.listeners)
+    left += ["running modules"] * bool(runtime.running or frame_stack)
+    ours = {
+        "sdpa": F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention,
+        "checkpoint": checkpoint.checkpoint is checkpointing.checkpoint,
+        "multi_head": F.multi_head_attention_forward is multi_head.multi_head_attention_forward,
+    }
+    return left + [name for name, is_ours in ours.items() if is_ours]
+
+
+class _Told(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.add(record.getMessage())
+
+
+class Outcome(NamedTuple):
+    """What a run left."""
+
+    weights: list[Tensor]
+    error: str
+    kind: str
+    has_fired: bool
+    left: list[str]
+    told: set[str]
+    samples: list[tuple[Any, ...]]
+    unreadable: str
+    counts: dict[tuple[str, int], int]
+
+
+def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = False) -> Outcome:
+    """Runs a scenario in this process."""
+    train = SCENARIOS[scenario][0]
+    told = _Told()
+    logging.getLogger("guardbit").addHandler(told)
+    root = Path(tempfile.mkdtemp(prefix="guardbit-faults-"))
+    run = Run(root / "run", is_watched)
+    error: BaseException | None = None
+    injection: Any = Lines() if counts else contextlib.nullcontext()
+    if plan is not None:
+        injection = Injection(plan.point, plan.error("injected"))
+    warnings.simplefilter("ignore")
+    try:
+        with injection:
+            train(run)
+    except BaseException as raised:
+        error = raised
+        for session in run.sessions:  # what a user's last resort does
+            with contextlib.suppress(Exception):
+                session.abandon_step()
+                session.close("interrupted")
+    finally:
+        logging.getLogger("guardbit").removeHandler(told)
+    model = run.model
+    weights = [] if model is None else [p.detach().clone() for p in model.parameters()]
+    samples, unreadable = [], ""
+    if is_watched and run.folder.exists():
+        try:
+            frame = read_run(run.folder)
+            columns = ["step", "site", "head", "indicator", "value"]
+            samples = sorted(map(tuple, frame[columns].to_numpy().tolist()))
+            told.messages |= {str(why) for why in read_events(run.folder)["why"]}
+        except Exception as problem:
+            # A folder that nothing was written to yet is no run.
+            unreadable = "" if "there is no run" in str(problem) else repr(problem)
+    shutil.rmtree(root, ignore_errors=True)
+    return Outcome(
+        weights, repr(error) if error else "", type(error).__name__ if error else "",
+        bool(plan and injection.has_fired), [] if model is None else leftovers(model),
+        told.messages, samples, unreadable, dict(injection.counts) if counts else {},
+    )  # fmt: skip
+
+
+def judge(plan: Plan, reference: Reference, found: Outcome) -> tuple[str, str]:
+    """Returns the result of an injection in a word or two, and what there is to say of it."""
+    if not found.has_fired:
+        return "not reached", ""
+    if found.left:
+        return "left behind", "; ".join(found.left)
+    if found.unreadable:
+        return "unreadable", found.unreadable
+    if not issubclass(plan.error, Exception):
+        if found.error:
+            return "passed on", found.kind
+        return "swallowed", ""
+    if found.error:
+        return "killed", found.error
+    told = found.told - reference.told
+    if not _same(found.weights, reference.watched):
+        switched = not _same(reference.watched, reference.unwatched)
+        if not (switched and told and _near(found.weights, reference.unwatched)):
+            return "weights changed", "; ".join(sorted(told))[:200]
+    if not told and found.samples != reference.samples:
+        return "silent", f"{len(found.samples)} of {len(reference.samples)} samples"
+    return ("contained", "told") if told else ("contained", "nothing lost")
+
+
+def _same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def _near(one: list[Tensor], other: list[Tensor]) -> bool:
+    # Weights in BF16 after four steps, with heads switched or not: they differ by its rounding.
+    return len(one) == len(other) and all(
+        torch.allclose(a.float(), b.float(), rtol=0.05, atol=0.02)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
+    """Runs a function in a fork of this process and returns what it returns.
+
+    Raises:
+        TimeoutError: If it takes too long.
+        ChildProcessError: If the process died.
+    """
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)  # with the processes that it starts
+        _mute()
+        os.close(reading)
+        with os.fdopen(writing, "wb") as stream:
+            try:
+                pickle.dump(function(), stream)
+            except BaseException as error:
+                pickle.dump(error, stream)
+        os._exit(0)
+    os.close(writing)
+    try:
+        return _answer(reading, seconds)
+    finally:
+        os.close(reading)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def _answer(reading: int, seconds: float) -> Any:
+    deadline, parts = time.monotonic() + seconds, []
+    while True:
+        left = deadline - time.monotonic()
+        ready, _, _ = select.select([reading], [], [], max(0.0, left))
+        if not ready:
+            raise TimeoutError(f"no answer within {seconds:.0f} s")
+        part = os.read(reading, 1 << 16)
+        if not part:
+            break
+        parts.append(part)
+    if not parts:
+        raise ChildProcessError("the process died")
+    found = pickle.loads(b"".join(parts))
+    if isinstance(found, BaseException):
+        raise ChildProcessError(repr(found))
+    return found
+
+
+def _mute() -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silent, stream)
+
+
+@lru_cache
+def reference_of(scenario: str) -> Reference:
+    unwatched = apart(lambda: perform(scenario, False, None))
+    watched = apart(lambda: perform(scenario, True, None))
+    counted = apart(lambda: perform(scenario, True, None, counts=True))
+    for outcome in (unwatched, watched, counted):
+        if outcome.error or outcome.left:
+            raise RuntimeError(f"{scenario} fails by itself: {outcome.error} {outcome.left}")
+    return Reference(
+        unwatched.weights, watched.weights, counted.counts, watched.samples, watched.told
+    )
+
+
+def plan_of(seed: int, scenarios: list[str]) -> Plan:
+    """Draws what is injected where; the same for the same seed and scenarios."""
+    chance = random.Random(seed)
+    weights = [SCENARIOS[name][1] for name in scenarios]
+    scenario = chance.choices(scenarios, weights)[0]
+    error = chance.choice(ERRORS)
+    return Plan(seed, scenario, error, choose(reference_of(scenario).counts, chance))
+
+
+def inject(plan: Plan) -> tuple[str, str]:
+    """Carries a plan out; returns its result and what there is to say of it."""
+    try:
+        found = apart(lambda: perform(plan.scenario, True, plan))
+    except TimeoutError as error:
+        return "hung", str(error)
+    except ChildProcessError as error:
+        return "crashed", str(error)
+    return judge(plan, reference_of(plan.scenario), found)
+
+
+def warm_up() -> None:
+    """Imports what the scenarios import, once for all forks."""
+    import guardbit.callbacks.huggingface
+    import guardbit.callbacks.monitoring
+    import guardbit.callbacks.stabilizing
+
+    torch.set_num_threads(1)
+    assert guardbit.callbacks is not None
+    gc.collect()
+    gc.freeze()  # forks would copy what a collection looks at

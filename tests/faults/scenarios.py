@@ -1,0 +1,277 @@
+"""The training runs that faults are injected into: small, quick, and the same bits every time."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from guardbit import MonitorSession, Policy
+
+WIDTH, HEADS, TOKENS, STEPS = 32, 2, 8, 4
+
+#: Made here: their arguments are checked before there is any training.
+POLICIES = {name: Policy(name, always=True) for name in ("exact_delta", "compensated")}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+class WithWeights(nn.Module):
+    """Attention that returns its weights, which is watched and cannot be switched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x, x, x)[0]
+
+
+def model_of(layer: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(layer(), layer()).to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(2, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)
+
+
+@dataclass
+class Run:
+    """A run: what it is to do, and what it leaves.
+
+    Attributes:
+        folder: Where its telemetry goes.
+        is_watched: Whether GuardBit watches.
+        model: The model that was trained.
+        sessions: The sessions of the run.
+    """
+
+    folder: Path
+    is_watched: bool
+    model: nn.Module | None = None
+    sessions: list[MonitorSession] = field(default_factory=list)
+
+    def session(self, **options: Any) -> MonitorSession | None:
+        if not self.is_watched:
+            return None
+        assert self.model is not None
+        options = {"every_n_train_steps": 2, "dirpath": self.folder, **options}
+        self.sessions.append(MonitorSession(self.model, **options))
+        return self.sessions[-1]
+
+
+@contextmanager
+def _closing(run: Run) -> Iterator[None]:
+    """What a careful user writes around a loop."""
+    try:
+        yield
+    except BaseException:
+        for session in run.sessions:
+            session.close("interrupted")
+        raise
+
+
+def _train(
+    run: Run,
+    session: MonitorSession | None,
+    steps: range,
+    call: Callable[[Tensor], Tensor] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    model = run.model
+    assert model is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in steps:
+        with nullcontext() if session is None else session.step(step):
+            for micro in range(2):
+                if session is not None and micro:
+                    session.begin_batch(step)
+                loss = (call or model)(batch(step * 2 + micro, dtype)).float().square().mean()
+                loss.backward()
+                if session is not None:
+                    session.loss(loss.detach(), 1.0)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if session is not None:
+                session.grad_norm(norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain(run: Run) -> None:
+    run.model = model_of(Attention)
+    session = run.session()
+    with _closing(run):
+        _train(run, session, range(STEPS))
+        if session is not None:
+            session.close()
+
+
+def resumed(run: Run) -> None:
+    run.model = model_of(Attention)
+    session = run.session()
+    with _closing(run):
+        _train(run, session, range(2))
+        state = {} if session is None else session.state_dict()
+        if session is not None:
+            session.close()
+        session = run.session()
+        if session is not None and state:
+            session.load_state_dict(state)
+        _train(run, session, range(2, STEPS))
+        if session is not None:
+            session.close()
+
+
+def with_weights(run: Run) -> None:
+    run.model = model_of(WithWeights)
+    session = run.session(num_rows=2)
+    with _closing(run):
+        _train(run, session, range(STEPS))
+        if session is not None:
+            session.close()
+
+
+def checkpointed(run: Run) -> None:
+    from torch.utils import checkpoint
+
+    run.model = model_of(Attention)
+    session = run.session()
+
+    def call(x: Tensor) -> Tensor:
+        assert isinstance(run.model, nn.Sequential)
+        for layer in run.model:
+            x = checkpoint.checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    with _closing(run):
+        _train(run, session, range(STEPS), call)
+        if session is not None:
+            session.close()
+
+
+def _switched(run: Run, stabilizer: str) -> None:
+    run.model = model_of(Attention, torch.bfloat16)
+    session = run.session(policy=POLICIES[stabilizer])
+    with _closing(run):
+        _train(run, session, range(STEPS), dtype=torch.bfloat16)
+        if session is not None:
+            session.close()
+
+
+def exact_delta(run: Run) -> None:
+    _switched(run, "exact_delta")
+
+
+def compensated(run: Run) -> None:
+    _switched(run, "compensated")
+
+
+def compiled(run: Run) -> None:
+    run.model = model_of(Attention)
+    session = run.session()
+    call = torch.compile(run.model, backend="aot_eager")
+    with _closing(run):
+        _train(run, session, range(STEPS), call)
+        if session is not None:
+            session.close()
+
+
+def lightning(run: Run) -> None:
+    import lightning.pytorch as pl
+
+    from guardbit import AttentionMonitor, AutoStabilizer
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of(Attention)
+
+        def training_step(self, x: Tensor, _: int) -> Tensor:
+            return self.net(x).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Module()
+    run.model = module.net
+    callbacks: list[Any] = []
+    if run.is_watched:
+        callbacks = [AttentionMonitor(2, dirpath=run.folder), AutoStabilizer()]
+    data = torch.utils.data.DataLoader([batch(i) for i in range(STEPS)], batch_size=None)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            max_steps=STEPS, accelerator="cpu", devices=1, callbacks=callbacks, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            default_root_dir=run.folder.parent,
+        )  # fmt: skip
+        trainer.fit(module, data)
+        trainer.save_checkpoint(run.folder.parent / "checkpoint.ckpt")
+
+
+def huggingface(run: Run) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from guardbit import HuggingFaceMonitor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model_of(Attention)
+
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            return {"loss": self.net(x).square().mean()}
+
+    model = Model()
+    run.model = model.net
+    monitor = HuggingFaceMonitor(2, policy=POLICIES["exact_delta"], dirpath=run.folder)
+    data: Any = [{"x": batch(i)[0]} for i in range(2 * STEPS)]
+    arguments = TrainingArguments(
+        output_dir=str(run.folder.parent / "output"), max_steps=STEPS, use_cpu=True,
+        per_device_train_batch_size=2, logging_steps=1, save_steps=2, report_to=[],
+        disable_tqdm=True, optim="sgd", learning_rate=0.1, log_level="error",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            Trainer(
+                model, arguments, train_dataset=data, callbacks=[monitor] if run.is_watched else []
+            ).train()
+        except BaseException:
+            if monitor.session is not None:
+                run.sessions.append(monitor.session)  # the Trainer tells no callback
+            raise
+
+
+#: Name -> the run, and how many injections it gets in proportion to the others.
+SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
+    "plain loop": (plain, 20),
+    "resumed": (resumed, 12),
+    "returned weights": (with_weights, 12),
+    "checkpointed": (checkpointed, 8),
+    "switched: exact_delta": (exact_delta, 16),
+    "switched: compensated": (compensated, 12),
+    "lightning": (lightning, 10),
+    "hugging face": (huggingface, 6),
+    "compiled": (compiled, 1),
+}
