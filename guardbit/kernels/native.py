@@ -24,10 +24,16 @@ from guardbit.kernels.engines.random import drawing_again, generator_of
 from guardbit.kernels.execution import NUM_KERNEL_FACTS, Request, empty_random_outputs
 from guardbit.kernels.runtime import runtime
 
-# What `kernels` of `execution.run_forward` holds where PyTorch's function computed the call.
-_NATIVE = -1
+# What `kernels` of `execution.run_forward` begins with where PyTorch's function computed the call;
+# no number of a backend.
+_NATIVE = -1000
 
 _KERNELS = 9  # its place among the arguments of the backward
+
+
+def is_by_pytorch(kernels: Tensor) -> bool:
+    """Whether PyTorch's function computed a forward that left these `kernels`."""
+    return int(kernels[0]) == _NATIVE
 
 
 def forward_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
@@ -70,7 +76,7 @@ def backward_by_pytorch(
 ) -> tuple[Tensor, ...]:
     """Computes the gradients of `execution.run_backward` by PyTorch's function."""
     causal, scale, dropout_p, native, wants_mask, traced = rest
-    is_ours = int(kernels[0]) != _NATIVE
+    is_ours = not is_by_pytorch(kernels)
     if is_ours and (not native or dropout_p > 0):  # only GuardBit knows what was dropped
         return execution.run_backward(
             d_out, q, k, v, mask, site, out, lse, residual, kernels, random, generator_state, *rest
@@ -122,6 +128,6 @@ def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
 @guard.function(runtime.tell_fault, otherwise=backward_by_pytorch)
 def run_backward(*arguments: Any) -> tuple[Tensor, ...]:
     """Runs the backward, see `execution.run_backward`."""
-    if int(arguments[_KERNELS][0]) == _NATIVE:
+    if is_by_pytorch(arguments[_KERNELS]):
         return backward_by_pytorch(*arguments)
     return execution.run_backward(*arguments)

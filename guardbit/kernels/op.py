@@ -28,7 +28,7 @@ from guardbit.kernels.execution import (
     read_kernels,
     spec_of,
 )
-from guardbit.kernels.native import run_backward, run_forward
+from guardbit.kernels.native import is_by_pytorch, run_backward, run_forward
 from guardbit.kernels.runtime import runtime
 
 # A replayed CUDA graph would not look the attention module up again: the tag keeps the op out of
@@ -194,7 +194,9 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
     """
     q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments
-    engine, _, _, names = read_kernels(kernels, q)
+    engine, names = None, ("",)
+    if not is_by_pytorch(kernels):
+        engine, _, _, names = read_kernels(kernels, q)
     if (
         native
         and isinstance(engine, engines.Whole)

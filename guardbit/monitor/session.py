@@ -1010,7 +1010,7 @@ class MonitorSession(Guarded):
             exc_info=True,
         )
         with suppress(Exception):
-            leave_word(self._dirpath, f"{OFF}: {error or type(error).__name__}")
+            leave_word(self._dirpath, f"{OFF}: {str(error) or type(error).__name__}")
 
     def _take_out(self) -> None:
         made = vars(self).get("instrumentation")

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from guardbit import guard
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import reporting
+from guardbit.monitor.interception.doors import report, reporting
 from guardbit.monitor.interception.entry_points.base import (
     Layout,
     as_given,
@@ -38,7 +39,7 @@ from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, s
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
-from guardbit.monitor.interception.watching import Watch
+from guardbit.monitor.interception.watching import Watch, gradient_as_it_came
 
 #: The two functions, as users call them.
 OBSERVE, _WATCH = "guardbit.observe", "guardbit.watch_attention"
@@ -328,6 +329,7 @@ class _Shifted(torch.autograd.Function):
         return shift_keys(k, names).k
 
     @staticmethod
+    @guard.function(report, otherwise=gradient_as_it_came)
     def backward(ctx: Any, *d_outs: Any) -> Any:
         return d_outs[0], None
 

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from guardbit import guard
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.reference import Dropout, float_carrier
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.doors import reporting
+from guardbit.monitor.interception.doors import report, reporting
 
 #: Why attention that is written out is not switched.
 WRITTEN_OUT = (
@@ -160,6 +161,11 @@ class Watch:
         )
 
 
+def gradient_as_it_came(ctx: Any, *d_outs: Any) -> Any:
+    """Returns the gradient of a function's first input, which is that of its output."""
+    return d_outs[0], *(None,) * (len(ctx.needs_input_grad) - 1)
+
+
 class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, watch: Watch, *inputs: Tensor) -> Tensor:
@@ -171,6 +177,7 @@ class _Output(torch.autograd.Function):
         return out.clone()
 
     @staticmethod
+    @guard.function(report, otherwise=gradient_as_it_came)
     def backward(ctx: Any, *d_outs: Any) -> Any:
         saved = ctx.saved_tensors  # read once: a checkpoint does not give them a second time
         ctx.watch.take_d_out(d_outs[0], saved)

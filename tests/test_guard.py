@@ -1,0 +1,221 @@
+"""The doors between training and GuardBit: all entries have one, and what each lets pass."""
+
+import inspect
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+import guardbit
+from guardbit import guard
+from guardbit.guard import Guarded, is_door
+from guardbit.kernels import library, native, op
+from guardbit.monitor.interception import checkpointing, watching
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+from guardbit.monitor.session import MonitorSession, Step
+
+#: Raises on purpose: it says that there is no second derivative.
+RAISES = "guardbit.kernels.op._NotDifferentiable"
+
+
+def entries_of(kind):
+    """What others call of a class: its own public methods and properties, and the constructor."""
+    special = {"__init__", "__enter__", "__exit__"}
+    for name, found in vars(kind).items():
+        if name.startswith("_") and name not in special:
+            continue
+        if isinstance(found, property):
+            yield name, found.fget
+        elif inspect.isfunction(found) and name != "contain":
+            yield name, found
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MonitorSession,
+        guardbit.AttentionMonitor,
+        guardbit.AutoStabilizer,
+        guardbit.HuggingFaceMonitor,
+    ],
+)
+def test_every_method_that_training_calls_is_a_door(kind):
+    assert issubclass(kind, Guarded)
+    found = dict(entries_of(kind))
+    assert found
+    assert [name for name, function in found.items() if not is_door(function)] == []
+
+
+def test_a_step_begins_and_ends_at_doors():
+    assert is_door(Step.__enter__)
+    assert is_door(Step.__exit__)
+
+
+@pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])
+def test_every_callback_of_a_framework_is_guarded(base):
+    ours = [kind for kind in base.__subclasses__() if kind.__module__.startswith("guardbit.")]
+    ours = [kind for kind in ours if kind.__module__ != "guardbit.demo"]
+    assert ours
+    assert all(issubclass(kind, Guarded) for kind in ours)
+
+
+def test_every_hook_and_stand_in_is_a_door():
+    model = nn.Sequential(nn.MultiheadAttention(16, 2), nn.Linear(4, 4))
+    inst = guardbit.instrument(model)
+    try:
+        hooks = [
+            hook
+            for module in model.modules()
+            for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        ]
+    finally:
+        inst.remove()
+    assert hooks
+    assert all(map(is_door, hooks))
+    assert all(is_door(entry.stand_in) for entry in ENTRY_POINTS)
+    assert is_door(checkpointing.checkpoint)
+
+
+def test_every_backward_is_a_door():
+    ours = {
+        f"{kind.__module__}.{kind.__qualname__}": kind
+        for kind in torch.autograd.Function.__subclasses__()
+        if kind.__module__.startswith("guardbit.")
+    }
+    assert {f"{op.__name__}._Attention", f"{watching.__name__}._Output"} <= ours.keys()
+    backwards = {name: kind.backward for name, kind in ours.items() if name != RAISES}
+    assert [name for name, function in backwards.items() if not is_door(function)] == []
+
+
+def test_what_ops_run_is_a_door():
+    assert is_door(native.run_forward)
+    assert is_door(native.run_backward)
+    assert is_door(library._attention)
+    assert is_door(library._attention_backward)
+
+
+# --- what a door does ----------------------------------------------------------------------------
+
+
+class Door(Guarded):
+    def __init__(self, strict=False):
+        self.told, self.strict = [], strict
+
+    def contain(self, error, where):
+        if self.strict:
+            raise error
+        self.told.append((error, where))
+
+    @guard.method(lambda self: "otherwise")
+    def enter(self, error):
+        if error is not None:
+            raise error
+        return "inside"
+
+    @guard.method(lambda self: "otherwise")
+    def refuse(self):
+        with guard.refusing():
+            raise ValueError("cadence is 0")
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError, torch.OutOfMemoryError, KeyError])
+def test_an_error_ends_at_the_door(kind):
+    door, error = Door(), kind("on purpose")
+    assert door.enter(None) == "inside"
+    assert door.enter(error) == "otherwise"
+    assert door.told == [(error, "enter")]
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_belongs_to_the_user_passes(kind):
+    door = Door()
+    with pytest.raises(kind):
+        door.enter(kind())
+    assert door.told == []
+
+
+def test_an_answer_to_the_caller_passes():
+    door = Door()
+    with pytest.raises(ValueError, match="cadence is 0"):
+        door.refuse()
+    assert door.told == []
+
+
+def test_a_strict_door_raises_the_error_itself():
+    error = KeyError("on purpose")
+    with pytest.raises(KeyError) as raised:
+        Door(strict=True).enter(error)
+    assert raised.value is error
+
+
+def test_an_error_of_who_is_told_stays_inside_too():
+    door = Door()
+    door.contain = lambda error, where: 1 / 0
+    assert door.enter(KeyError()) == "otherwise"
+
+
+def test_a_void_object_does_nothing():
+    door = Door()
+    door.is_void = True
+    assert door.enter(KeyError()) == "otherwise"
+    assert door.told == []
+
+
+def test_a_stand_in_calls_the_original_after_errors_before_and_after_it():
+    told = []
+
+    class Place:
+        original = staticmethod(lambda x: x + 1)
+
+    def broken(args, kwargs):
+        raise KeyError
+
+    def half_broken(args, kwargs):
+        return guard.Around(args, kwargs, lambda found: 1 / 0)
+
+    assert guard.stand_in(Place, broken, None, told.append)(1) == 2
+    assert [type(error) for error in told] == [KeyError, KeyError]  # tried twice
+    assert guard.stand_in(Place, half_broken, None, told.append)(1) == 2
+    assert isinstance(told[-1], ZeroDivisionError)
+
+
+def test_what_is_undone_is_undone_whatever_one_raises():
+    done = []
+
+    def fails():
+        raise KeyError("on purpose")
+
+    to_undo = [lambda: done.append(1), fails, lambda: done.append(3)]
+    with pytest.raises(KeyError):
+        guard.undo_all(to_undo)
+    assert (done, to_undo) == ([3, 1], [fails])
+
+
+def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch, caplog):
+    def fails(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr("guardbit.monitor.session.Measurement", fails)
+    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    session = MonitorSession(model, dirpath=tmp_path)
+    with session.step(0) as record:
+        model(torch.ones(1, 4, 16)).sum().backward()
+        record.loss(1.0)
+    assert session.alarms == session.end_step() == []
+    assert session.state_dict() == {}
+    assert not session.is_sampled
+    session.close()
+    assert "UNWATCHED and unguarded: MemoryError" in caplog.text
+    (why,) = guardbit.read_events(tmp_path)["why"]
+    assert why == "the monitor is off, training goes on: MemoryError"
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_arguments_are_refused_as_ever(tmp_path):
+    model = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=True)
+    with pytest.raises(ValueError, match="every_n_train_steps"):
+        MonitorSession(model, every_n_train_steps=0)
+    with pytest.raises(ValueError, match="no module that could call attention"):
+        MonitorSession(nn.Linear(2, 2))
