@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guardbit import guard
 from guardbit.kernels import dispatch, flex_functions, reference
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.constants import device_constant
@@ -101,6 +102,7 @@ class _Shared(NamedTuple):
         return (d_out * out).sum(-1)
 
 
+@guard.again(runtime.tell_fault)
 def _begin(
     blocks: Tensor, q: Tensor, site: Tensor, obstacle: str, training: bool
 ) -> tuple[Tensor, Tensor]:
@@ -149,6 +151,11 @@ def _settled_one(name: str, obstacle: str) -> tuple[str, str]:
     return "none", f"{name} is not possible, {own}: exact_delta would work"
 
 
+def _no_lse_gradient(*arguments: Any) -> Tensor:
+    return torch.zeros_like(_Shared(*arguments).lse)
+
+
+@guard.function(runtime.tell_fault, otherwise=_no_lse_gradient)
 def _lse_gradient(*arguments: Any) -> Tensor:
     """Returns the gradient of LSE that gives the switched heads their exact delta."""
     call = _Shared(*arguments)
@@ -172,6 +179,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
     return found
 
 
+@guard.function(runtime.tell_fault)
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
     """Reports a call to the observer of its attention module.
 

@@ -1,14 +1,34 @@
-"""What the ranks of a distributed run exchange; a single process exchanges nothing."""
+"""What the ranks of a distributed run exchange; a single process exchanges nothing.
+
+The ranks have a group of their own, on the host, so that what one of them misses does not mix with
+the exchanges of training. A rank waits in it for `PATIENCE` seconds at most: after that the others
+count as lost, and nothing is exchanged any more.
+"""
 
 from __future__ import annotations
 
+import pickle
 import zlib
-from typing import TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 T = TypeVar("T")
+
+#: Seconds that a rank waits for the others.
+PATIENCE = 60.0
+
+# The group of the default process group, and that process group.
+_group: tuple[Any, Any] | None = None
+_num_groups = 0
+_are_lost: Any = None
+
+
+class RanksLostError(RuntimeError):
+    """Raised when another rank did not come to an exchange in time, and ever after."""
 
 
 def world_size() -> int:
@@ -28,25 +48,28 @@ def all_agree(holds: bool, about: object) -> bool:
     Args:
         holds: Whether it holds here.
         about: What it is about; compared by its `repr`.
+
+    Raises:
+        RanksLostError: If another rank does not answer in time.
     """
     if world_size() == 1:
         return holds
-    fingerprint = zlib.crc32(repr(about).encode())
-    mine = torch.tensor([holds, fingerprint, -fingerprint], device=device())
-    torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MIN)
-    everywhere, smallest, minus_largest = mine.tolist()
-    return bool(everywhere) and smallest == -minus_largest
+    mine = torch.tensor([int(holds), zlib.crc32(repr(about).encode())])
+    answers = [other.tolist() for other in _exchanged("agree", mine)]
+    return all(answers[0][1] == about and bool(holds) for holds, about in answers)
 
 
 def extremes(*values: float) -> list[tuple[float, float]]:
-    """Returns the smallest and the largest of each value over all ranks."""
+    """Returns the smallest and the largest of each value over all ranks.
+
+    Raises:
+        RanksLostError: If another rank does not answer in time.
+    """
     if world_size() == 1:
         return [(value, value) for value in values]
-    both = torch.tensor(
-        [values, [-value for value in values]], dtype=torch.float64, device=device()
-    )
-    torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MIN)
-    return [(low, -minus_high) for low, minus_high in zip(*both.tolist(), strict=True)]
+    everyone = torch.stack(_exchanged("extremes", torch.tensor(values, dtype=torch.float64)))
+    lowest, highest = everyone.amin(0).tolist(), everyone.amax(0).tolist()
+    return list(zip(lowest, highest, strict=True))
 
 
 def of_each_part(value: T, part: object) -> list[T]:
@@ -57,23 +80,91 @@ def of_each_part(value: T, part: object) -> list[T]:
     Args:
         value: This rank's value.
         part: This rank's part; compared by its `repr`.
+
+    Raises:
+        RanksLostError: If another rank does not answer in time.
     """
     if world_size() == 1:
         return [value]
-    mine = torch.tensor([zlib.crc32(repr(part).encode())], device=device())
-    of_ranks = torch.empty(world_size(), dtype=mine.dtype, device=mine.device)
-    torch.distributed.all_gather_into_tensor(of_ranks, mine)
-    parts = of_ranks.tolist()
-    values = []
-    for speaker in [parts.index(one) for one in dict.fromkeys(parts)]:
-        box = [value]
-        torch.distributed.broadcast_object_list(box, src=speaker, device=device())
-        values.append(box[0])
-    return values
+    mine = torch.tensor([zlib.crc32(repr(part).encode())])
+    parts = [int(x) for x in _exchanged("parts", mine)]
+    speakers = [parts.index(one) for one in dict.fromkeys(parts)]
+    said = pickle.dumps(value) if rank() in speakers else b""
+    sizes = [int(x) for x in _exchanged("sizes", torch.tensor([len(said)]))]
+    padded = torch.frombuffer(bytearray(said.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    everyone = _exchanged("values", padded)
+    return [
+        pickle.loads(everyone[speaker][: sizes[speaker]].numpy().tobytes()) for speaker in speakers
+    ]
+
+
+def gathered(x: Tensor, group: object = None) -> list[Tensor]:
+    """Returns a tensor of each rank, all of one shape.
+
+    Args:
+        x: This rank's.
+        group: Not used; torchmetrics hands it over.
+
+    Raises:
+        RanksLostError: If another rank does not answer in time.
+    """
+    return [other.to(x.device) for other in _exchanged("tensors", x.detach().cpu().contiguous())]
+
+
+def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
+    """Returns a tensor of each rank.
+
+    Each exchange begins with one of a fixed size, which tells what it is. So ranks that have come
+    apart, because one of them missed an exchange, notice it. Gloo itself would end the process.
+    """
+    global _are_lost
+    default = torch.distributed.group.WORLD
+    if _are_lost is default:
+        raise RanksLostError("another rank was lost before; nothing is exchanged any more")
+    try:
+        own = _own_group(default)
+        head = torch.tensor([zlib.crc32(what.encode()), mine.nbytes])
+        if any(not other.equal(head) for other in _all_gather(own, head)):
+            raise RuntimeError("it takes part in another exchange")
+        return _all_gather(own, mine)
+    except BaseException as error:
+        _are_lost = default  # whatever it was: the others may wait in the middle of it
+        if isinstance(error, RuntimeError):
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise RanksLostError(f"another rank did not answer as it should: {why}") from error
+        raise
+
+
+def _all_gather(own: Any, mine: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(mine) for _ in range(world_size())]
+    options = _c10d().AllgatherOptions()
+    options.timeout = timedelta(seconds=PATIENCE)
+    own.allgather([found], [mine], options).wait(options.timeout)
+    return found
+
+
+def _c10d() -> Any:
+    # A PyTorch without `torch.distributed` has no such module.
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d
+
+
+def _own_group(default: Any) -> Any:
+    global _group, _num_groups
+    if _group is None or _group[1] is not default:
+        # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.
+        prefix = _c10d().PrefixStore(f"guardbit/{_num_groups}", _c10d()._get_default_store())
+        _num_groups += 1
+        own = _c10d().ProcessGroupGloo(
+            prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
+        )
+        _group = own, default
+    return _group[0]
 
 
 def device() -> torch.device:
-    """Returns the device of tensors that ranks exchange."""
+    """Returns the device of what ranks measure."""
     if torch.distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

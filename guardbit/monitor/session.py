@@ -969,11 +969,11 @@ class MonitorSession(Guarded):
 
     def _tell_failure(self, stage: str, error: Exception) -> None:
         what = str(error) or type(error).__name__
-        where = OFF if stage == _WATCHING else stage
+        where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage != "store":
             why = f"{where}: {what}"
             self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
-        if stage == _WATCHING:
+        if stage in (_WATCHING, "ranks"):
             self._give_up()
 
     def _give_up(self) -> None:

@@ -62,12 +62,18 @@ class Lines:
 class Injection:
     """Raises an error at a point, once; a context manager.
 
+    Args:
+        point: Where.
+        error: What.
+        mark: A file that is made when it fires, for other processes to see.
+
     Attributes:
-        has_fired: Whether it has.
+        has_fired: Whether it has, in this process.
     """
 
-    def __init__(self, point: Point, error: BaseException) -> None:
+    def __init__(self, point: Point, error: BaseException, mark: Path | None = None) -> None:
         self.has_fired = False
+        self._mark = mark
         self._point, self._error = point, error
         self._left = point.count
 
@@ -78,12 +84,18 @@ class Injection:
     def __exit__(self, *_: Any) -> None:
         _stop()
 
+    def disarm(self) -> None:
+        """Lets it never fire in this process."""
+        self._left = sys.maxsize
+
     def _line(self, file: str, line: int) -> None:
         if line != self._point.line or self.has_fired:
             return
         self._left -= 1
         if self._left < 0:
             self.has_fired = True
+            if self._mark is not None:
+                self._mark.touch()
             raise self._error
 
 

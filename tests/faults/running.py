@@ -112,8 +112,20 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
     run = Run(root / "run", is_watched)
     error: BaseException | None = None
     injection: Any = Lines() if counts else contextlib.nullcontext()
+    mark, other = root / "fired", root / "other"
     if plan is not None:
-        injection = Injection(plan.point, plan.error("injected"))
+        injection = Injection(plan.point, plan.error("injected"), mark)
+        faulty = plan.seed % 2
+        run.on_rank = lambda rank: None if rank == faulty else injection.disarm()
+
+    def report(raised: BaseException | None) -> None:
+        for session in run.sessions if raised is not None else ():
+            with contextlib.suppress(Exception):
+                session.close("interrupted")
+        left = leftovers(run.model) if run.model is not None else []
+        other.write_bytes(pickle.dumps((repr(raised) if raised else "", left, told.messages)))
+
+    run.report = report
     warnings.simplefilter("ignore")
     try:
         with injection:
@@ -138,10 +150,15 @@ def perform(scenario: str, is_watched: bool, plan: Plan | None, counts: bool = F
         except Exception as problem:
             # A folder that nothing was written to yet is no run.
             unreadable = "" if "there is no run" in str(problem) else repr(problem)
+    has_fired, left = mark.exists(), [] if model is None else leftovers(model)
+    said = repr(error) if error else ""
+    if other.exists():
+        of_other, left_there, told_there = pickle.loads(other.read_bytes())
+        said, left = said or of_other, left + left_there
+        told.messages |= told_there
     shutil.rmtree(root, ignore_errors=True)
     return Outcome(
-        weights, repr(error) if error else "", type(error).__name__ if error else "",
-        bool(plan and injection.has_fired), [] if model is None else leftovers(model),
+        weights, said, type(error).__name__ if error else "", has_fired, left,
         told.messages, samples, unreadable, dict(injection.counts) if counts else {},
     )  # fmt: skip
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guardbit import MonitorSession, Policy
+from guardbit.monitor import ranks
+from tests.faults.two_processes import average, on_two
 
 WIDTH, HEADS, TOKENS, STEPS = 32, 2, 8, 4
 
@@ -62,12 +64,16 @@ class Run:
         is_watched: Whether GuardBit watches.
         model: The model that was trained.
         sessions: The sessions of the run.
+        on_rank: Called on each rank of a run of two processes, with its number.
+        report: Called on the second rank with the error that ended it, or None.
     """
 
     folder: Path
     is_watched: bool
     model: nn.Module | None = None
     sessions: list[MonitorSession] = field(default_factory=list)
+    on_rank: Callable[[int], None] = lambda rank: None
+    report: Callable[[BaseException | None], None] = lambda error: None
 
     def session(self, **options: Any) -> MonitorSession | None:
         if not self.is_watched:
@@ -263,6 +269,43 @@ def huggingface(run: Run) -> None:
             raise
 
 
+def two_processes(run: Run) -> None:
+    ranks.PATIENCE = 10.0
+
+    def train(rank: int) -> None:
+        run.on_rank(rank)
+        run.model = model_of(Attention)
+        session = run.session(dirpath=None if rank else run.folder)
+        optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
+        with _closing(run):
+            for step in range(STEPS):
+                if session is not None:
+                    session.begin_batch(step)
+                loss = run.model(batch(2 * step + rank)).square().mean()
+                loss.backward()
+                average(run.model.parameters())
+                if session is not None:
+                    session.loss(loss)
+                    session.end_step()
+                optimizer.step()
+                optimizer.zero_grad()
+            if session is not None:
+                session.close()
+
+    def on_rank(rank: int) -> None:
+        if rank == 0:
+            train(0)
+            return
+        error: BaseException | None = None
+        try:
+            train(1)
+        except BaseException as raised:
+            error = raised
+        run.report(error)
+
+    on_two(run.folder.parent / "ranks", on_rank)
+
+
 #: Name -> the run, and how many injections it gets in proportion to the others.
 SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
     "plain loop": (plain, 20),
@@ -273,5 +316,6 @@ SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
     "switched: compensated": (compensated, 12),
     "lightning": (lightning, 10),
     "hugging face": (huggingface, 6),
+    "two processes": (two_processes, 6),
     "compiled": (compiled, 1),
 }

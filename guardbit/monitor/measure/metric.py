@@ -10,6 +10,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from guardbit.kernels.constants import device_constant
+from guardbit.monitor import ranks
 from guardbit.monitor.measure.probes import CallProbe, CallView
 
 #: Bytes of results that are held back before they are added up.
@@ -52,7 +53,7 @@ class AttentionMetric(Metric):
     maxima: Tensor
 
     def __init__(self, probes: Sequence[CallProbe], num_sites: int, num_heads: int) -> None:
-        super().__init__()
+        super().__init__(dist_sync_fn=ranks.gathered)
         self.probes = tuple(probes)
         self.shape = (num_sites, num_heads)
         self._held: list[_Held] = []
