@@ -47,12 +47,12 @@ class Guarded:
     """What has methods as doors.
 
     Attributes:
-        is_void: Whether it could not be set up. Its doors then do nothing.
+        _is_void: Whether it could not be set up. Its doors then do nothing.
     """
 
-    is_void: bool = False
+    _is_void: bool = False
 
-    def contain(self, error: Exception, where: str) -> None:
+    def _contain(self, error: Exception, where: str) -> None:
         """Takes an error that has come to a door; it may raise this very error, and nothing else.
 
         Args:
@@ -113,14 +113,14 @@ def method(otherwise: Callable[[Any], Any]) -> Callable[[F], F]:
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
         def door(self: Guarded, *args: Any, **kwargs: Any) -> Any:
-            if self.is_void:
+            if self._is_void:
                 return otherwise(self)
             try:
                 return inside(self, *args, **kwargs)
             except Exception as error:
                 if _passes(error):
                     raise
-                _contained(error, lambda error: self.contain(error, inside.__name__))
+                _contained(error, lambda error: self._contain(error, inside.__name__))
             return otherwise(self)
 
         return _marked(door)

@@ -32,7 +32,7 @@ def entries_of(kind):
             continue
         if isinstance(found, property):
             yield name, found.fget
-        elif inspect.isfunction(found) and name != "contain":
+        elif inspect.isfunction(found):
             yield name, found
 
 
@@ -108,7 +108,7 @@ class Door(Guarded):
     def __init__(self, strict=False):
         self.told, self.strict = [], strict
 
-    def contain(self, error, where):
+    def _contain(self, error, where):
         if self.strict:
             raise error
         self.told.append((error, where))
@@ -157,13 +157,13 @@ def test_a_strict_door_raises_the_error_itself():
 
 def test_an_error_of_who_is_told_stays_inside_too():
     door = Door()
-    door.contain = lambda error, where: 1 / 0
+    door._contain = lambda error, where: 1 / 0
     assert door.enter(KeyError()) == "otherwise"
 
 
 def test_a_void_object_does_nothing():
     door = Door()
-    door.is_void = True
+    door._is_void = True
     assert door.enter(KeyError()) == "otherwise"
     assert door.told == []
 

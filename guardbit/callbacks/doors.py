@@ -26,13 +26,13 @@ class GuardedCallback(Guarded):
     session: MonitorSession | None = None
     strict: bool = False
 
-    def contain(self, error: Exception, where: str) -> None:
-        """See `guard.Guarded.contain`."""
+    def _contain(self, error: Exception, where: str) -> None:
+        """See `guard.Guarded._contain`."""
         if self.strict:
             raise error
-        self.is_void = where == "__init__"
+        self._is_void = where == "__init__"
         if self.session is not None:
-            self.session.contain(error, where)
+            self.session._contain(error, where)
         else:
             log.warning("%s: %s", _UNWATCHED, str(error) or type(error).__name__, exc_info=True)
 
@@ -69,4 +69,4 @@ def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession 
             raise
         log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
         return None
-    return None if session.is_void else session
+    return None if session._is_void else session

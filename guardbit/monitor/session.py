@@ -952,7 +952,7 @@ class MonitorSession(Guarded):
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def contain(self, error: Exception, where: str) -> None:
+    def _contain(self, error: Exception, where: str) -> None:
         """Takes an error that came out of a method: the monitor is off, training goes on.
 
         A strict session raises it.
@@ -1003,7 +1003,7 @@ class MonitorSession(Guarded):
             instrumentation=Instrumentation.of_nothing(), samples=[], alarms=[], scalars={},
             sampled_step=None, loss_scale=1.0, policy=None, dry_run=False,
         )  # fmt: skip
-        self.is_void = True
+        self._is_void = True
         log.warning(
             "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded: %s",
             str(error) or type(error).__name__,
@@ -1043,9 +1043,9 @@ class Step(Guarded):
         else:
             self._session.abandon_step()
 
-    def contain(self, error: Exception, where: str) -> None:
+    def _contain(self, error: Exception, where: str) -> None:
         """See `guard.Contains`."""
-        self._session.contain(error, where)
+        self._session._contain(error, where)
 
 
 def _check_policy(policy: object) -> None:
