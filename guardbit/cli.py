@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
@@ -211,8 +211,11 @@ def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _read_whole(path: Path, name: str) -> ReportedRun:
     from guardbit.dashboards.report import Run
+    from guardbit.dashboards.report.diagnosed import Kept, read_kept
+    from guardbit.store import folder_of_run, is_run
 
-    return Run(name, *_read(path))
+    folder = folder_of_run(path)
+    return Run(name, *_read(path), read_kept(folder) if is_run(folder) else Kept())
 
 
 def _read(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
@@ -558,12 +561,29 @@ def diagnose(
         left = len(heads) - len(found)
         typer.echo(json.dumps({"heads": told, "verdict": verdict, "not_reached": left}))
         return
+    if output is None:
+        _keep_answer([text.as_json(one) for one in found], folder)
     if len(found) < len(heads):
         typer.echo(
             f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
             " --head asks for one, --seconds for more time."
         )
     typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+
+
+def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
+    """Writes the answer beside the figures, for the report; other heads' answers stay."""
+    from guardbit.dashboards.report.diagnosed import ANSWER, read_kept
+    from guardbit.store.files import publish
+
+    new = {(one["site"], one["head"]) for one in told}
+    old = [one for one in read_kept(folder).heads if (one["site"], one["head"]) not in new]
+
+    def write(stream: BinaryIO) -> None:
+        stream.write(json.dumps({"heads": told + old}).encode())
+
+    with _refusing(OSError):
+        publish(folder / ANSWER, write)
 
 
 def _draw(one: Diagnosed, place: Path) -> Path:

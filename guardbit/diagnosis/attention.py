@@ -77,6 +77,21 @@ class Chunk:
         return self.wide("d_out") @ self.wide("v").mT
 
     @cached_property
+    def natural_size(self) -> Tensor:
+        """About the norm of a row of dQ if attention were even, FP64 `(S, R)`.
+
+        It is scale * the standard deviation of dP over the keys that the row sees * the root mean
+        square of the keys' norms: dS has that size where no key has much of the attention.
+        """
+        seen = (self.added > -math.inf).double()
+        count = seen.sum(-1).clamp(min=1)
+        dp = self.d_probabilities
+        mean = (dp * seen).sum(-1) / count
+        spread = ((dp - mean[..., None]).square() * seen).sum(-1) / count
+        keys = self.wide("k").square().sum(-1).mean(-1, keepdim=True)
+        return self.head.scale * (spread * keys).sqrt()
+
+    @cached_property
     def scores(self) -> Tensor:
         """What the softmax gets, FP64 `(S, R, M)`."""
         return capped(self.products, self.head.softcap) + self.added

@@ -27,6 +27,12 @@ Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 # Parts of the gradient from which on an error is no noise. In the recorded sound runs no audit of a
 # head found more than 0.019 of dQ along W_Q's top direction.
 _LARGE = 0.1
+# Part of the natural size of dQ below which an error is of no size: roundings of BF16 make 1e-3 to
+# 1e-2 of it in attention that is not saturated. An error that is that small and yet a large part of
+# dQ means that the exact dQ has vanished, because one key has all the attention, say.
+_VANISHED = 1e-3
+# The same part of an exact dQ below which the head has come to its end, whatever the cause.
+_SATURATED = 1e-4
 # Standard deviations that a push must have to be no chance: 6e-5 of normal deviates have more.
 _SURE = 4.0
 
@@ -59,6 +65,11 @@ class Diagnosis:
     rows: int
 
     @property
+    def is_saturated(self) -> bool:
+        """Whether the exact dQ has vanished, so that what is left of dQ is rounding."""
+        return _is_saturated(self.isolation) or _is_noise(self.isolation)
+
+    @property
     def error(self) -> Measures:
         """The error of dQ."""
         return self.isolation.whole
@@ -89,7 +100,7 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     faults = {(fault.operation, fault.kind): fault for way in found for fault in way.faults}
     first = next(iter(faults.values()), None)
     return Diagnosis(
-        "fault" if faults else _cause(isolation.whole),
+        "fault" if faults else _cause(isolation),
         tuple(faults.values()),
         isolation.operation if first is None else first.operation,
         isolation.root if first is None else first.operation,
@@ -101,7 +112,21 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
     )
 
 
-def _cause(error: Measures) -> Cause:
+def _cause(isolation: Isolation) -> Cause:
+    error = isolation.whole
+    if _is_noise(isolation):
+        return "not rounding"
+    if _is_saturated(isolation):
+        return "unclear"
     if abs(error.push_share) >= _LARGE and abs(error.significance) >= _SURE:
         return "rounding"
     return "unclear" if error.relative_error >= _LARGE else "not rounding"
+
+
+def _is_noise(isolation: Isolation) -> bool:
+    """Whether dQ is mostly error, and that error is of no size: the exact dQ has vanished."""
+    return isolation.error_part < _VANISHED and isolation.whole.relative_error >= _LARGE
+
+
+def _is_saturated(isolation: Isolation) -> bool:
+    return isolation.exact_part < _SATURATED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -24,12 +25,15 @@ class Isolation:
         without: The error with one operation in full precision; delta's is the exact one.
         alone: The error with this one operation rounded and all others in full precision; delta's
             is that of the delta that the kernel uses.
+        natural_squares: Of the norms of what dQ would be if attention were even, see
+            `Chunk.natural_size`.
     """
 
     recorded: Measures | None
     together: Measures
     without: Mapping[Operation, Measures]
     alone: Mapping[Operation, Measures]
+    natural_squares: float
 
     def __add__(self, other: Isolation) -> Isolation:
         recorded = None
@@ -41,7 +45,21 @@ class Isolation:
             self.together + other.together,
             {name: self.without[name] + other.without[name] for name in names},
             {name: self.alone[name] + other.alone[name] for name in names},
+            self.natural_squares + other.natural_squares,
         )
+
+    @property
+    def exact_part(self) -> float:
+        """Norm of the exact dQ over what it would be if attention were even.
+
+        Next to 0 where one key of each row has all the attention, whatever the scores.
+        """
+        return math.sqrt(self.together.exact_squares / (self.natural_squares or math.inf))
+
+    @property
+    def error_part(self) -> float:
+        """The same of the error."""
+        return math.sqrt(self.whole.error_squares / (self.natural_squares or math.inf))
 
     @property
     def whole(self) -> Measures:
@@ -87,7 +105,9 @@ def isolate(head: HeadInputs, arithmetic: Arithmetic) -> Isolation:
     together, recorded = Measuring(head), None if head.dq is None else Measuring(head)
     without: dict[Operation, Measuring] = {name: Measuring(head) for name in names}
     alone: dict[Operation, Measuring] = {name: Measuring(head) for name in names}
+    natural_squares = 0.0
     for chunk in chunks(head):
+        natural_squares += float(chunk.natural_size.square().sum())
         rows, exact = chunk.head, chunk.exact.dq
         usual = chunk.run(arithmetic)
         together.add(rows, usual.dq, exact)
@@ -106,4 +126,5 @@ def isolate(head: HeadInputs, arithmetic: Arithmetic) -> Isolation:
         together.done(),
         {name: measuring.done() for name, measuring in without.items()},
         {name: measuring.done() for name, measuring in alone.items()},
+        natural_squares,
     )

@@ -24,6 +24,14 @@ def _what(found: Diagnosis) -> str:
     error = found.error
     if found.cause == "fault":
         return f"The kernel is at fault: {'; '.join(fault.why for fault in found.faults)}."
+    if found.is_saturated:
+        is_late = found.cause == "unclear"
+        heading = "Too late to tell" if is_late else "Rounding is not the cause here"
+        return (
+            f"{heading}: attention is saturated, so that the exact dQ has all but vanished, to"
+            f" {found.isolation.exact_part:.1g} of what it would be if attention were even, and"
+            " what is left of dQ is rounding."
+        )
     if found.cause == "not rounding":
         return (
             f"Rounding is not the cause: dQ is right to {_percent(error.relative_error)}, its worst"
@@ -48,6 +56,12 @@ def _adding_up(found: Diagnosis) -> str:
         f"{abs(error.push_share):.2g} of what the exact gradients of single rows do,"
         f" {abs(error.significance):.1f} standard deviations of chance"
     )
+    if found.is_saturated:
+        nothing = "" if found.cause == "unclear" else "comes to nothing: it "
+        return (
+            f"It {nothing}is {found.isolation.error_part:.1g} of that size. What made the scores"
+            " this large came before: look at the learning rate first, and at an earlier snapshot."
+        )
     if found.cause == "not rounding":
         way = "grow" if error.exact_drift > 0 else "shrink"
         return (
@@ -74,7 +88,7 @@ def _whence(found: Diagnosis) -> str:
         f" keys have {roots.common:.2g} of their size in common and {_percent(roots.tied)} of the"
         " rows tied maxima"
     )
-    if found.cause in ("fault", "not rounding"):
+    if found.cause in ("fault", "not rounding") or found.is_saturated:
         return where + "; no stabilizer is called for."
     part = found.remedies[left].summed / (found.remedies["none"].summed or math.inf)
     return f"{where}; {left} leaves {_percent(part)} of it."
@@ -170,6 +184,7 @@ def as_json(one: Diagnosed) -> dict[str, Any]:
         "without": {name: _numbers(each) for name, each in found.isolation.without.items()},
         "alone": {name: _numbers(each) for name, each in found.isolation.alone.items()},
         "remedies": {name: _numbers(each) for name, each in found.remedies.items()},
+        "left": parts_left(found),
         "top_rows": [row._asdict() for row in found.roots.rows],
         "top_keys": [part._asdict() for part in found.roots.keys],
         "top_columns": [part._asdict() for part in found.roots.columns],

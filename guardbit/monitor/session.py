@@ -583,7 +583,7 @@ class MonitorSession(Guarded):
         ):
             self.record(event)
         if self._rival is not None and self._rival.refused:
-            self._journal.note({"compare": list(self._rival.refused)})
+            self._journal.note({"not_compared": list(self._rival.refused)})
 
     @guard.method(_nothing)
     def abandon_step(self) -> None:

@@ -49,7 +49,7 @@ def test_the_answer_comes_first_and_figures_are_drawn(run):
     assert "Rounding is not the cause" in result.stdout
     assert lines[-1] == "The rules' own verdict on the run is rounding: so it is"
     drawn = sorted(path.name for path in (run / "diagnosis").iterdir())
-    assert drawn == ["h.1.attn-head1.png", "h_0_attn-head0.png"]
+    assert drawn == ["diagnosis.json", "h.1.attn-head1.png", "h_0_attn-head0.png"]
     assert all((run / "diagnosis" / name).stat().st_size > 10_000 for name in drawn)
 
 
@@ -62,6 +62,29 @@ def test_json_holds_all_heads_and_draws_nothing(run):
     assert (told["verdict"], told["not_reached"]) == ("rounding: so it is", 0)
     assert told["heads"][0]["steps"] == [3, 4]
     assert not (run / "diagnosis").exists()
+
+
+def test_the_answer_is_in_the_report(run):
+    def report():
+        result = CliRunner().invoke(app, ["report", str(run), "--format", "md"])
+        assert result.exit_code == 0, result.output
+        return (run / "report.md").read_text()
+
+    kept = "Inputs of heads were kept at 2 steps; guardbit diagnose says why they diverge."
+    assert kept in report()
+    invoke(run, "--head", "h/0 attn:0")
+    assert kept not in report() and "Rounding is not the cause" in report()
+    invoke(run, "--head", "h.1.attn:1")  # the other head's answer stays
+    text = report()
+    assert text.index("## Why heads diverge") < text.index("## Figures")
+    assert text.index("### h.1.attn head 1, steps 3 to 4") < text.index(
+        "### h/0 attn head 0, step 4"
+    )
+    assert "Rounding of delta: dQ is wrong by" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| remedy exact")]
+    assert line.count("%") == 2
+    (run / "diagnosis" / "diagnosis.json").write_text("{")
+    assert kept in report()
 
 
 def test_one_head_and_another_place(run, tmp_path):

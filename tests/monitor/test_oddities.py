@@ -172,4 +172,4 @@ def test_an_engine_that_serves_nothing_is_told_in_the_metadata(tmp_path):
     from guardbit import read_metadata
 
     run(tmp_path, compare="varlen_attn", num_audited_heads=4)
-    assert "runs on GPUs only" in read_metadata(tmp_path)["compare"][0]
+    assert "runs on GPUs only" in read_metadata(tmp_path)["not_compared"][0]

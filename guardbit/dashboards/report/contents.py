@@ -17,6 +17,7 @@ from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.outcome import headline, outcome_of
 from guardbit.dashboards.report import words
 from guardbit.dashboards.report.answers import answers_of
+from guardbit.dashboards.report.diagnosed import Kept, why_heads_diverge
 from guardbit.dashboards.report.document import (
     Alarmed,
     Alarms,
@@ -32,6 +33,7 @@ from guardbit.dashboards.report.document import (
     Tile,
     Timeline,
 )
+from guardbit.dashboards.report.rival import beside_another_engine
 from guardbit.records import Event
 
 #: A wider table of heads does not fit the page.
@@ -44,6 +46,7 @@ HEAD_COLUMNS = (
     "dq_relative_error",
 )
 MOST_ALARMS = 40
+_NOTHING = Kept()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,14 @@ class Run:
         frame: Samples, as `guardbit.read_run` returns them.
         events: Events, as `guardbit.read_events` returns them.
         metadata: Settings, versions and attention modules; JSON-able.
+        kept: What is known of why heads diverge.
     """
 
     title: str
     frame: pd.DataFrame
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    kept: Kept = _NOTHING
 
 
 def document_of(run: Run) -> Document:
@@ -79,6 +84,8 @@ def document_of(run: Run) -> Document:
             *alarms_by_head(frame, events),
             *_before_and_after(frame, events),
             *heads_to_watch(frame, events),
+            *why_heads_diverge(run.kept),
+            *beside_another_engine(frame, run.metadata),
             *_figures(frame, events),
             Appendix(),
             *timeline(happened),

@@ -1,0 +1,51 @@
+"""The engine that `compare` named beside the one in use, as a section of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from guardbit.dashboards.report import words
+from guardbit.dashboards.report.document import Block, Heading, Paragraph, Table
+
+_PAIRS = (
+    ("dq_relative_error", "compared_dq_relative_error"),
+    ("w_q_push", "compared_w_q_push"),
+)
+
+
+def beside_another_engine(frame: pd.DataFrame, metadata: Mapping[str, Any]) -> list[Block]:
+    """Errors of both on the same inputs; nothing where no other engine ran."""
+    rows: list[list[str]] = []
+    for used, compared in _PAIRS:
+        both = _side_by_side(frame, used, compared)
+        if both.empty:
+            continue
+        for what, values in (
+            ("median size", both.abs().median()),
+            ("largest size", both.abs().max()),
+        ):
+            rows.append(
+                [
+                    f"{words.LABELS[used]}, {what}",
+                    *(f"{values[name]:.3g}" for name in (used, compared)),
+                ]
+            )
+    if not rows:
+        return []
+    name = str(metadata.get("compare") or "the other engine")
+    return [
+        Heading("Beside another engine"),
+        Paragraph("Both ran on the same inputs: all audited heads, at all samples that have both."),
+        Table(["", "in use", name], rows, numbers_from=1),
+    ]
+
+
+def _side_by_side(frame: pd.DataFrame, used: str, compared: str) -> pd.DataFrame:
+    wanted = frame[frame["indicator"].isin([used, compared])]
+    table = wanted.pivot_table(
+        index=["step", "site", "head"], columns="indicator", values="value", aggfunc="last"
+    )
+    return table.reindex(columns=[used, compared]).dropna()
