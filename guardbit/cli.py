@@ -597,6 +597,7 @@ def _draw(one: Diagnosed, place: Path) -> Path:
         roots.row_push.flatten().tolist(),
         roots.key_push.sum(0).tolist(),
         roots.column_push.tolist(),
+        one.found.row,
     )
     place.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(place)

@@ -18,6 +18,7 @@ from guardbit.diagnosis.isolation import Isolation, isolate
 from guardbit.diagnosis.recognition import Fault, recognize
 from guardbit.diagnosis.remedies import try_remedies
 from guardbit.diagnosis.roots import Roots, find_roots
+from guardbit.diagnosis.row_error import RowError, take_apart
 from guardbit.kernels.reference.common import float32_products
 
 #: "fault": the kernel does what no sound one does. "rounding": errors of rounding add up in W_Q.
@@ -50,6 +51,7 @@ class Diagnosis:
         isolation: What is left without each rounding.
         remedies: What is left with each remedy, by name.
         roots: Rows, keys and columns of the last sample.
+        row: The row of that sample with the largest push, taken apart.
         samples: How many were looked at.
         rows: How many rows were looked at, of all samples.
     """
@@ -61,6 +63,7 @@ class Diagnosis:
     isolation: Isolation
     remedies: Mapping[str, Measures]
     roots: Roots
+    row: RowError
     samples: int
     rows: int
 
@@ -97,6 +100,8 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
         )
         remedies = [try_remedies(sample) for sample in samples]
         roots = find_roots(samples[-1], found[-1].arithmetic)
+        sequence, place = divmod(int(roots.row_push.abs().argmax()), roots.row_push.size(1))
+        row = take_apart(samples[-1], found[-1].arithmetic, sequence, place)
     faults = {(fault.operation, fault.kind): fault for way in found for fault in way.faults}
     first = next(iter(faults.values()), None)
     return Diagnosis(
@@ -107,6 +112,7 @@ def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
         isolation,
         {name: reduce(add, (each[name] for each in remedies)) for name in remedies[0]},
         roots,
+        row,
         len(samples),
         sum(sample.q.size(0) * sample.q.size(1) for sample in samples),
     )
