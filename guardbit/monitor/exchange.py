@@ -83,6 +83,7 @@ class Exchange:
         self._record = record
         self.metadata: dict[str, dict[str, Any]] = {}
         self._recorded: list[Event] = []
+        self._lacking: set[tuple[str, str]] = set()
         self._are_compared = self._are_other = False
 
     def record(self, event: Event) -> None:
@@ -90,6 +91,14 @@ class Exchange:
         self._record(event)
         if ranks.world_size() > 1:
             self._recorded.append(event)
+
+    def tell_what_is_lacking(self) -> None:
+        """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
+        for name, known in self.metadata.items() if ranks.rank() > 0 else ():
+            why = known["weights_unavailable"]
+            if why and (name, why) not in self._lacking:
+                self._lacking.add((name, why))
+                log.warning("rank %d: %s", ranks.rank(), why)
 
     def are_parts(self) -> bool:
         """Whether ranks hold different parts of a model; found out once, by all ranks together.

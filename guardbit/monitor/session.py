@@ -875,6 +875,7 @@ class MonitorSession(Guarded):
                 self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
             return {}
         self._exchange.metadata = metadata_of(self.instrumentation.sites)
+        self._exchange.tell_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._exchange.metadata)
         return columns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,17 @@ def on_two(folder: Path, run: Callable[[int], Any]) -> Any:
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
         )
-        return run(rank)
+        found = run(rank)
+    except BaseException:
+        if rank == 0:
+            os.kill(child, signal.SIGKILL)  # it would wait for this one
+            os.waitpid(child, 0)
+        raise
     finally:
         if rank:
             os._exit(0)
-        os.waitpid(child, 0)
+    os.waitpid(child, 0)
+    return found
 
 
 def average(parameters: Any) -> None:
