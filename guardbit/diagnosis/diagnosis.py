@@ -28,10 +28,11 @@ Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 # Parts of the gradient from which on an error is no noise. In the recorded sound runs no audit of a
 # head found more than 0.019 of dQ along W_Q's top direction.
 _LARGE = 0.1
-# Part of the natural size of dQ below which an error is of no size: roundings of BF16 make 1e-3 to
-# 1e-2 of it in attention that is not saturated. An error that is that small and yet a large part of
-# dQ means that the exact dQ has vanished, because one key has all the attention, say.
-_VANISHED = 1e-3
+# Part of the natural size of dQ below which an error is of no size. BF16 makes 1e-3 to 1e-2 of it
+# in sound heads and 5e-4 or more in failing ones of the study; 1e-7 in most heads that a learning
+# rate far too high had ruined. So small an error is a large part of dQ only where the exact one has
+# vanished, because one key has all the attention, say.
+_VANISHED = 1e-5
 # The same part of an exact dQ below which the head has come to its end, whatever the cause.
 _SATURATED = 1e-4
 # Standard deviations that a push must have to be no chance: 6e-5 of normal deviates have more.

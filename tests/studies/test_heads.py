@@ -1,0 +1,30 @@
+"""Real failing heads of the study, from the inputs that their runs kept."""
+
+from pathlib import Path
+
+import pytest
+
+from guardbit.diagnosis.diagnosis import diagnose
+from guardbit.diagnosis.storage import read_snapshots
+from studies.rescue import analyse
+
+RESULTS = Path(analyse.__file__).with_name("results")
+
+
+@pytest.mark.parametrize(
+    ("run", "site", "head"),
+    [
+        ("stock-cudnn-lr1.5e-03-seed9-again6", "net.h.1.attn", 10),
+        ("stock-cudnn-lr1.5e-03-seed10-again6", "net.h.2.attn", 6),
+    ],
+)
+def test_delta_moves_dq_in_heads_that_failed(run, site, head):
+    kept = read_snapshots(RESULTS / run)
+    assert {(one.site, one.head, one.kernel) for one in kept} == {(site, head, "CUDNN_ATTENTION")}
+    found = diagnose([one.inputs for one in kept])
+    # In sound runs no audited head had more than 0.019 of dQ wrong.
+    assert found.error.relative_error > 1
+    assert (found.cause, found.operation, found.faults) == ("unclear", "delta", ())
+    assert not found.is_saturated
+    left = found.remedies["exact_delta"].summed / found.remedies["none"].summed
+    assert left < 0.03 and found.error.rank_one > 0.99
