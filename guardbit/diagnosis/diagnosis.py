@@ -29,7 +29,7 @@ Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 # head found more than 0.019 of dQ along W_Q's top direction.
 _LARGE = 0.1
 # Part of the natural size of dQ below which an error is of no size. BF16 makes 1e-3 to 1e-2 of it
-# in sound heads and 5e-4 or more in failing ones of the study; 1e-7 in most heads that a learning
+# in sound heads and 5e-4 or more in alarmed ones of the study; 1e-7 in most heads that a learning
 # rate far too high had ruined. So small an error is a large part of dQ only where the exact one has
 # vanished, because one key has all the attention, say.
 _VANISHED = 1e-5

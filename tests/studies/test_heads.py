@@ -1,4 +1,4 @@
-"""Real failing heads of the study, from the inputs that their runs kept."""
+"""Alarmed heads of the study, from the inputs that their runs kept."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ RESULTS = Path(analyse.__file__).with_name("results")
         ("stock-cudnn-lr1.5e-03-seed10-again6", "net.h.2.attn", 6),
     ],
 )
-def test_delta_moves_dq_in_heads_that_failed(run, site, head):
+def test_delta_moves_dq_in_alarmed_heads(run, site, head):
     kept = read_snapshots(RESULTS / run)
     assert {(one.site, one.head, one.kernel) for one in kept} == {(site, head, "CUDNN_ATTENTION")}
     found = diagnose([one.inputs for one in kept])
