@@ -19,6 +19,10 @@ told beside, and counts for nothing: in seed 6 that is so from step 3,000 on, of
 holds as well. (In the recorded stable runs it is 1.62 times another's at most, in the shifted one,
 where it was rising, 1.99 times; in the failing one 2.8 to 4.5 times that of each stable run.)
 
+Untouched runs that were begun once more, at step 1, are an arm of their own, `restart`. What began
+as a copy at a step that was named (`branches.py`) is in the first table only: the failure may be
+that of its original.
+
 What has not failed counts as such from 14,500 compared steps on. (It was 15,000 until six runs of
 15,600 planned steps ended with the machine's time at 14,540 to 15,480.) Losses, also those above
 the matched run's, are means over the last 500 steps; highest gradient norms and logits are since
@@ -51,7 +55,7 @@ from scipy.stats import beta, hypergeom
 
 from studies.rescue.lines import RATE, one_line_a_run
 from studies.rescue.measures import GROWTH_WINDOW, logit_growth, logits_by_head, switches_made
-from studies.rescue.packed import Run, load, pack, step_of
+from studies.rescue.packed import Run, begun_at, load, pack, step_of
 
 #: Compared steps from which on a run that has not failed counts.
 LENGTH = 14_500
@@ -140,7 +144,8 @@ def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
 
     Every sample of every head without a stabilizer at the study's rate counts, up to the first
     switch, whose logit is above `GROWN` and has grown by an e-fold in 1,000 steps or faster. What a
-    run has copied from another counts there.
+    run has copied from another counts there; those that were changed at a step that was named, in
+    other ways than by a switch, do not.
 
     Returns:
         A row a run: number of such samples and of heads, the median growth after them, and the
@@ -149,6 +154,8 @@ def growth_without_a_switch(runs: list[Run]) -> pd.DataFrame:
     rows = []
     for run in runs:
         if run.facts["arm"] == "from_start" or run.facts["learning_rate"] != RATE:
+            continue
+        if begun_at(run.name) is not None:
             continue
         switches = switches_made(run.events)
         logits = logits_by_head(run.frame)
@@ -190,11 +197,12 @@ def main(arguments: list[str] | None = None) -> None:
         return
     packed = load(options.results)
     runs = one_line_a_run(packed)
+    judged = runs[runs["run"].map(begun_at).isna()]
     tables = {
         "runs": runs,
-        "arms": one_line_an_arm(runs),
-        "families": one_line_a_family(runs),
-        "copies": one_line_a_family(runs[runs["run"] != runs["family"]]),
+        "arms": one_line_an_arm(judged),
+        "families": one_line_a_family(judged),
+        "copies": one_line_a_family(judged[judged["run"] != judged["family"]]),
         "unswitched": growth_without_a_switch(packed),
     }
     for name, table in tables.items():

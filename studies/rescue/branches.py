@@ -17,7 +17,7 @@ import pandas as pd
 
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import WINDOW, excess_loss, series
-from studies.rescue.packed import LOSS_STEPS, Run, load
+from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 
 #: Arm -> what the branch did, where no stabilizer says it.
 _DONE = {"qk_clip": "logits clipped at 100", "stock": "rate halved"}
@@ -28,10 +28,10 @@ def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
     by_name = {run.name: run for run in runs}
     found = []
     for run in runs:
-        _, _, step = run.name.rpartition("-from")
-        if step.isdigit():
+        step = begun_at(run.name)
+        if step is not None:
             origin = by_name[Path(run.facts["branched_from"]).parent.name]
-            found.append((run, origin, int(step)))
+            found.append((run, origin, step))
     return sorted(found, key=lambda entry: (entry[1].name, entry[2], entry[0].name))
 
 
@@ -47,9 +47,11 @@ def table(runs: list[Run]) -> pd.DataFrame:
         runs: All runs, among them the matched ones.
 
     Returns:
-        Largest logits (of a sampled step) when the branch began, at its end, and of the original
-        then; and the mean loss above that of the matched run, in nats, over the last 500 steps
-        before the branch began, over its own last, and that of the original over the same steps.
+        How many steps the branch went on for (as long as its original did); the largest logits (of
+        a sampled step) when it began, at its end, and of the original then; and the mean loss above
+        that of the matched run, in nats, over the last 500 steps before the branch began, over the
+        last 500 of the `compared` steps, and that of the original over the same. Where the matched
+        run ended before the branch, `compared` is the smaller.
     """
     rows = []
     for run, origin, step in branches(runs):
@@ -57,17 +59,20 @@ def table(runs: list[Run]) -> pd.DataFrame:
         reference = matched_run(run, runs)
         assert reference is not None, f"{run.name} has no matched run"
         matched = series(reference.frame, "loss")
-        loss, own = (excess_loss(series(e.frame, "loss"), matched) for e in (run, origin))
+        losses = [series(each.frame, "loss") for each in (run, origin)]
+        end = min(each.index[-1] for each in losses)
+        loss, own = (excess_loss(each, matched) for each in losses)
         last = min(loss.index[-1], own.index[-1])
         rows.append(
             {
                 "seed": run.facts["seed"],
                 "from": step,
                 "what": what_was_done(run),
-                "steps": int(last - step),
+                "steps": int(end - step),
+                "compared": int(last - step),
                 "logit_before": of_origin.loc[:step].iloc[-1],
-                "logit_after": logit.loc[:last].iloc[-1],
-                "logit_original": of_origin.loc[:last].iloc[-1],
+                "logit_after": logit.loc[:end].iloc[-1],
+                "logit_original": of_origin.loc[:end].iloc[-1],
                 "above_before": own.loc[step - WINDOW + 1 : step].mean(),
                 "above_after": loss.loc[last - WINDOW + 1 : last].mean(),
                 "above_original": own.loc[last - WINDOW + 1 : last].mean(),

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap
+from scipy.stats import bootstrap, spearmanr
 
 #: Column of the file -> what the engine is called.
 ENGINES = {
@@ -60,12 +60,15 @@ def table(name: str, frame: pd.DataFrame) -> str:
     rows.index = [f"head {layer}.{head}" for layer, head in rows.index]
     rows.loc["median of the others"] = sums[shown].iloc[:-SHOWN].median()
     r, low, high = correlation(sums)
+    ranks = spearmanr(sums["growth_run"], sums["change"]).statistic
+    others = sums["growth_run"].iloc[:-1].corr(sums["change"].iloc[:-1])
     return "\n".join(
         [
             f"{name}, {steps}: per cent of sigma, summed over the steps",
             (100 * rows).rename(columns=ENGINES).to_string(float_format="{:+.2f}".format),
             "correlation of cuDNN's rounding with the change, over heads:"
-            f" {r:.2f} ({low:.2f} to {high:.2f})",
+            f" {r:.2f} ({low:.2f} to {high:.2f});"
+            f" without the first of them {others:.2f}; of their ranks {ranks:.2f}",
         ]
     )
 

@@ -74,9 +74,7 @@ def _what_it_was(run: Run) -> dict:
     origin = run.facts["branched_from"]
     return {
         "run": run.name,
-        # An untouched run that is repeated from a checkpoint shares the steps before with the
-        # first.
-        "arm": "again" if run.facts["arm"] == "stock" and origin else run.facts["arm"],
+        "arm": _arm(run),
         "backend": run.facts["backend"],
         "stabilizer": run.facts["stabilizer"] or "",
         "learning_rate": run.facts["learning_rate"],
@@ -84,6 +82,16 @@ def _what_it_was(run: Run) -> dict:
         "family": Path(origin).parent.name if origin else run.name,
         "steps": int(series(run.frame, "loss").index[-1]),
     }
+
+
+def _arm(run: Run) -> str:
+    if run.facts["arm"] != "stock":
+        return run.facts["arm"]
+    # An untouched run that is repeated from a checkpoint shares the steps before with the first;
+    # one that is begun once more, at step 1, shares weights and batches.
+    if run.facts["branched_from"]:
+        return "again"
+    return "restart" if run.name.rpartition("-again")[2].isdigit() else "stock"
 
 
 def _failure(run: Run, twin: Run | None) -> dict:

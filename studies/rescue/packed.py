@@ -44,6 +44,12 @@ def step_of(checkpoint: str | Path) -> int:
     return int(Path(checkpoint).stem.removeprefix("step=").partition("-")[0])
 
 
+def begun_at(run: str) -> int | None:
+    """The step at which a run began to go another way, if it was named (`--branch-step`)."""
+    _, _, step = run.rpartition("-from")
+    return int(step) if step.isdigit() else None
+
+
 def audits_all(audits: pd.DataFrame) -> bool:
     """Whether a run audited the same heads at all of its samples, and not one of them in turn.
 

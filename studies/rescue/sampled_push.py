@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from scipy.stats import bootstrap, pearsonr
+from scipy.stats import bootstrap, pearsonr, spearmanr
 
 from studies.rescue.packed import Run, audits_all, load
 
@@ -35,7 +35,7 @@ def changes(run: Run) -> pd.DataFrame:
 
 
 def table(runs: list[Run]) -> pd.DataFrame:
-    """A row a run: the correlation over heads, and its bootstrapped 95 % interval."""
+    """A row a run: the correlation over heads, its bootstrapped 95 % interval, and the ranks'."""
     rows = []
     for run in runs:
         pushes = run.frame[run.frame["indicator"] == "w_q_push"]
@@ -55,6 +55,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
                 "correlation": pearsonr(*sample).statistic,
                 "low": interval.low,
                 "high": interval.high,
+                "of_ranks": spearmanr(*sample).statistic,
                 "grew_most": "{}.{}".format(*worst),
                 "its_growth": found.loc[worst, "growth"],
                 "its_push": found.loc[worst, "push"],

@@ -15,7 +15,7 @@ from guardbit.monitor.replay import replay
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter
 from studies.rescue import analyse, lines, measures
-from studies.rescue.packed import Run, load, pack, step_of
+from studies.rescue.packed import Run, begun_at, load, pack, step_of
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -120,6 +120,7 @@ def test_what_fast_growing_logits_do_by_themselves(tmp_path):
     ]
     for arm, rate in (
         ("rescue", 1.5e-3), ("rescue_all", 1.5e-3), ("from_start", 1.5e-3), ("stock", 3e-3),
+        ("qk_clip-from1000", 1.5e-3),
     ):  # fmt: skip
         branched = "runs/stock/step=2800.ckpt" if arm == "rescue_all" else None
         study = {"arm": arm, "learning_rate": rate, "branched_from": branched}
@@ -217,6 +218,26 @@ def test_which_run_another_is_held_against():
         "all": None, "stock2": None,
     }  # fmt: skip
     assert [len(measures.switches_made(run.events)) for run in runs[-5:]] == [0, 0, 1, 1, 1]
+
+
+def test_second_starts_and_copies_are_arms_of_their_own():
+    origin = "runs/stock-seed0/step=600.ckpt"
+    runs = [
+        bare("stock-seed0"), bare("stock-seed0-again12"),
+        bare("stock-seed0-again1", branched_from=origin), bare("rescue-seed0-again3", arm="rescue"),
+    ]  # fmt: skip
+    made = [run._replace(frame=scalars(0, 20)) for run in runs]
+    assert list(lines.one_line_a_run(made)["arm"]) == ["stock", "restart", "again", "rescue"]
+
+
+def scalars(*steps):
+    """Telemetry of a run that has a value of each indicator at these steps, and no more."""
+    names = ["loss", "grad_norm", "max_logit", "w_q_spectral_norm", "multiple_maxima_bf16",
+             "delta_bias", "delta_bias_abs", "dq_relative_error"]  # fmt: skip
+    return pd.DataFrame(
+        {"step": step, "site": "h.0", "head": 0, "indicator": name, "value": 1.0}
+        for step in steps for name in names
+    )  # fmt: skip
 
 
 def test_one_line_of_a_run():
@@ -373,6 +394,11 @@ def test_bounded_logits_and_few_samples_leave_a_thousand_steps_of_lead():
         first = replay(bounded(read_run(RESULTS / name), 1000)).first_alarm
         leads.append(runs.loc[name, "failed_at"] - first)
     assert min(leads) >= 1000 and np.median(leads) >= 3500
+
+
+def test_a_step_that_was_named_is_in_the_name():
+    assert begun_at("late-exact_delta-cudnn-seed4-again6-from13000") == 13_000
+    assert begun_at("from_start-compensated-cudnn-seed4") is None
 
 
 def test_runs_at_too_high_a_rate_are_several():

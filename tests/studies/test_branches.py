@@ -43,11 +43,21 @@ def test_a_branch_is_held_against_its_original_at_the_same_steps(runs):
     assert list(found.index) == ["exact_delta", "logits clipped at 100"]
     late = found.loc["exact_delta"]
     assert (late["seed"], late["from"], late["steps"]) == (5, 1000, 2000)
+    assert late["compared"] == 2000
     assert (late["logit_before"], late["logit_after"]) == (1100.0, 7.0)
     assert late["logit_original"] == 3100.0, "at the branch's end, not at its own"
     above = late[["above_before", "above_after", "above_original"]].astype(float)
     np.testing.assert_allclose(above, [0.5, 0.25, 0.5])
     assert found.loc["logits clipped at 100", "logit_original"] == 2100.0
+
+
+def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
+    short = frame_of(lambda s: 2.0, lambda s: 10.0, 1800)
+    found = table([runs[0]._replace(frame=short), *runs[1:]]).set_index("what")
+    late = found.loc["exact_delta"]
+    assert (late["steps"], late["compared"]) == (2000, 800)
+    assert late["logit_original"] == 3100.0, "at step 3,000"
+    assert late["above_after"] == pytest.approx(0.25)
 
 
 def test_the_figure_has_a_row_a_family_and_a_line_a_run(runs):
@@ -78,6 +88,8 @@ def test_the_push_is_held_against_the_growth_of_the_norm():
     (line,) = table_of_pushes([run]).to_dict("records")
     assert line["correlation"] == pytest.approx(np.corrcoef(pushes, growths)[0, 1])
     assert line["low"] < line["correlation"] < line["high"] <= 1
+    ranks = [np.argsort(np.argsort(values)) for values in (pushes, growths)]
+    assert line["of_ranks"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
     assert (line["grew_most"], line["heads"]) == (f"0.{growths.argmax()}", 12)
     branch = run_of("late-from9", "late", "none", "/x/stock/step=9.ckpt", run.frame)
     assert table_of_pushes([branch]).empty

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.rescue.growth import correlation, totals
+from studies.rescue.growth import correlation, table, totals
 from studies.rescue.push import Layer, query_rows, rows_of, thinned
 
 HEADS, WIDTH = 2, 8
@@ -65,3 +65,13 @@ def test_the_correlation_of_a_line_is_one_and_its_interval_holds_it():
     assert r == pytest.approx(1) and low == pytest.approx(1) and high == pytest.approx(1)
     r, low, high = correlation(pd.DataFrame({"growth_run": growth, "change": noise}))
     assert low < r < high and low < 0 < high
+
+
+def test_one_head_can_make_a_correlation():
+    # The others' changes are even in what rounding adds: no correlation, whatever the one does.
+    growth = np.append(np.linspace(-2, 2, 40), 50)
+    heads = pd.DataFrame({"growth_run": growth, "change": np.append(growth[:-1] ** 2, 90)})
+    ranks = heads.rank().corr().iloc[0, 1]
+    rest = {"step": 1, "layer": 0, "head": range(41), "sigma": 1.0, "growth_all": 0.0}
+    told = table("run", heads.assign(**rest)).replace("-0.00", "0.00")
+    assert told.endswith(f"; without the first of them 0.00; of their ranks {ranks:.2f}")
