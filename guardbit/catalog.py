@@ -243,6 +243,10 @@ RUN_INDICATORS: tuple[str, ...] = tuple(one.name for one in CATALOG if one.is_of
 
 INDICATORS: tuple[str, ...] = HEAD_INDICATORS + RUN_INDICATORS
 
+#: What a trainer hands over at the end of a validation. Nobody measures it and no rule reads it, so
+#: it is none of the indicators.
+VALIDATION_LOSS = "validation_loss"
+
 #: Indicators that a run has no values of unless it asked for them, or something is wrong.
 OCCASIONAL: frozenset[str] = frozenset(one.name for one in CATALOG if one.is_occasional)
 

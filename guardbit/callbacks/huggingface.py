@@ -225,6 +225,20 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             self.session.grad_norm(logs["grad_norm"])
 
     @guarded
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        metrics: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        """Records the loss of an evaluation."""
+        if self.session is not None and metrics and "eval_loss" in metrics:
+            self.session.validation_loss(metrics["eval_loss"])
+
+    @guarded
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:

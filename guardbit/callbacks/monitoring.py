@@ -244,6 +244,13 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             session.attempt("logging", lambda: self._log(session, trainer, pl_module))
 
     @guarded
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Records the validation's loss, where the model logs one as `val_loss`."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if self.session is not None and loss is not None and not trainer.sanity_checking:
+            self.session.validation_loss(loss)
+
+    @guarded
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Logs the last sampled step, where its numbers were still to come from a GPU."""
         session = self.session

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.catalog import HEAD_INDICATORS, INDICATORS
+from guardbit.catalog import HEAD_INDICATORS, INDICATORS, VALIDATION_LOSS
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
 from guardbit.guard import Guarded, refusing
@@ -424,6 +424,21 @@ class MonitorSession(Guarded):
         step = self._schedule.step
         if step is not None and self._takes_scalars():
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
+
+    @guard.method(_nothing)
+    def validation_loss(self, value: Tensor | float) -> None:
+        """Records the loss of a validation, at the last step that has ended.
+
+        It is drawn where runs are compared, and no rule reads it.
+        """
+        step = self._schedule.last_ended
+
+        def record() -> None:
+            sample = Sample(step or 0, "", -1, VALIDATION_LOSS, (float(value),))
+            self._journal.add([sample])
+
+        if not self._closed:
+            self.attempt("validation loss", record)
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pandas as pd
 
+from guardbit.catalog import VALIDATION_LOSS
 from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
@@ -32,6 +33,12 @@ from guardbit.dashboards.views import CATALOG_OF_PAGES, plain_numbers, thinned
 #: What is drawn over one another: indicator, title, label of the axis, caption.
 OVERLAYS = (
     ("loss", "Training loss", "training loss", "Running median of 25 samples."),
+    (
+        VALIDATION_LOSS,
+        "Validation loss",
+        "validation loss",
+        "As the trainers logged it (paper, figure 7).",
+    ),
     (
         "w_q_spectral_norm",
         "Largest W_Q spectral norm",
@@ -186,7 +193,11 @@ def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
                 ],
             }
         )
-    return {"overlays": overlays, "catalog": CATALOG_OF_PAGES} if overlays else None
+    catalog = {
+        **CATALOG_OF_PAGES,
+        VALIDATION_LOSS: {"label": "validation loss", "is_signed": False},
+    }
+    return {"overlays": overlays, "catalog": catalog} if overlays else None
 
 
 def _overlays(runs: Sequence[Run], fork: int | None) -> list[Block]:
