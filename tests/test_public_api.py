@@ -32,16 +32,19 @@ NAMES = [
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, image_every_n_samples=None, rules, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, strict=False",
+    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, dry_run=False,"
     " calm_steps=None",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, policy=None, dry_run=False, sites=None,"
     " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, strict=False",
+    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " strict=False",
     "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, strict=False",
+    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, calm_steps=None",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
@@ -79,6 +82,7 @@ MEMBERS = {
         "state_dict",
         "step",
         "switch",
+        "validation_loss",
     ],
     "Policy": [
         "calm_steps",
