@@ -25,13 +25,7 @@ from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import (
-    SNAPSHOT_MEGABYTES,
-    check_examinations,
-    check_on_alarm,
-    check_settings,
-    check_snapshot_megabytes,
-)
+from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings
 from guardbit.records import Alarm, RunEnd
 from guardbit.store import RUN_FOLDER
 
@@ -119,12 +113,19 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         strict: bool = False,
     ) -> None:
         with refusing():
-            check_on_alarm(on_alarm)
-            check_settings(
-                every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules
+            Settings(
+                every_n_train_steps=every_n_train_steps,
+                sites=sites,
+                indicators=indicators,
+                num_rows=num_rows,
+                num_audited_heads=num_audited_heads,
+                rules=rules,
+                snapshot_megabytes=snapshot_megabytes,
+                compare=compare,
+                audit_repeats=audit_repeats,
+                preflight=preflight,
+                on_alarm=on_alarm,
             )
-            check_snapshot_megabytes(snapshot_megabytes)
-            check_examinations(compare, audit_repeats, preflight)
             _check_images(image_every_n_samples)
         self.every_n_train_steps = every_n_train_steps
         self.sites = sites

@@ -14,53 +14,43 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.catalog import HEAD_INDICATORS, INDICATORS, VALIDATION_LOSS
+from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.engines.proof import proofs
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.checkpoint import Checkpoint
-from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.detectors.rule import levels_of
+from guardbit.monitor.examinations import Examinations
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
-from guardbit.monitor.journal import OFF, Journal, kernel_of, leave_word, metadata_of
+from guardbit.monitor.journal import OFF, Journal, leave_word, metadata_of
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
     NoAttentionSeenError,
     Sent,
     joined,
+    largest,
 )
-from guardbit.monitor.oddities import Oddities
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.preflight import OwnCalls, calls_of, summary
 from guardbit.monitor.qk_clip import Clipping
-from guardbit.monitor.running import Running
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import (
-    PREFLIGHT_SECONDS,
-    SNAPSHOT_MEGABYTES,
-    check_examinations,
-    check_on_alarm,
-    check_settings,
-    check_snapshot_megabytes,
-)
+from guardbit.monitor.settings import PREFLIGHT_SECONDS, SNAPSHOT_MEGABYTES, Settings
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.monitor.switching import Switching
+from guardbit.monitor.telling import Telling
 from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
@@ -194,111 +184,73 @@ class MonitorSession(Guarded):
     ) -> None:
         self._strict, self._dirpath = strict, dirpath
         with refusing():
-            check_on_alarm(on_alarm)
-            check_settings(
-                every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules
+            settings = Settings(
+                every_n_train_steps=every_n_train_steps,
+                sites=sites,
+                indicators=indicators,
+                num_rows=num_rows,
+                num_audited_heads=num_audited_heads,
+                rules=rules,
+                snapshot_megabytes=snapshot_megabytes,
+                compare=compare,
+                audit_repeats=audit_repeats,
+                preflight=preflight,
+                on_alarm=on_alarm,
             )
-            check_snapshot_megabytes(snapshot_megabytes)
-            check_examinations(compare, audit_repeats, preflight)
             _check_policy(policy)
             _check_folder(dirpath)
         try:
-            self._set_up(
-                model, every_n_train_steps, sites, indicators, num_rows, num_audited_heads, rules,
-                policy, dry_run, dirpath, snapshot_megabytes, compare, audit_repeats, preflight,
-                on_alarm, strict,
-            )  # fmt: skip
+            self._set_up(model, settings, policy, dry_run)
         except BaseException:
             self._take_out()
             raise
 
     def _set_up(
-        self,
-        model: nn.Module,
-        every_n_train_steps: int,
-        sites: Sequence[str] | None,
-        indicators: Sequence[str] | None,
-        num_rows: int | None,
-        num_audited_heads: int,
-        rules: tuple[Rule, ...],
-        policy: Policy | None,
-        dry_run: bool,
-        dirpath: str | os.PathLike[str] | None,
-        snapshot_megabytes: float,
-        compare: str | None,
-        audit_repeats: bool,
-        preflight: bool | float,
-        on_alarm: Callable[[Alarm], object] | None,
-        strict: bool,
+        self, model: nn.Module, settings: Settings, policy: Policy | None, dry_run: bool
     ) -> None:
-        """Makes the parts of the session; arguments as for the constructor."""
-        self.every_n_train_steps = every_n_train_steps
-        self.indicators = INDICATORS if indicators is None else tuple(indicators)
-        self.num_rows = num_rows
-        self.num_audited_heads = num_audited_heads
+        """Makes the parts of the session."""
+        self.every_n_train_steps = settings.every_n_train_steps
+        self.indicators = settings.measured
+        self.num_rows = settings.num_rows
+        self.num_audited_heads = settings.num_audited_heads
         # A copy, because the same policy may serve several runs, each with its own memory.
         self.policy = copy.deepcopy(policy)
         self.dry_run = dry_run
         self.loss_scale = 1.0
-        self._on_alarm = on_alarm
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
         self.alarms: list[Alarm] = []
         self.sampled_step: int | None = None
-        self.detectors = Detectors(rules)
-        repeat, quiet = self.detectors.cool_down_steps, policy.quiet_steps if policy else None
-        if quiet is not None and quiet <= repeat and ranks.rank() == 0:
-            log.warning(
-                "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
-                " still diverge will be switched back",
-                quiet,
-                repeat,
-            )
-        unjudged = self.detectors.unjudged(self.indicators)
-        if unjudged and ranks.rank() == 0:
-            log.warning(
-                "some rules cannot raise an alarm, because indicators that they need are not"
-                " measured: %s",
-                "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
-            )
-        self._model = model
+        self.detectors = Detectors(settings.rules)
+        self._warn_of_settings()
         with refusing():
-            self.instrumentation: Instrumentation = instrument(model, sites)
+            self.instrumentation: Instrumentation = instrument(model, settings.sites)
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
-        self.compare, self.audit_repeats = compare, audit_repeats
         with refusing():
-            self._rival = None if compare is None else Rival(compare)
-        self._oddities = Oddities()
-        self._preflight_seconds = PREFLIGHT_SECONDS if preflight is True else float(preflight)
-        self._found_before = ""
-        # The calls of the step that is examined; None once that is done.
-        is_examined = self._preflight_seconds > 0 and ranks.rank() == 0
-        self._own_calls = OwnCalls() if is_examined else None
+            rival = None if settings.compare is None else Rival(settings.compare)
         self._measurement = Measurement(
             self.instrumentation,
             self.indicators,
-            num_rows,
-            num_audited_heads,
-            self._rival,
-            audit_repeats,
+            self.num_rows,
+            self.num_audited_heads,
+            rival,
+            settings.audit_repeats,
         )
         self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
-        self._schedule = Schedule(every_n_train_steps)
+        self._schedule = Schedule(self.every_n_train_steps)
         self._findings = Findings()
-        self._coverage = Coverage(self.instrumentation)
-        self._running = Running(self.instrumentation)
-        # Of the process: those of before this session, and those that its journal holds.
-        self._earlier_proofs, self._told_proofs = len(proofs()), 0
-        self._stages = Stages(strict, self._tell_failure)
-        self._journal = Journal(dirpath, self._settings(), self._stages)
+        self._stages = Stages(self._strict, self._tell_failure)
+        of_policy = {n: getattr(self.policy, n) if self.policy else None for n in _POLICY_SETTINGS}
+        described = {**settings.described(), **of_policy, "dry_run": dry_run}
+        self._journal = Journal(self._dirpath, described, self._stages)
         self._snapshots = Snapshots(
             self.instrumentation,
-            dirpath,
-            snapshot_megabytes,
+            self._dirpath,
+            settings.snapshot_megabytes,
             lambda site: self._measurement.directions.get(site),
             lambda why: self._journal.note({"snapshots": why}),
         )
@@ -314,12 +266,39 @@ class MonitorSession(Guarded):
             self._switching,
             self._findings,
         )
-        self._said: set[str] = set()
+        self._telling = Telling(
+            self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
+            rival,
+        )  # fmt: skip
+        self._examinations = Examinations(
+            model, self.instrumentation, self._schedule, self._journal, self.record,
+            settings.preflight_seconds,
+        )  # fmt: skip
         self._closed = False
         self._has_given_up = False
         # Switches and the end of the session, asked for within a step; done when that has ended.
         self._deferred: list[Callable[[], None]] = []
         self.instrumentation.listen(self._capture_failed)
+
+    def _warn_of_settings(self) -> None:
+        """Warns of settings that go badly together."""
+        if ranks.rank() > 0:
+            return
+        quiet = self.policy.quiet_steps if self.policy else None
+        if quiet is not None and quiet <= self.detectors.cool_down_steps:
+            log.warning(
+                "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
+                " still diverge will be switched back",
+                quiet,
+                self.detectors.cool_down_steps,
+            )
+        unjudged = self.detectors.unjudged(self.indicators)
+        if unjudged:
+            log.warning(
+                "some rules cannot raise an alarm, because indicators that they need are not"
+                " measured: %s",
+                "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
+            )
 
     # --- the run's events ------------------------------------------------------------------------
 
@@ -350,8 +329,7 @@ class MonitorSession(Guarded):
         if is_new:
             self._do_deferred()
         if self._closed:
-            if "closed" not in self._said:
-                self._said.add("closed")
+            if self._telling.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
         # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
@@ -361,18 +339,17 @@ class MonitorSession(Guarded):
         self.attempt("random numbers", lambda: runtime.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
+        is_resumed = self._schedule.last_ended is not None
         verdict = self._journal.open(
             step,
-            lambda: self._remembered(step),
-            is_resumed=self._schedule.last_ended is not None,
+            lambda: (*self._findings.events(), *self._switching.events(step, is_resumed)),
+            is_resumed=is_resumed,
             try_again=self._schedule.is_sampled and is_new,
         )
         if verdict is not None:
             # A new verdict is recorded only if it differs from the one the folder ends with.
             self._findings.verdict = verdict
-        if self._found_before:
-            why, self._found_before = self._found_before, ""
-            self.record(Event(step, "advisory", "", (), why, rule="preflight"))
+        self._examinations.tell_earlier(step)
         if is_new:
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._schedule.is_sampled):
@@ -460,9 +437,9 @@ class MonitorSession(Guarded):
         step, was_sampled = ended
         if not self._closed:
             self.attempt("switch", self.instrumentation.end_step)
-            self.attempt("coverage", lambda: self._tell_what_is_unseen(step))
-            self.attempt("switch", lambda: self._tell_what_ran(step))
-            self.attempt("proofs", self._tell_proofs)
+            self.attempt("coverage", lambda: self._telling.what_is_unseen(step))
+            self.attempt("switch", lambda: self._telling.what_ran(step))
+            self.attempt("proofs", self._telling.proofs_of_engines)
         self._do_deferred()
         if not self._closed:
             # Not only when the next step begins: some loops run its forward before they say so.
@@ -477,7 +454,7 @@ class MonitorSession(Guarded):
             return alarms
         self.attempt("snapshots", lambda: self._snapshots.write(step))
         self.attempt(_WATCHING, lambda: self._measure(step))
-        self.attempt("preflight", lambda: self._examine_own_calls(step))
+        self.attempt("preflight", lambda: self._examinations.step(step))
         return alarms if self._may_wait() else [*alarms, *self.catch_up()]
 
     @guard.method(_no_alarms)
@@ -539,9 +516,9 @@ class MonitorSession(Guarded):
         if ranks.world_size() > 1:
             self.attempt("metrics", lambda: self._describe(known.metadata))
         samples = self.samples = joined(known.samples)
-        self.scalars = self.attempt("scalars", lambda: _largest(samples)) or {}
+        self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
-        self.attempt("oddities", lambda: self._tell_oddities(step, samples))
+        self.attempt("oddities", lambda: self._telling.oddities(step, samples, self.loss_scale))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
@@ -577,28 +554,7 @@ class MonitorSession(Guarded):
             self._snapshots.alarm(alarm.site, alarm.heads)
             self.record(event_of(alarm, self._switching.already(alarm)))
             if not alarm.role.is_advisory:
-                self._announce(alarm)
-
-    def _announce(self, alarm: Alarm) -> None:
-        """Hands an alarm to the user's function, which may fail without ending anything."""
-        if self._on_alarm is None or ranks.rank() > 0:
-            return
-        try:
-            self._on_alarm(alarm)
-        except Exception as error:
-            if "on_alarm" not in self._said:
-                self._said.add("on_alarm")
-                why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
-                self.record(Event(alarm.step, "monitor_error", "", (), why))
-
-    def _tell_oddities(self, step: int, samples: list[Sample]) -> None:
-        sites = self.instrumentation.sites
-        for event in self._oddities.look(
-            step, samples, self.loss_scale, lambda name: kernel_of(sites.get(name))
-        ):
-            self.record(event)
-        if self._rival is not None and self._rival.refused:
-            self._journal.note({"not_compared": list(self._rival.refused)})
+                self._telling.announce(alarm)
 
     @guard.method(_nothing)
     def abandon_step(self) -> None:
@@ -631,7 +587,7 @@ class MonitorSession(Guarded):
             else:
                 each.callback(self._let_go)
             for last in (
-                self._coverage.close,
+                self._telling.close,
                 lambda: self._journal.close(end),
                 self._write_what_is_left,
                 self._tell_what_ran_last,
@@ -655,7 +611,7 @@ class MonitorSession(Guarded):
 
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
-            self._tell_what_ran(self._schedule.last_ended, is_last=True)
+            self._telling.what_ran(self._schedule.last_ended, is_last=True)
 
     def _let_go(self) -> None:
         self._stages.always("close", self.instrumentation.remove)
@@ -775,42 +731,11 @@ class MonitorSession(Guarded):
         if self._closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
-        return self.attempt("preflight", lambda: self._examine_batch(batch, seconds))
-
-    def _examine_batch(self, batch: Any, seconds: float) -> Preflight | None:
-        self.instrumentation.rest(False)  # calls at rest are not read
-        try:
-            calls = calls_of(self._model, batch)
-        finally:
-            self._rest_unless(False)
-        return self._examine(calls, seconds, 0) if ranks.rank() == 0 else None
-
-    def _examine_own_calls(self, step: int) -> None:
-        calls = self._own_calls
-        if calls:
-            self._own_calls = None
-            self._examine(calls, self._preflight_seconds, step)
-
-    def _examine(self, calls: OwnCalls, seconds: float, step: int) -> Preflight:
-        found = calls.examine(seconds)
-        why = summary(found)
-        self._journal.note({"preflight": [why, *map(str, found.findings)]})
-        if not found.is_broken:
-            log.info("%s", why)
-        elif self._schedule.step is None and self._schedule.last_ended is None:
-            log.warning("%s", why)
-            self._found_before = why  # nothing is written before the first step
-        else:
-            self.record(Event(step, "advisory", "", (), why, rule="preflight"))
-        return found
+        return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
 
     def _consume(self, call: AttentionCall) -> None:
-        own_calls = self._own_calls
-        if own_calls is not None:
-            self.attempt(
-                "preflight",
-                lambda: own_calls.take(call.q, call.k, call.v, call.spec, call.kernel),
-            )
+        if self._examinations.wants_calls:
+            self.attempt("preflight", lambda: self._examinations.take(call))
         self._measurement.consume(call)
         self.attempt("snapshots", lambda: self._snapshots.consume(call))
 
@@ -882,11 +807,10 @@ class MonitorSession(Guarded):
             )
         except NoAttentionSeenError as error:
             # A step may call no attention: one that was skipped, or that of a discriminator.
-            why = self._coverage.why_nothing()
+            why = self._telling.why_nothing
             if self._stages.strict:
                 raise NoAttentionSeenError(why) from error
-            if "unseen" not in self._said:
-                self._said.add("unseen")
+            if self._telling.first("unseen"):
                 self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
             return {}
         self._exchange.metadata = metadata_of(self.instrumentation.sites)
@@ -894,30 +818,6 @@ class MonitorSession(Guarded):
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._exchange.metadata)
         return columns
-
-    def _tell_what_is_unseen(self, step: int) -> None:
-        for why in self._coverage.check():
-            self._exchange.record(Event(step, "monitor_error", "", (), why))
-            self._journal.note({"unseen": self._coverage.unseen})
-        if self._coverage.table and "coverage" not in self._said:
-            self._said.add("coverage")
-            self._journal.note({"coverage": self._coverage.table})
-
-    def _tell_what_ran(self, step: int, is_last: bool = False) -> None:
-        for event in self._running.check(step, is_last):
-            self._exchange.record(event)
-            if ranks.rank() > 0:  # only rank 0 logs events
-                log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
-
-    def _tell_proofs(self) -> None:
-        """Records the proofs of engines once heads are switched, and logs those that failed."""
-        if len(proofs()) == self._told_proofs or not self.instrumentation.switched:
-            return
-        for proof in proofs()[max(self._told_proofs, self._earlier_proofs) :]:
-            if proof.failure and ranks.rank() == 0:
-                log.warning("an attention kernel cannot be given an exact delta: %s", proof)
-        self._told_proofs = len(proofs())
-        self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
     # --- acting ----------------------------------------------------------------------------------
 
@@ -943,28 +843,6 @@ class MonitorSession(Guarded):
             self.record(event)
 
     # --- reporting -------------------------------------------------------------------------------
-
-    def _remembered(self, step: int) -> Iterator[Event]:
-        """Yields the alarms and switches so far, for a run that continues in a new folder."""
-        yield from self._findings.events()
-        yield from self._switching.events(step, is_resumed=self._schedule.last_ended is not None)
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "every_n_train_steps": self.every_n_train_steps,
-            "indicators": list(self.indicators),
-            "num_rows": self.num_rows,
-            "num_audited_heads": self.num_audited_heads,
-            "compare": self.compare,
-            "audit_repeats": self.audit_repeats,
-            "rules": [str(rule) for rule in self.detectors.rules],
-            "levels": levels_of(self.detectors.rules),
-            **{
-                name: getattr(self.policy, name) if self.policy else None
-                for name in _POLICY_SETTINGS
-            },
-            "dry_run": self.dry_run,
-        }
 
     # --- faults ----------------------------------------------------------------------------------
 
@@ -1078,15 +956,3 @@ def _check_folder(dirpath: object) -> None:
 
 def _failed_elsewhere() -> None:
     raise FailedElsewhereError("the stage failed on another rank")
-
-
-def _largest(samples: list[Sample]) -> dict[str, float]:
-    """Returns for each indicator of heads the value that is largest in size over all heads."""
-    largest: dict[str, float] = {}
-    for sample in samples:
-        if sample.indicator in HEAD_INDICATORS:
-            values = [value for value in sample.values if value == value]
-            values += [largest[sample.indicator]] if sample.indicator in largest else []
-            if values:
-                largest[sample.indicator] = max(values, key=abs)
-    return largest

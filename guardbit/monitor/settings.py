@@ -1,13 +1,17 @@
-"""Checks the settings of a monitor before a run begins."""
+"""The settings of a monitor, checked before a run begins."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from guardbit.catalog import INDICATORS
 from guardbit.doctor.rival import Rival
-from guardbit.monitor.detectors import Detectors, Rule
+from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.detectors.rule import levels_of
+from guardbit.records import Alarm
 
 #: Seconds after which an examination begins nothing more, unless it is told otherwise.
 PREFLIGHT_SECONDS = 60.0
@@ -16,82 +20,114 @@ PREFLIGHT_SECONDS = 60.0
 SNAPSHOT_MEGABYTES = 64
 
 
-def check_snapshot_megabytes(megabytes: float) -> None:
-    """Refuses a size that is none.
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What sessions and callbacks take alike; `MonitorSession` says what each means.
 
     Raises:
-        ValueError: Naming the value and what is allowed.
+        ValueError: If one makes no sense, naming the value and what is allowed.
     """
-    is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
-    if not is_number or not 0 <= megabytes < math.inf:
-        raise ValueError(
-            f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
-        )
 
+    every_n_train_steps: int = 50
+    sites: Sequence[str] | None = None
+    indicators: Sequence[str] | None = None
+    num_rows: int | None = None
+    num_audited_heads: int = 1
+    rules: tuple[Rule, ...] = DEFAULT_RULES
+    snapshot_megabytes: float = SNAPSHOT_MEGABYTES
+    compare: str | None = None
+    audit_repeats: bool = False
+    preflight: bool | float = False
+    on_alarm: Callable[[Alarm], object] | None = None
 
-def check_examinations(compare: str | None, audit_repeats: bool, preflight: bool | float) -> None:
-    """Refuses what `compare`, `audit_repeats` and `preflight` cannot be.
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_names()
+        Detectors(self.rules)
+        self._check_examinations()
+        if self.on_alarm is not None and not callable(self.on_alarm):
+            raise ValueError(
+                f"on_alarm is {self.on_alarm!r}; it must be a function of one alarm, or None"
+            )
 
-    Raises:
-        ValueError: Naming the value and what is allowed.
-    """
-    if compare is not None:
-        Rival(compare)
-    if not isinstance(audit_repeats, bool):
-        raise ValueError(f"audit_repeats is {audit_repeats!r}; it must be True or False")
-    if not isinstance(preflight, bool | int | float) or not 0 <= preflight < math.inf:
-        raise ValueError(
-            f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0 on"
-        )
+    @property
+    def preflight_seconds(self) -> float:
+        """After how long the examination of the first step begins nothing more; 0 for none."""
+        return PREFLIGHT_SECONDS if self.preflight is True else float(self.preflight)
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of the indicators."""
+        return INDICATORS if self.indicators is None else tuple(self.indicators)
 
-def check_on_alarm(on_alarm: object) -> None:
-    """Refuses what cannot be called with an alarm.
+    def arguments(self) -> dict[str, Any]:
+        """Returns all by name, as a session takes them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    Raises:
-        ValueError: Naming the value and what is allowed.
-    """
-    if on_alarm is not None and not callable(on_alarm):
-        raise ValueError(f"on_alarm is {on_alarm!r}; it must be a function of one alarm, or None")
+    def described(self) -> dict[str, Any]:
+        """Returns what is kept of them with a run, as plain data."""
+        return {
+            "every_n_train_steps": self.every_n_train_steps,
+            "indicators": list(self.measured),
+            "num_rows": self.num_rows,
+            "num_audited_heads": self.num_audited_heads,
+            "compare": self.compare,
+            "audit_repeats": self.audit_repeats,
+            "rules": [str(rule) for rule in self.rules],
+            "levels": levels_of(self.rules),
+        }
 
+    def _check_numbers(self) -> None:
+        whole: dict[str, object] = {
+            "every_n_train_steps": self.every_n_train_steps,
+            "num_audited_heads": self.num_audited_heads,
+            **({} if self.num_rows is None else {"num_rows": self.num_rows}),
+        }
+        for setting, value in whole.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{setting} is {value!r}; it must be a whole number")
+        every, rows, heads = self.every_n_train_steps, self.num_rows, self.num_audited_heads
+        if every < 1:
+            raise ValueError(f"every_n_train_steps is {every}; it must be at least 1")
+        if rows is not None and rows < 1:
+            raise ValueError(f"num_rows is {rows}; it must be at least 1, or None for all rows")
+        if heads < 0:
+            raise ValueError(f"num_audited_heads is {heads}; it must be at least 0")
+        megabytes = self.snapshot_megabytes
+        is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
+        if not is_number or not 0 <= megabytes < math.inf:
+            raise ValueError(
+                f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
+            )
 
-def check_settings(
-    every_n_train_steps: int,
-    sites: Sequence[str] | None,
-    indicators: Sequence[str] | None,
-    num_rows: int | None,
-    num_audited_heads: int,
-    rules: tuple[Rule, ...],
-) -> None:
-    """Refuses settings of `MonitorSession` that make no sense, in one sentence.
+    def _check_names(self) -> None:
+        for setting, names in (("sites", self.sites), ("indicators", self.indicators)):
+            if isinstance(names, str):
+                raise ValueError(
+                    f"{setting} is {names!r}; it must be a list of names, [{names!r}] say"
+                )
+            if names is None:
+                continue
+            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+                raise ValueError(
+                    f"{setting} is {names!r}; it must be a list of names, or None for all"
+                )
+            if not names:
+                raise ValueError(f"{setting} is empty; name at least one, or pass None for all")
+        for name in self.indicators or ():
+            if name not in INDICATORS:
+                raise ValueError(
+                    f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}"
+                )
 
-    Raises:
-        ValueError: Naming the value and what is allowed.
-    """
-    whole = {
-        "every_n_train_steps": every_n_train_steps,
-        "num_audited_heads": num_audited_heads,
-        **({} if num_rows is None else {"num_rows": num_rows}),
-    }
-    for setting, value in whole.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{setting} is {value!r}; it must be a whole number")
-    if every_n_train_steps < 1:
-        raise ValueError(f"every_n_train_steps is {every_n_train_steps}; it must be at least 1")
-    for setting, names in (("sites", sites), ("indicators", indicators)):
-        if isinstance(names, str):
-            raise ValueError(f"{setting} is {names!r}; it must be a list of names, [{names!r}] say")
-        if names is None:
-            continue
-        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"{setting} is {names!r}; it must be a list of names, or None for all")
-        if not names:
-            raise ValueError(f"{setting} is empty; name at least one, or pass None for all")
-    for name in indicators or ():
-        if name not in INDICATORS:
-            raise ValueError(f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}")
-    if num_rows is not None and num_rows < 1:
-        raise ValueError(f"num_rows is {num_rows}; it must be at least 1, or None for all rows")
-    if num_audited_heads < 0:
-        raise ValueError(f"num_audited_heads is {num_audited_heads}; it must be at least 0")
-    Detectors(rules)
+    def _check_examinations(self) -> None:
+        if self.compare is not None:
+            Rival(self.compare)
+        if not isinstance(self.audit_repeats, bool):
+            raise ValueError(f"audit_repeats is {self.audit_repeats!r}; it must be True or False")
+        preflight = self.preflight
+        if not isinstance(preflight, bool | int | float) or not 0 <= preflight < math.inf:
+            raise ValueError(
+                f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0"
+                " on"
+            )

@@ -7,6 +7,12 @@ of them through a sampled step.
 """
 
 from guardbit.monitor.measure.capture import Capture
-from guardbit.monitor.measure.measurement import Measurement, NoAttentionSeenError, Sent, joined
+from guardbit.monitor.measure.measurement import (
+    Measurement,
+    NoAttentionSeenError,
+    Sent,
+    joined,
+    largest,
+)
 
-__all__ = ["Capture", "Measurement", "NoAttentionSeenError", "Sent", "joined"]
+__all__ = ["Capture", "Measurement", "NoAttentionSeenError", "Sent", "joined", "largest"]

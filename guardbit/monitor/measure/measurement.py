@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.catalog import of_probe
+from guardbit.catalog import HEAD_INDICATORS, of_probe
 from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
@@ -331,3 +331,15 @@ def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
             )
             samples[key] = replace(first, values=values)
     return list(samples.values())
+
+
+def largest(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns for each indicator of heads the value that is largest in size over all heads."""
+    found: dict[str, float] = {}
+    for sample in samples:
+        if sample.indicator in HEAD_INDICATORS:
+            values = [value for value in sample.values if value == value]
+            values += [found[sample.indicator]] if sample.indicator in found else []
+            if values:
+                found[sample.indicator] = max(values, key=abs)
+    return found
