@@ -166,6 +166,8 @@ def test_three_hundred_events_are_a_row_a_head(visit, run, without_figures, tmp_
         "norm_growth × 5",
         "steps 3,000 to 3,240",
     ]
+    # What is seen before anything is unfolded; the appendix is folded.
+    assert len(page.inner_text("main").split()) <= 1200
     sentence = page.locator(".alarms p", has_text="It grew 0.").first
     assert sentence.is_hidden()
     page.locator(".alarms > details > summary").first.click()
