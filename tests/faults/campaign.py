@@ -13,6 +13,7 @@ import argparse
 import csv
 import multiprocessing
 import os
+import pickle
 import sys
 import time
 from collections import Counter
@@ -25,18 +26,55 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="
 COLUMNS = ["seed", "scenario", "error", "point", "result", "detail"]
 
 
-def _work(seeds: Any, results: Any, scenarios: list[str], deadline: float) -> None:
-    from tests.faults.running import inject, plan_of, warm_up
+def _refer(scenario: str, answers: Any) -> None:
+    """Finds out what a scenario does when nothing fails."""
+    from tests.faults.running import reference_of, warm_up
 
-    warm_up()
-    while time.time() < deadline:
-        seed = seeds.get()
-        if seed is None:
-            break
-        plan = plan_of(seed, scenarios)
-        result, detail = inject(plan)
-        results.put([seed, plan.scenario, plan.error.__name__, str(plan.point), result, detail])
-    results.put(None)
+    try:
+        warm_up()
+        answers.put((scenario, pickle.dumps(reference_of(scenario)), ""))
+    except Exception as error:
+        answers.put((scenario, b"", repr(error)))
+
+
+def _work(
+    seeds: Any, results: Any, references: dict[str, bytes], scenarios: list[str], deadline: float
+) -> None:
+    from tests.faults.running import inject, plan_of, references_known, warm_up
+
+    try:
+        warm_up()
+        references_known.update((name, pickle.loads(x)) for name, x in references.items())
+        while time.time() < deadline:
+            seed = seeds.get()
+            if seed is None:
+                break
+            plan = plan_of(seed, scenarios)
+            result, detail = inject(plan)
+            results.put([seed, plan.scenario, plan.error.__name__, str(plan.point), result, detail])
+    finally:
+        results.put(None)
+
+
+def _references(scenarios: list[str]) -> dict[str, bytes]:
+    """Runs each scenario without a fault; those that cannot run here are left out, and told."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    processes = [
+        context.Process(target=_refer, args=(name, answers), daemon=True) for name in scenarios
+    ]
+    found: dict[str, bytes] = {}
+    for process in processes:
+        process.start()
+    for _ in scenarios:
+        name, reference, why = answers.get()
+        if why:
+            print(f"{name} cannot run here and is left out: {why}", file=sys.stderr)
+        else:
+            found[name] = reference
+    for process in processes:
+        process.join()
+    return found
 
 
 def run(
@@ -47,6 +85,8 @@ def run(
     if path.exists():
         with path.open(newline="") as file:
             done = {int(row[0]): row for row in list(csv.reader(file))[1:]}
+    references = _references(scenarios)
+    scenarios = [name for name in scenarios if name in references]
     context = multiprocessing.get_context("spawn")
     seeds, results = context.Queue(), context.Queue()
     for seed in range(first, first + count):
@@ -56,7 +96,9 @@ def run(
         seeds.put(None)
     deadline = time.time() + 60 * minutes
     processes = [
-        context.Process(target=_work, args=(seeds, results, scenarios, deadline))
+        context.Process(
+            target=_work, args=(seeds, results, references, scenarios, deadline), daemon=True
+        )
         for _ in range(workers)
     ]
     for process in processes:
