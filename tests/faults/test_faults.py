@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults import campaign, kills, stores
+from tests.faults import campaign, kernels, kills, missing_rank, soak, stores
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +20,15 @@ def test_injected_faults_break_no_promise(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
+
+
+def test_a_rank_that_stays_away_is_waited_for_once(tmp_path):
+    command = [sys.executable, "-m", "tests.faults.missing_rank", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    longest, why = done.stdout.splitlines()[:2]
+    assert float(longest) >= missing_rank.PATIENCE
+    assert why.startswith("the monitor is off, training goes on: another rank did not answer")
 
 
 def test_the_table_counts_what_fired_by_scenario_and_error():
@@ -52,3 +61,15 @@ def test_commands_read_corrupted_runs(tmp_path):
         how = stores.corrupt(folder, chance)
         for command in ("replay", "watch"):
             assert stores.read(command, folder) == "", how
+
+
+def test_kernels_take_random_calls():
+    found = [kernels.why_wrong(seed, "cpu") for seed in range(30)]
+    assert [one for one in found if one[0]] == []
+
+
+def test_files_and_bytes_stay_few(tmp_path):
+    found = soak.soak(200, tmp_path / "run")
+    assert found.values == 200 * 4 * 2 * 4
+    assert found.files < 60  # merged by eights: at most 7 of each of three widths, twice
+    assert found.bytes_a_value < 16

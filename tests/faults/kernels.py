@@ -1,0 +1,183 @@
+"""Random calls of the kernels against FP64, by seed.
+
+    python -m tests.faults.kernels --minutes 10 --seed 0 --csv kernels.csv
+
+Each call draws shapes, strides, dtype, mask, stabilizer and, at times, NaN and infinities. Output
+and gradients must be as near to FP64 as twice PyTorch's own error in that dtype, the bar of
+FlashAttention's tests, and rows with NaN must be those of FP64. On a GPU the Triton kernels run,
+else plain PyTorch. Seeds that the CSV holds are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guardbit import flash_attention
+
+#: As `guardbit.STABILIZERS`, without the one that shifts the maximum, whose P is another.
+_NAMES = ("none", "exact_delta", "compensated", "stochastic", "centered_keys")
+
+
+class Case(NamedTuple):
+    """A call.
+
+    Attributes:
+        q: Queries, and so on.
+        k: Keys.
+        v: Values.
+        d_out: Gradient of the output.
+        causal: See `guardbit.flash_attention`.
+        stabilizer: The same, for all heads.
+        what: How it was drawn, for people.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    d_out: Tensor
+    causal: Any
+    stabilizer: str
+    what: str
+
+
+def draw(seed: int, device: str) -> Case:
+    """Draws a call."""
+    chance = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    group = chance.choice((1, 1, 2, 4))
+    key_heads, batch = chance.randint(1, 3), chance.randint(1, 3)
+    rows, columns = chance.randint(1, 200), chance.randint(1, 200)
+    width = chance.choice((16, 24, 32, 40, 64, 80, 128))
+    dtype = chance.choice((torch.bfloat16, torch.float16, torch.float32))
+    causal = chance.choice((False, True, "top-left"))
+    stabilizer = chance.choice(_NAMES)
+    scale = chance.choice((0.1, 1.0, 4.0))
+
+    def tensor(heads: int, length: int, factor: float = 1.0) -> Tensor:
+        order = chance.choice(((0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3)))
+        shape = (batch, heads, length, width)
+        x = torch.randn([shape[axis] for axis in order], generator=generator) * factor
+        back = [order.index(axis) for axis in range(4)]
+        return x.to(dtype).to(device).permute(back)
+
+    q, d_out = tensor(group * key_heads, rows, scale), tensor(group * key_heads, rows)
+    k, v = tensor(key_heads, columns, scale), tensor(key_heads, columns)
+    odd = chance.choice(("", "", "", "nan", "inf"))
+    if odd:
+        q[0, 0, chance.randrange(rows)] = float(odd)
+    what = f"{tuple(q.shape)} {tuple(k.shape)} {dtype} causal={causal} {stabilizer} {odd}"
+    return Case(q, k, v, d_out, causal, stabilizer, what)
+
+
+def computed(case: Case, attend: Any, dtype: torch.dtype) -> list[Tensor]:
+    """Returns out, dq, dk and dv."""
+    leaves = [x.detach().to(dtype).requires_grad_() for x in case[:3]]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, case.d_out.to(dtype))]
+
+
+def plain(case: Case) -> Any:
+    """Attention as the textbook has it."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group, rows, columns = q.size(1) // k.size(1), q.size(2), k.size(2)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        scores = q @ k.transpose(-1, -2) * q.size(-1) ** -0.5
+        if case.causal is not False:
+            offset = columns - rows if case.causal is True else 0
+            seen = torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(offset)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            p = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        else:
+            p = scores.softmax(-1)
+        return p @ v
+
+    return attend
+
+
+def _sound_rows(case: Case, name: str, like: Tensor) -> Tensor:
+    """Where the result does not depend on a query that is no number."""
+    sound = case.q.isfinite().all(-1, keepdim=True)
+    return sound.expand_as(like) if name in ("out", "dq") else torch.ones_like(like).bool()
+
+
+def why_wrong(seed: int, device: str) -> tuple[str, str]:
+    """Returns what is wrong with a call, or "", and how it was drawn."""
+    case = draw(seed, device)
+    exact = computed(case, plain(case), torch.float64)
+    theirs = computed(case, plain(case), case.q.dtype)
+    options = {"causal": case.causal, "stabilizer": case.stabilizer}
+    ours = computed(case, lambda *x: flash_attention(*x, **options), case.q.dtype)
+    for name, truth, other, found in zip(
+        ("out", "dq", "dk", "dv"), exact, theirs, ours, strict=True
+    ):
+        truth, other, found = truth.double(), other.double(), found.double()
+        # A query that is no number leaves no number, also where it sees no key.
+        usual = truth.isfinite() & _sound_rows(case, name, truth)
+        if name == "out" and not bool((found.isfinite() | ~usual).all()):
+            return f"{name} is not finite where FP64 is", case.what
+        usual &= other.isfinite() & found.isfinite()
+        allowed = 2 * (other - truth).where(usual, 0.0).abs().max()
+        # Where PyTorch happens to be exact: a few roundings of the largest value. A draw of
+        # stochastic rounding may be off by a whole ulp where rounding to nearest is by half.
+        ulps = 8 if case.stabilizer == "stochastic" else 4
+        if case.q.dtype == torch.float32:  # its sums of up to 200 products round too
+            ulps = 16
+        size = truth.where(usual, 0.0).abs().max()
+        if size == 0:  # one key for each row: P does not depend on the scores
+            size = case.d_out.abs().max().double() * case.v.abs().max() * case.k.abs().max()
+        allowed += ulps * torch.finfo(case.q.dtype).eps * size
+        error = (found - truth).where(usual, 0.0).abs().max()
+        if not bool(error <= allowed):
+            return f"{name} is off by {float(error):.3g}, allowed {float(allowed):.3g}", case.what
+    return "", case.what
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--calls", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, default=Path("kernels.csv"))
+    options = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    done: dict[int, list[str]] = {}
+    if options.csv.exists():
+        with options.csv.open(newline="") as file:
+            done = {int(row[0]): row for row in csv.reader(file)}
+    deadline = time.monotonic() + 60 * options.minutes
+    with options.csv.open("a", newline="") as file:
+        writer = csv.writer(file)
+        for seed in range(options.seed, options.seed + options.calls):
+            if time.monotonic() > deadline:
+                break
+            if seed in done:
+                continue
+            try:
+                why, what = why_wrong(seed, device)
+            except Exception as error:
+                why, what = repr(error), draw(seed, device).what
+            done[seed] = [str(seed), why, what]
+            writer.writerow(done[seed])
+            file.flush()
+    wrong = [row for row in done.values() if row[1]]
+    print(f"{len(done)} calls on {device}, {len(wrong)} wrong")
+    print(Counter(row[1].split(" is ")[0] for row in wrong))
+    for row in wrong[:20]:
+        print(*row, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

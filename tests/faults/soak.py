@@ -1,0 +1,83 @@
+"""Writes 20,000 sampled steps and looks at memory, files and bytes.
+
+python -m tests.faults.soak --samples 20000
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from guardbit.records import Event, Sample
+from guardbit.store import RunWriter, read_run
+
+_INDICATORS, _SITES, _HEADS = 4, 2, 4
+
+
+class Soaked(NamedTuple):
+    """What a soak took.
+
+    Attributes:
+        files: The most files at any moment.
+        bytes_a_value: Bytes on disk for each value.
+        grown: Bytes by which the process grew after its first tenth.
+        values: Values that were read back.
+    """
+
+    files: int
+    bytes_a_value: float
+    grown: int
+    values: int
+
+
+def soak(samples: int, folder: Path) -> Soaked:
+    """Writes as many sampled steps, each flushed."""
+    most, early = 0, 0
+    with RunWriter(folder) as writer:
+        for step in range(samples):
+            writer.add(
+                Sample(step, f"h.{site}", site, f"indicator_{n}", (float(step % 97),) * _HEADS)
+                for n in range(_INDICATORS)
+                for site in range(_SITES)
+            )
+            writer.flush()
+            if step % 500 == 0:
+                writer.event(Event(step, "alarm", "h.0", (0,), "on purpose", rule="model_logits"))
+                most = max(most, sum(1 for _ in folder.iterdir()))
+            if step == samples // 10:
+                early = _resident()
+    grown = _resident() - early
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    values = samples * _INDICATORS * _SITES * _HEADS
+    return Soaked(most, size / values, grown, len(read_run(folder)))
+
+
+def _resident() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=20_000)
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(options.samples, Path(folder) / "run")
+    expected = options.samples * _INDICATORS * _SITES * _HEADS
+    print(
+        f"{options.samples} samples in {time.monotonic() - began:.0f} s: at most {found.files}"
+        f" files, {found.bytes_a_value:.2f} bytes a value, {found.grown / 2**20:.0f} MB grown after"
+        f" the first tenth, {found.values} of {expected} values read"
+    )
+    is_sound = found.files < 100 and found.values == expected and found.grown < 256 * 2**20
+    return 0 if is_sound and found.bytes_a_value < 16 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
