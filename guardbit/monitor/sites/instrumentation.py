@@ -216,6 +216,8 @@ class Instrumentation:
         try:
             undo_all(self._installed)
         finally:
+            if self._installed and interception.restore not in self._installed:
+                self._installed.insert(0, interception.restore)  # it waits for what failed
             self._sites.clear()
             self._switched.clear()
 
