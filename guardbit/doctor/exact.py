@@ -71,7 +71,8 @@ class Exact(NamedTuple):
         values: By `TENSORS`: out and dq (G, N, D), lse (G, N), dk and dv (M, D).
         bounds: How far a sound kernel may be from `values`; of dq without what delta adds, see
             `dq_bound`.
-        orders: What another order of additions may change; lse has none.
+        orders: What another order of additions may change, without the rounding of the sum; lse has
+            none.
         sizes: Sums of the sizes of all terms of `values`; lse has none.
         delta: (G, N).
         push: (G, N, D), what dQ changes by for each unit that delta is too large: -scale P K.
@@ -222,13 +223,14 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     }  # fmt: skip
     grown = 1 + _HIGHER_ORDERS * u
     bounds = {name: bound * (1.0 if name == "lse" else grown) for name, bound in bounds.items()}
-    # Two orders of additions: FP32's steps on the sizes of all terms, and then two roundings that
-    # may go different ways, of each query head's share where these are rounded.
+    # Two orders of additions: FP32's steps on the sizes of all terms, which are off by as much as
+    # the bounds say, and two roundings of each query head's share where these are rounded. The
+    # rounding of the sum itself is not in it: it goes by what each of two runs has.
     orders = {
-        "out": 2 * sums * out_sum + 2 * u * out.abs() + eta,
-        "dq": 2 * sums * dq_sum + 2 * u * dq.abs() + eta,
-        "dk": (2 * row_sums * dk_sum + 2 * u * dk.abs() + eta).sum(0) + 2 * u * dk.sum(0).abs(),
-        "dv": (2 * row_sums * dv_sum + 2 * u * dv.abs() + eta).sum(0) + 2 * u * dv.sum(0).abs(),
+        "out": 2 * sums * (out_sum + out_bound) + eta,
+        "dq": 2 * sums * (dq_sum + dq_bound) + eta,
+        "dk": (2 * row_sums * (dk_sum + dk_bound) + 2 * u * (dk.abs() + dk_bound) + eta).sum(0),
+        "dv": (2 * row_sums * (dv_sum + dv_bound) + 2 * u * (dv.abs() + dv_bound) + eta).sum(0),
     }
     sizes = {"out": out_sum, "dq": dq_sum, "dk": dk_sum.sum(0), "dv": dv_sum.sum(0)}
     return Exact(

@@ -48,14 +48,15 @@ def backward(engine: Engine, call: Call, out: Tensor, lse: Tensor | None) -> Res
     inputs = Inputs(call.q, call.k, call.v, call.spec)
     # As autograd hands it on: in the memory order of out.
     d_out = torch.empty_like(out).copy_(call.d_out)
-    given = call.q.new_zeros(call.q.shape[:-1], dtype=torch.float32) if lse is None else lse
+    batch, heads, rows = call.q.shape[:3]
+    if lse is None:
+        given = call.q.new_zeros(call.q.shape[:-1], dtype=torch.float32)
+    else:
+        # Some kernels pad it, and cuDNN's has one dimension more than its backward is to get.
+        given = lse.reshape(batch, heads, -1)[..., :rows]
     found = engine.backward(inputs, d_out, out, given)
     results = {"dq": found.dq, "dk": found.dk, "dv": found.dv}
-    if lse is None:
-        return results
-    batch, heads, rows = call.q.shape[:3]
-    # Some kernels pad it.
-    return {"lse": lse.reshape(batch, heads, -1)[..., :rows], **results}
+    return results if lse is None else {"lse": given, **results}
 
 
 @torch.no_grad()
