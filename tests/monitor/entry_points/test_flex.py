@@ -560,11 +560,16 @@ def test_what_is_refused(change, why):
         inst.remove()
 
 
+ON_DEMAND = {"compared_dq_relative_error", "compared_w_q_push", "repeat_difference", "nonfinite"}
+
+
 def test_the_indicators_of_a_call_are_numbers():
     case = "soft cap, documents"
     inputs = tensors(case)
     model, run = build("compiled by itself", options_of(case))
-    gathered = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, HEADS).to(DEVICE)
+    # Those measured only where it is asked for, and that of what is not finite, are left out.
+    names = [name for name in HEAD_INDICATORS if name not in ON_DEMAND]
+    gathered = AttentionMetric(plan_for(names).calls, 1, HEADS).to(DEVICE)
     heads = list(range(HEADS))
 
     def consume(call):
