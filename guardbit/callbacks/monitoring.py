@@ -294,9 +294,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             # For the same Trainer's next fit, which goes on from here.
             self._restored = self.state_dict()
         finally:
-            self.session = None
-            session.abandon_step()  # which will not end any more
-            session.close(end)
+            try:
+                session.abandon_step()  # which will not end any more
+            finally:
+                session.close(end)
+        # Last: until then an error's door knows the session that it has to take out.
+        self.session = None
         with suppress(Exception):  # of a handler of the user's
             rank_zero_info(last_line(end, session, self._place))
 
