@@ -156,9 +156,16 @@ def _own_group(default: Any) -> Any:
         # Not by `new_group`: that counts groups, and the count has to stay the same on all ranks.
         prefix = _c10d().PrefixStore(f"guardbit/{_num_groups}", _c10d()._get_default_store())
         _num_groups += 1
-        own = _c10d().ProcessGroupGloo(
-            prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
-        )
+        try:
+            own = _c10d().ProcessGroupGloo(
+                prefix, torch.distributed.get_rank(), world_size(), timedelta(seconds=PATIENCE)
+            )
+        except RuntimeError as error:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise RuntimeError(
+                f"gloo could not connect the ranks ({why}); on several machines the environment"
+                " variable GLOO_SOCKET_IFNAME says over which network interface to try"
+            ) from error
         _group = own, default
     return _group[0]
 
