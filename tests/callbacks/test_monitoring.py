@@ -692,3 +692,15 @@ def test_a_logger_may_draw_the_graph_of_the_model(trains, same_weights, tmp_path
     watch = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
     assert same_weights(run(), run(watch))
     assert set(HEAD_INDICATORS) - OCCASIONAL <= set(read_run(tmp_path / "run").indicator)
+
+
+@pytest.mark.parametrize("name", ["abandon_step", "close"])
+def test_an_error_while_a_run_ends_leaves_no_hook(trains, tmp_path, monkeypatch, caplog, name):
+    def fails(*_):
+        raise MemoryError("at the end")
+
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run")
+    monkeypatch.setattr(guardbit.MonitorSession, name, fails)
+    model, _ = trains.fit(monitor, max_steps=2)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert "at the end" in caplog.text
