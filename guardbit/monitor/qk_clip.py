@@ -2,7 +2,8 @@
 
 The rule is MuonClip's (arXiv 2507.20534): after an optimizer step a head whose largest logit S is
 above the bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K.
-Unlike a stabilizer it changes the weights, and so the run.
+Unlike a stabilizer it changes the weights, and so the run. An optimizer that keeps copies of the
+weights in FP32, and writes them back, undoes it.
 """
 
 from __future__ import annotations
@@ -69,11 +70,14 @@ class Clipping:
             bound: See `clip`.
             why: Why heads are clipped at all, a clause.
         """
-        for sample in samples:
+        logits = [sample for sample in samples if sample.indicator == "max_logit"]
+        # All ranks see the same samples, so all of them refuse, or none.
+        are_parts = any(sample.site not in sites for sample in logits)
+        for sample in logits:
             above = tuple(head for head, s in enumerate(sample.values) if s > bound)
-            if sample.indicator != "max_logit" or not above:
+            if not above:
                 continue
-            refusal = self._refusal(sites.get(sample.site), sample, bound)
+            refusal = self._refusal(None if are_parts else sites[sample.site], sample, bound)
             if refusal is not None:
                 if self._is_new(sample.step, sample.site, (-1,)):
                     sentence = f"not clipped: {refusal} ({why})"
@@ -91,7 +95,7 @@ class Clipping:
         if self._is_dry_run:
             return "dry run"
         if site is None:
-            return "the module is on another rank"
+            return "ranks hold different parts of the model"
         try:
             clip(site, sample.values, bound)
         except LayoutUnavailable as unavailable:

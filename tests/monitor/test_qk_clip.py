@@ -10,7 +10,8 @@ from torch import nn
 import guardbit
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.qk_clip import clip
+from guardbit.monitor.qk_clip import Clipping, clip
+from guardbit.records import Sample
 
 WIDTH, HEADS, TOKENS = 24, 6, 5
 
@@ -117,3 +118,18 @@ def test_a_module_with_normalised_queries_is_refused():
 def test_a_bound_is_a_finite_number_above_0(bound):
     with pytest.raises(ValueError, match="qk_clip must be a finite number above 0, or None, got"):
         Policy(qk_clip=bound)
+
+
+def test_where_ranks_hold_different_layers_none_is_clipped_and_each_is_told():
+    module = Grouped(HEADS)
+    before = [p.clone() for p in module.parameters()]
+    _, instrumentation = watched(module)
+    told = []
+    samples = [Sample(7, site, n, "max_logit", (300.0,) * HEADS) for n, site in enumerate("01")]
+    Clipping(False, told.append).act(instrumentation.sites, samples, 100.0, "no switch has helped")
+    assert all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    assert [(event.kind, event.site) for event in told] == [("refusal", "0"), ("refusal", "1")]
+    assert {event.why for event in told} == {
+        "not clipped: ranks hold different parts of the model (no switch has helped)"
+    }
+    instrumentation.remove()
