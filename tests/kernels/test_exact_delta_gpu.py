@@ -72,6 +72,8 @@ def test_the_forward_keeps_its_bits_and_dq_is_better(backend, dtype, shape, kind
         assert state.ran == ("exact_delta",) * heads, state.substituted
         assert state.launches["backward", "exact_delta"] == 1
         some, _ = case.switched(("none", "exact_delta", *["none"] * (heads - 2)))
+        # A kernel that adds in any order may repeat itself a few times by chance.
+        native += [case.native() for _ in range(20)]
     assert torch.equal(all_heads[0], native[0][0]) and torch.equal(some[0], native[0][0])
     exact = case.exact
     # PyTorch's own errors, and room for the difference of two runs that do not repeat.

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.attention import SDPBackend
 
 from guardbit.kernels.engines.base import Engine
 from guardbit.kernels.spec import AttentionSpec
@@ -33,6 +34,8 @@ class LibraryEngine(Engine):
         deterministic: Whether the backward is to add in a fixed order, where that is a choice.
     """
 
+    #: PyTorch has no name for it.
+    backend = SDPBackend.OVERRIDEABLE
     #: Its name in telemetry.
     label: str
     #: Whether a call with dropout returns where its random numbers came from.

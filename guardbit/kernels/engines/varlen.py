@@ -63,5 +63,5 @@ def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
 
 def _range(spec: AttentionSpec) -> dict[str, Any]:
     # `varlen_attn` passes causal attention as a window.
-    left, right = (-1, 0) if spec.causal is True else spec.window
+    left, right = spec.window[0], 0 if spec.causal is True else spec.window[1]
     return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}

@@ -61,6 +61,9 @@ CASES = {
     "window": (
         AttentionSpec(0.2, window=(20, 0), documents=packed(LENGTHS, LENGTHS)), 4, ENGINES,
     ),
+    "causal window": (
+        AttentionSpec(0.2, True, window=(20, -1), documents=packed(LENGTHS, LENGTHS)), 4, ENGINES,
+    ),
     "batch": (AttentionSpec(0.2, True), 2, ENGINES[1:]),
     "batch, window": (AttentionSpec(0.2, True, window=(30, 5)), 4, ENGINES[1:]),
     "soft cap": (AttentionSpec(1.0, True, softcap=5.0), 2, ENGINES[1:]),
