@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lightning as L
@@ -63,9 +64,14 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """The language model; its embeddings are tied."""
+    """The language model; its embeddings are tied.
 
-    def __init__(self, size: Size, ours: bool) -> None:
+    Args:
+        size: Sizes.
+        ours: Whether attention is `guardbit.flash_attention`, PyTorch's function if not.
+    """
+
+    def __init__(self, size: Size, ours: bool = False) -> None:
         super().__init__()
         self.wte = nn.Embedding(size.vocabulary, size.width)
         self.wpe = nn.Embedding(size.context, size.width)
@@ -87,7 +93,7 @@ class Net(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-class GPT2(L.LightningModule):
+class LanguageModel(L.LightningModule):
     """Draws its batches itself, from tokens on the device: step and seed decide, nothing else.
 
     Args:
@@ -97,7 +103,7 @@ class GPT2(L.LightningModule):
         warmup_steps: Steps of the linear warm-up.
         seed: Of the weights and of the batches.
         compiled: Whether to compile the model.
-        ours: Whether attention is `guardbit.flash_attention`, PyTorch's function if not.
+        net: Makes the network; None for GPT-2 with PyTorch's attention.
         rate_factor: Multiplies the rate, and may differ in a branch.
     """
 
@@ -109,12 +115,12 @@ class GPT2(L.LightningModule):
         warmup_steps: int,
         seed: int,
         compiled: bool,
-        ours: bool = False,
+        net: Callable[[Size], nn.Module] | None = None,
         rate_factor: float = 1.0,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.net = Net(size, ours)
+        self.net = Net(size) if net is None else net(size)
         if compiled:
             self.net.compile()
         self.size, self.learning_rate, self.warmup_steps = size, learning_rate, warmup_steps

@@ -45,7 +45,7 @@ import guardbit
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor.measure.weights import gram_matrices, spectral_norms
-from studies.rescue.model import GPT2, Attention, Size
+from studies.rescue.model import Attention, LanguageModel, Size
 
 #: Steps that a row of the file is of.
 STEPS = 10
@@ -192,7 +192,7 @@ def rows_of(
 
 
 def go_on(
-    checkpoint: dict[str, Any], model: GPT2, device: str, steps: int, minutes: float
+    checkpoint: dict[str, Any], model: LanguageModel, device: str, steps: int, minutes: float
 ) -> Iterator[dict[str, Any]]:
     """Trains on from a checkpoint, eagerly, and yields the rows of every step."""
     model.load_state_dict(checkpoint["state_dict"])
@@ -263,7 +263,7 @@ def main(arguments: list[str]) -> None:
     if hashlib.sha256(tokens.tobytes()).hexdigest() != about["corpus"]["sha256"]:
         raise SystemExit(f"{options.corpus} is not the corpus of the run")
     checkpoint = torch.load(options.checkpoint, map_location=options.device, weights_only=False)
-    model = GPT2(
+    model = LanguageModel(
         Size(**about["size"]), torch.from_numpy(tokens.astype(np.int16)), about["learning_rate"],
         1000, about["seed"], compiled=False,
     )  # fmt: skip

@@ -27,6 +27,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,8 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events
 from guardbit.monitor.qk_clip import clip
 from studies.rescue import corpus
 from studies.rescue.heads import KeepHeads
-from studies.rescue.model import GPT2, Size
+from studies.rescue.llama import Llama
+from studies.rescue.model import LanguageModel, Net, Size
 from studies.rescue.packed import step_of
 
 SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
@@ -55,6 +57,8 @@ BACKENDS = {
     "any": None,
     "guardbit": None,
 }
+
+NETS = {"gpt2": Net, "llama": Llama, "llama_qk_norm": partial(Llama, normed=True)}
 
 
 class SwitchAll(Callback):
@@ -136,6 +140,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--calm-steps", type=int, help="after which a switch is undone")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=1000)
+    parser.add_argument("--architecture", choices=NETS, default="gpt2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=17_000)
     parser.add_argument("--minutes", type=float, help="train no longer, this time")
@@ -160,7 +165,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.backend == "guardbit" and options.architecture != "gpt2":
+        parser.error("--backend guardbit is for --architecture gpt2")
+    return options
 
 
 def run_name(options: argparse.Namespace, arm: str) -> str:
@@ -176,7 +184,8 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
         again += f"-from{options.branch_step}"
     if arm in SCOPES and options.calm_steps is not None:
         stabilizer += f"-calm{options.calm_steps}"
-    return f"{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
+    architecture = "" if options.architecture == "gpt2" else f"{options.architecture}-"
+    return f"{architecture}{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
 def branch(origin: Path, folder: Path, step: int | None) -> Path:
@@ -207,7 +216,7 @@ def main(arguments: list[str]) -> Path:
     options = parse(arguments)
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     tokens, facts = corpus.prepare(options.corpus, options.corpus_bytes, size.vocabulary)
-    model = GPT2(
+    model = LanguageModel(
         size,
         # INT16 on the device: half of INT32, and 16,384 entries fit.
         torch.from_numpy(np.asarray(tokens).astype(np.int16)),
@@ -215,7 +224,9 @@ def main(arguments: list[str]) -> Path:
         options.warmup_steps,
         options.seed,
         compiled=options.device == "cuda",
-        ours=options.backend == "guardbit",
+        net=partial(Net, ours=True)
+        if options.backend == "guardbit"
+        else NETS[options.architecture],
         rate_factor=options.rate_factor,
     )
     folder = options.folder / run_name(options, options.arm)
@@ -263,6 +274,7 @@ def main(arguments: list[str]) -> Path:
         "arm": options.arm,
         "backend": options.backend,
         "stabilizer": None if options.arm in ("stock", "qk_clip") else options.stabilizer,
+        "architecture": options.architecture,
         "learning_rate": options.learning_rate,
         "rate_factor": options.rate_factor,
         "seed": options.seed,

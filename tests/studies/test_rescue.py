@@ -11,13 +11,14 @@ import pandas as pd
 import pytest
 import torch
 
-from guardbit import read_events
+from guardbit import read_events, read_run
 from guardbit.diagnosis.diagnosis import diagnose
 from guardbit.diagnosis.storage import read_snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
-from studies.rescue.model import GPT2, Size
+from studies.rescue.llama import rotate
+from studies.rescue.model import LanguageModel, Size
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
@@ -34,6 +35,7 @@ TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
     ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),
     ("--arm=qk_clip --branch-step=40 --again=6", "qk_clip-any-lr1.5e-03-seed0-again6-from40"),
+    ("--arm=stock --architecture=llama", "llama-stock-any-lr1.5e-03-seed0"),
     ("--arm=stock --rate-factor=0.5 --branch-step=40", "stock-any-lr1.5e-03x0.5-seed0-from40"),
 ])  # fmt: skip
 def test_runs_that_differ_have_folders_of_their_own(arguments, name):
@@ -46,7 +48,7 @@ def test_batches_and_weights_depend_on_seed_and_step_alone(monkeypatch):
     seen = []
     for seed in (0, 0, 1):
         torch.rand(7)
-        model = GPT2(TINY, tokens, 1e-3, 5, seed, compiled=False)
+        model = LanguageModel(TINY, tokens, 1e-3, 5, seed, compiled=False)
         monkeypatch.setattr(type(model), "global_step", 3)
         monkeypatch.setattr(model.net, "forward", lambda batch: batch)
         seen.append((model.training_step(None, 0), model.net.wpe.weight))
@@ -191,3 +193,33 @@ def test_a_branch_at_another_rate(common, monkeypatch):
     train.main(["--arm=stock", "--branch", "--branch-step=6", "--of-again=6",
                 "--learning-rate=1e-3", "--rate-factor=0.5", *common])  # fmt: skip
     assert rates[-1] == 0.5e-3
+
+
+def test_rotated_scores_depend_on_the_distance_alone():
+    one, other = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    q, k = rotate(one.expand(1, 1, 30, 8)), rotate(other.expand(1, 1, 30, 8))
+    scores = (q @ k.transpose(-1, -2))[0, 0].double()
+    # By hand: pairs (i, i + 4) are complex numbers, turned by 10,000^(-i/4) a position.
+    a, b = (
+        torch.complex(x[..., :4], x[..., 4:]).flatten().to(torch.complex128) for x in (one, other)
+    )
+    turn = torch.exp(1j * 10_000.0 ** -(torch.arange(4, dtype=torch.float64) / 4))
+    for distance in (0, 1, 7, 29):
+        exact = (a * b.conj() * turn**distance).sum().real
+        found = scores.diagonal(-distance)
+        # Sines and cosines in FP32, of angles up to 30.
+        assert (found - exact).abs().max() < 1e-5 * one.norm() * other.norm()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", ["llama", "llama_qk_norm"])
+def test_a_llama_in_miniature_is_watched_head_by_head(common, architecture):
+    common[common.index("--heads=2")] = "--heads=3"
+    common[common.index("--width=32")] = "--width=48"
+    folder = train.main(["--arm=stock", f"--architecture={architecture}", *common])
+    assert json.loads((folder / "about.json").read_text())["architecture"] == architecture
+    frame = read_run(folder)
+    heads = frame[frame["indicator"] == "w_q_spectral_norm"].groupby("site")["head"].unique()
+    assert {site: sorted(found) for site, found in heads.items()} == {
+        "net.layers.0.self_attn": [0, 1, 2]
+    }
