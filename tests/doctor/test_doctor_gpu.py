@@ -76,7 +76,7 @@ def test_nothing_else_is_found_in_cudnn_without_an_explicit_mask(mask):
     assert broken(examine(engine_for("cudnn", mask), spec, mask, kinds=OTHER_KINDS)) == []
 
 
-@pytest.mark.parametrize("length", [256, 320, 384, 448])
+@pytest.mark.parametrize("length", [64, 192, 256, 320, 384, 448, 576, 1000, 1024, 1088])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_nan_is_found_in_cudnn_where_pytorchs_own_function_returns_it(mask, length):
     shape = Shape(2, 4, 2, length, 64)
