@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from guardbit import read_run
+from guardbit.monitor.replay import replay
 from studies.rescue import controls
 from studies.rescue.packed import Run, load
 
@@ -54,8 +55,10 @@ def test_chance_is_counted_exactly():
         controls.chance_of_groups(low, high)
 
 
-def test_the_committed_runs_part_as_the_docs_say():
-    found = controls.table(load(RESULTS)).set_index("seed")
+def test_the_committed_runs_part_as_the_docs_say(tmp_path):
+    for folder in (*RESULTS.glob("from_start-*"), *RESULTS.glob("stock-guardbit-*-again*")):
+        (tmp_path / folder.name).symlink_to(folder)
+    found = controls.table(load(tmp_path)).set_index("seed")
     for name, seed, column in (
         ("stock-guardbit-lr1.5e-03-seed4-again7", 4, "logit"),
         ("from_start-exact_delta-cudnn-lr1.5e-03-seed9-again7", 9, "logit_corrected"),
@@ -65,3 +68,16 @@ def test_the_committed_runs_part_as_the_docs_say():
         assert len(at) == 144 and found.loc[seed, column] == at["value"].max()
     assert sorted(found.index) == [2, 4, 6, 9, 10]
     assert found["logit"].min() > 3 * found["logit_corrected"].max()
+
+
+def test_a_model_whose_norms_grow_where_scores_do_not_see_it_is_stable():
+    run = "llama-stock-cudnn-lr1.0e-03-seed0-again7"
+    frame = read_run(RESULTS.with_name("other_models") / run)
+    first = frame[frame["site"] == "net.layers.0.self_attn"]
+    norms, logits = (
+        first[first["indicator"] == name].pivot_table(index="step", columns="head", values="value")
+        for name in ("w_q_spectral_norm", "max_logit")
+    )
+    assert (norms.loc[9000] > 8 * norms.loc[2000]).all() and logits.loc[2000:].max().max() < 16
+    found = replay(frame)
+    assert (found.alarms, found.advisories, found.verdict) == ([], [], "stable")

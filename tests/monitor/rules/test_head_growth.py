@@ -44,6 +44,22 @@ def test_it_fires_by_what_exceeds_the_peers_growth_two_and_a_half_times(rise, pe
         assert [(a.site, a.heads, a.rule) for a in alarms] == [("a", (0,), "head_growth")] * fires
 
 
+@pytest.mark.parametrize(
+    "logit, fires",
+    [(2.0, False), (-15.9, False), (16.1, True), (-16.1, True), (NAN, True), (INF, True)],
+)
+def test_a_norm_does_not_count_while_logits_are_noise(logit, fires):
+    detectors, alarms = Detectors((HeadGrowth(),)), []
+    for step, log in zip(STEPS, 0.8 * AGE, strict=True):
+        norms = enumerate({"a": log, "b": 0.0, "c": 0.0}.items())
+        alarms += detectors.update(
+            Sample(step, site, layer, indicator, (value,))
+            for layer, (site, norm) in norms
+            for indicator, value in (("w_q_spectral_norm", math.exp(norm)), ("max_logit", logit))
+        )
+    assert [(alarm.site, alarm.heads) for alarm in alarms] == [("a", (0,))] * fires
+
+
 def test_it_says_by_how_much_since_when_and_how_much_the_typical_head():
     (alarm,) = alarms_of(1.0 * AGE, 0.1 * AGE, STEPS)
     # At step 1,800 the head has grown by exp(0.8), allowed were 2.5 * 0.08 and 0.05 * 0.8.

@@ -39,8 +39,10 @@ class HeadGrowth:
     the clock: in a young run, or at a high rate, all heads grow fast.
 
     Either may be bounded, or not known. So each counts by itself, and both together for less.
-    Where queries are normalised between W_Q and the scores, the norm says nothing. A largest logit
-    is one extreme row's: of two samples in a row the smaller one counts.
+    Where queries are normalised between W_Q and the scores, the norm says nothing, and nothing
+    while logits are known to be noise: in a model of Llama's kind all W_Q and W_K of the first
+    layer grew thirtyfold in directions that scores do not see. A largest logit is one extreme
+    row's: of two samples in a row the smaller one counts.
 
     A head that has been named is named again once it has grown by as much again.
 
@@ -83,6 +85,9 @@ class HeadGrowth:
         findings = []
         for site in dict.fromkeys([*by_norm, *by_logit]):
             of_norm = _part(by_norm.get(site), self.norm)
+            if site in logits:
+                # What the norm gained does not reach the scores.
+                of_norm = np.where(logits[site] <= FLAT, 0.0, of_norm)
             of_logit = _part(by_logit.get(site), self.logit)
             fired = (of_norm >= 1) | (of_logit >= 1) | (of_norm + of_logit >= self.together)
             if heads := heads_where(fired):
