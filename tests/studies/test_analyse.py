@@ -373,7 +373,9 @@ def bounded(frame, every=1):
 @pytest.mark.parametrize("run", sorted(RESULTS.glob("*/")), ids=lambda run: run.name)
 def test_what_the_rules_say_of_a_committed_run(run):
     events, frame = read_events(run), read_run(run)
-    live = events.loc[events["kind"] == "alarm", "step"]
+    # Every other audit is kept, so the audit's test, which gathers evidence, fires at other steps.
+    is_alarm = (events["kind"] == "alarm") & (events["rule"] != "gradient_error")
+    live = events.loc[is_alarm, "step"]
     again = replay(frame)
     if "lr3.0e-03" in run.name:
         assert again.verdict == "learning-rate"
