@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
@@ -108,16 +107,33 @@ def samples(frame: pd.DataFrame) -> Iterator[Sample]:
     Raises:
         ValueError: If a site has a negative head, or one beyond `MAX_HEADS`.
     """
-    ordered = frame.sort_values(["step", "site", "layer", "indicator"], kind="stable")
-    rows = zip(*(ordered[column].tolist() for column in COLUMNS), strict=True)
-    for (step, site, layer, indicator), group in groupby(rows, key=itemgetter(0, 1, 2, 4)):
-        values: dict[int, float] = {}
-        for _, _, _, head, _, value in group:
-            if site and not 0 <= head < MAX_HEADS:
-                raise ValueError(
-                    f"head {head} of site {site!r} at step {step} in the telemetry; "
-                    f"the heads of a site count from 0 to {MAX_HEADS - 1} at most"
-                )
-            values[int(head) if site else 0] = float(value)
-        heads = tuple(values.get(head, math.nan) for head in range(max(values) + 1))
-        yield Sample(int(step), site, int(layer), indicator, heads)
+    if frame.empty:
+        return
+    site, sites = pd.factorize(frame["site"], sort=True)
+    indicator, indicators = pd.factorize(frame["indicator"], sort=True)
+    columns = [frame[name].to_numpy() for name in ("step", "layer", "head", "value")]
+    order = np.lexsort((indicator, columns[1], site, columns[0]))
+    site, indicator = site[order], indicator[order]
+    step, layer, head, value = (column[order] for column in columns)
+    is_module = np.array([name != "" for name in sites])[site]
+    wrong = np.flatnonzero(is_module & ~((head >= 0) & (head < MAX_HEADS)))
+    if len(wrong):
+        first = wrong[0]
+        raise ValueError(
+            f"head {head[first]} of site {sites[site[first]]!r} at step {step[first]} in the "
+            f"telemetry; the heads of a site count from 0 to {MAX_HEADS - 1} at most"
+        )
+    keys = np.stack([step, layer, site, indicator]).astype(np.int64)
+    starts = np.flatnonzero(np.diff(keys, axis=1, prepend=keys[:, :1] - 1).any(0))
+    places = zip(*keys[:, starts].tolist(), strict=True)
+    ends = [*starts[1:].tolist(), len(value)]
+    sites, indicators = list(sites), list(indicators)
+    heads, values = np.where(is_module, head, 0).tolist(), value.astype(float).tolist()
+    for (at, its_layer, its_site, what), start, end in zip(
+        places, starts.tolist(), ends, strict=True
+    ):
+        known = values[start:end]
+        if heads[start:end] != list(range(end - start)):
+            by_head = dict(zip(heads[start:end], known, strict=True))
+            known = [by_head.get(one, math.nan) for one in range(max(by_head) + 1)]
+        yield Sample(at, sites[its_site], its_layer, indicators[what], tuple(known))
