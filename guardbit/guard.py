@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.checkpoint import _StopRecomputationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 #: Takes an error that has come to a door; it may raise this very error, and nothing else.
 Contain = Callable[[Exception], None]
@@ -103,11 +104,15 @@ def _passes(error: Exception) -> bool:
     return hasattr(error, _REFUSAL) or isinstance(error, _SIGNALS)
 
 
-def method(otherwise: Callable[[Any], Any]) -> Callable[[F], F]:
+def method(
+    otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
+) -> Callable[[F], F]:
     """Makes a method of a `Guarded` a door.
 
     Args:
         otherwise: Makes what the caller gets after an error, from the object.
+        at_last: Called with the object in the end, even if `KeyboardInterrupt` passes; a second
+            time if it raises. It must do no harm when all is done already.
     """
 
     def decorate(inside: Any) -> Any:
@@ -121,11 +126,21 @@ def method(otherwise: Callable[[Any], Any]) -> Callable[[F], F]:
                 if _passes(error):
                     raise
                 _contained(error, lambda error: self._contain(error, inside.__name__))
+            finally:
+                if at_last is not None:
+                    _end(self, at_last)
             return otherwise(self)
 
         return _marked(door)
 
     return decorate
+
+
+def _end(ended: Guarded, at_last: Callable[[Any], None]) -> None:
+    try:
+        undo_all([functools.partial(at_last, ended)])
+    except Exception as error:
+        _contained(error, lambda error: ended._contain(error, at_last.__name__))
 
 
 def function(
@@ -268,23 +283,41 @@ def between(
 def undo_all(to_undo: list[Callable[[], Any]]) -> None:
     """Calls functions, the last one first, and takes each out of the list.
 
-    All of them are called, whatever one raises. Those that raise stay in the list for another try,
-    and the first error is raised at the end.
+    All of them are called, whatever one raises. Those that raise are called once more, and stay in
+    the list for another try if they raise again. The first error is raised at the end.
     """
-    failed: list[Callable[[], Any]] = []
     first: BaseException | None = None
-    for _ in range(len(to_undo)):
-        undo = None
-        try:
-            undo = to_undo.pop()
-            undo()
-        except BaseException as error:
-            first = first or error
-            if undo is not None:
-                failed.append(undo)
-    to_undo.extend(reversed(failed))
+    for _ in range(_TRIES):
+        failed: list[Callable[[], Any]] = []
+        for _ in range(len(to_undo)):
+            undo = None
+            try:
+                undo = to_undo.pop()
+                undo()
+            except BaseException as error:
+                first = first or error
+                if undo is not None:
+                    failed.append(undo)
+        to_undo.extend(reversed(failed))
     if first is not None:
         raise first
+
+
+def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
+    """Calls a function and then, whatever it raises, another, which is tried twice."""
+    try:
+        return function()
+    finally:
+        undo_all([undo])
+
+
+def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
+    """Calls a function inside a context manager.
+
+    Unlike the end of a `with` statement elsewhere, the end of this one is no place of an error.
+    """
+    with context:
+        return function()
 
 
 def call_first(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

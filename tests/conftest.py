@@ -28,6 +28,6 @@ def attention_is_given_back():
     if not given_back:
         from guardbit.monitor.interception import installation
 
-        while installation._installations > 0:  # the next test is not to suffer
-            installation.uninstall()
+        for user in list(installation._needed_by):  # the next test is not to suffer
+            installation.uninstall(user)
     assert given_back

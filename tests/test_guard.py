@@ -94,6 +94,7 @@ def test_every_backward_is_a_door():
 
 
 def test_what_ops_run_is_a_door():
+    assert is_door(op._differentiable)
     assert is_door(native.run_forward)
     assert is_door(native.run_backward)
     assert is_door(library._attention)

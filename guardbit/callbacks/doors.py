@@ -7,10 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from guardbit import guard
-from guardbit.guard import Guarded
+from guardbit.guard import Guarded, undo_all
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import UnseenAttentionError
+from guardbit.records import RunEnd
 
 _UNWATCHED = "GuardBit could not be set up: the run goes on, UNWATCHED and unguarded"
 
@@ -35,6 +36,18 @@ class GuardedCallback(Guarded):
             self.session._contain(error, where)
         else:
             log.warning("%s: %s", _UNWATCHED, str(error) or type(error).__name__, exc_info=True)
+
+
+def end(callback: GuardedCallback, how: RunEnd = "interrupted") -> None:
+    """Ends the session of a callback, if it still has one.
+
+    The callback holds it until it is closed, so that an error's door and the user find it.
+    """
+    session = callback.session
+    if session is not None:
+        # The step that goes on will not end any more.
+        undo_all([lambda: session.close(how), session.abandon_step])
+        callback.session = None
 
 
 def nothing(_: object) -> None:

@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
 from guardbit import guard
-from guardbit.callbacks.doors import GuardedCallback, guarded, nothing, watched
+from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun
 from guardbit.guard import refusing
@@ -27,7 +27,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings
 from guardbit.monitor.stages import log
-from guardbit.records import Alarm, RunEnd
+from guardbit.records import Alarm
 from guardbit.store.files import RUN_FOLDER, publish
 
 #: Name of the guard's state in a checkpoint's folder.
@@ -131,7 +131,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         **_: Any,
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
-        self._close("crashed")  # had the run before ended, its session were closed
+        end(self, "crashed")  # had the run before ended, its session were closed
         self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
@@ -241,7 +241,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         strict = self._settings["strict"]
         session.attempt("checkpoint", lambda: _save(path, session.state_dict(), strict))
 
-    @guard.method(nothing)
+    @guard.method(nothing, at_last=end)
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
@@ -251,7 +251,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             return
         session.catch_up()
         self._report(args, state, control)
-        self._close()
+        end(self, "finished")
         if state.is_world_process_zero:
             with suppress(Exception):  # as at the start
                 print(last_line("finished", session, self._place), flush=True)
@@ -273,12 +273,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 reporter.on_log(args, then, control, logs=dict(metrics), **kwargs)
 
         session.attempt("logging", report)
-
-    def _close(self, end: RunEnd = "finished") -> None:
-        if self.session is not None:
-            session, self.session = self.session, None
-            session.abandon_step()  # it never ends
-            session.close(end)
 
 
 def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:

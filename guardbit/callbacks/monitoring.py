@@ -18,7 +18,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from guardbit import guard
-from guardbit.callbacks.doors import GuardedCallback, guarded, nothing, watched
+from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
 from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
 from guardbit.guard import refusing
@@ -261,12 +261,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         if self._has_news(session):
             session.attempt("logging", lambda: self._log(session, trainer, None))
 
-    @guard.method(nothing)
+    @guard.method(nothing, at_last=end)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
         self._close()
 
-    @guard.method(nothing)
+    @guard.method(nothing, at_last=end)
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
@@ -286,22 +286,15 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Keeps the state until the run starts."""
         self._restored = state_dict
 
-    def _close(self, end: RunEnd = "finished") -> None:
+    def _close(self, how: RunEnd = "finished") -> None:
         session = self.session
         if session is None:
             return
-        try:
-            # For the same Trainer's next fit, which goes on from here.
-            self._restored = self.state_dict()
-        finally:
-            try:
-                session.abandon_step()  # which will not end any more
-            finally:
-                session.close(end)
-        # Last: until then an error's door knows the session that it has to take out.
-        self.session = None
+        # For the same Trainer's next fit, which goes on from here.
+        self._restored = self.state_dict()
+        end(self, how)
         with suppress(Exception):  # of a handler of the user's
-            rank_zero_info(last_line(end, session, self._place))
+            rank_zero_info(last_line(how, session, self._place))
 
     def _take_grad_norm(
         self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None

@@ -167,6 +167,13 @@ def has_tangent(*tensors: Tensor) -> bool:
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
+def _tell_unless_refused(error: Exception) -> None:
+    if not isinstance(error, NotImplementedError):
+        runtime.tell_fault(error)
+
+
+# Once more after an error, because a compiler that traces the op gives up at one.
+@guard.again(_tell_unless_refused)
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     # A compiled graph runs its forward without autograd: that would take a third of the call.
     q, k, v, mask = arguments[:4]

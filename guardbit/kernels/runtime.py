@@ -14,14 +14,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from guardbit.guard import then_undo
 from guardbit.kernels.site_state import Clock, SiteState, is_recomputing, log
 
 #: Number of calls outside any instrumented model.
@@ -125,22 +126,26 @@ class Runtime:
         """Forgets the modules that are running: calls are outside any until one begins."""
         self.running.clear()
 
-    @contextmanager
-    def apart(self, site: Tensor, caller: FrameType) -> Iterator[None]:
+    def apart(self, site: Tensor, caller: FrameType, function: Callable[[], Any]) -> None:
         """Runs one module by itself, whatever else is running.
 
         Args:
             site: Its number, 0-d CPU tensor.
             caller: The Python frame in which it is to run.
+            function: What runs it.
         """
         depth, owner = len(self.running), self._owner
-        self.begin(caller)
-        self.enter(site)
-        try:
-            yield
-        finally:
+
+        def run() -> None:
+            self.begin(caller)
+            self.enter(site)
+            function()
+
+        def undo() -> None:
             del self.running[depth:]
             self._owner = owner
+
+        then_undo(run, undo)
 
     @property
     def current(self) -> Tensor:
@@ -178,10 +183,14 @@ class Runtime:
 
     # --- what all calls share --------------------------------------------------------------------
 
-    def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[], None]:
-        """Adds one of `call_listeners`; returns a function that removes it."""
+    def listen(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Adds one of `call_listeners`."""
         self.call_listeners.append(listener)
-        return lambda: self.call_listeners.remove(listener)
+
+    def unlisten(self, listener: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+        """Removes one of `call_listeners`; one that is not there is no error."""
+        with suppress(ValueError):
+            self.call_listeners.remove(listener)
 
     def keep_residuals(self, is_wanted: bool) -> Callable[[], None]:
         """Says whether compiled calls may be asked for "compensated".

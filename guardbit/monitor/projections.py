@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layout_search import find_latent_layout, find_layout
 from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, NotOneMatrix
@@ -148,11 +149,15 @@ class Weights:
         noise = torch.randn(4, width, generator=torch.Generator(device).manual_seed(0), **options)
         unit = torch.eye(width, **options)
         alone = _WithoutExchange() if self._is_shared else nullcontext()
-        with alone, rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
-            for part in stand_in.modules():
-                part.training = False  # without dropout
-            # All as tokens of one sequence, so that a submodule that mixes tokens is found out.
-            out = stand_in(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
+
+        def run() -> Tensor:
+            with rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
+                for part in stand_in.modules():
+                    part.training = False  # without dropout
+                # As tokens of one sequence, so that a submodule that mixes tokens is found out.
+                return stand_in(torch.cat([torch.zeros_like(unit[:1]), unit, noise])[None])[0]
+
+        out = within(alone, run)
         bias, columns, answers = out.split((1, width, len(noise)))
         columns = columns - bias
         distance = (answers - (noise @ columns + bias)).norm() / answers.norm()
@@ -186,8 +191,8 @@ def _by_itself(rerun: Rerun) -> Rerun:
     def alone(
         parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
     ) -> tuple[Tensor, Tensor]:
-        with _WithoutExchange():
-            return rerun(parameters, prepare)
+        # Were the mode to stay, it would refuse the exchange of gradients.
+        return within(_WithoutExchange(), lambda: rerun(parameters, prepare))
 
     return alone
 

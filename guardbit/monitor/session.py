@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from guardbit import guard
 from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
-from guardbit.guard import Guarded, refusing
+from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
@@ -92,6 +92,19 @@ def _no_heads(_: object) -> Mapping[str, Collection[int]]:
 
 def _all_off(_: object) -> frozenset[str]:
     return frozenset({_WATCHING})
+
+
+# What methods end with, whatever fails in them.
+
+
+def _forget_step(session: MonitorSession) -> None:
+    if session._schedule.is_within_step:
+        session._schedule.abandon()
+    session._do_deferred()
+
+
+def _leave(session: MonitorSession) -> None:
+    session._leave()
 
 
 def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
@@ -276,7 +289,8 @@ class MonitorSession(Guarded):
         )  # fmt: skip
         self._closed = False
         self._has_given_up = False
-        # Switches and the end of the session, asked for within a step; done when that has ended.
+        self._is_leaving = self._wants_out = False
+        # Switches asked for within a step; done when that has ended.
         self._deferred: list[Callable[[], None]] = []
         self.instrumentation.listen(self._capture_failed)
 
@@ -302,7 +316,7 @@ class MonitorSession(Guarded):
 
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(nullcontext)
+    @guard.method(lambda session: Step(session, None))
     def step(self, step: int) -> AbstractContextManager[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -421,7 +435,7 @@ class MonitorSession(Guarded):
         # Once the stage "samples" is off, nobody would read them.
         return not self._closed and not self._stages.off & {"samples", _WATCHING}
 
-    @guard.method(_no_alarms)
+    @guard.method(_no_alarms, at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
         """Ends the optimizer step; on sampled steps measures, judges and acts.
 
@@ -556,7 +570,7 @@ class MonitorSession(Guarded):
             if not alarm.role.is_advisory:
                 self._telling.announce(alarm)
 
-    @guard.method(_nothing)
+    @guard.method(_nothing, at_last=_forget_step)
     def abandon_step(self) -> None:
         """Forgets the step that has not ended, as after an error in it; it may begin again."""
         step = self._schedule.step
@@ -569,7 +583,7 @@ class MonitorSession(Guarded):
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._do_deferred()
 
-    @guard.method(_nothing)
+    @guard.method(_nothing, at_last=_leave)
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is left, and takes the instrumentation out of the model.
 
@@ -579,13 +593,8 @@ class MonitorSession(Guarded):
         Args:
             end: How the run ended, for the report and the live page.
         """
-        is_within_step = self._schedule.is_within_step and not self._closed
         self._closed, self._schedule.is_sampled = True, False
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
-            if is_within_step:
-                self._deferred.append(self._let_go)
-            else:
-                each.callback(self._let_go)
             for last in (
                 self._telling.close,
                 lambda: self._journal.close(end),
@@ -613,15 +622,23 @@ class MonitorSession(Guarded):
         if self._schedule.last_ended is not None:
             self._telling.what_ran(self._schedule.last_ended, is_last=True)
 
+    def _leave(self) -> None:
+        """Lets go of the model now, or when the step has ended if this is the first call."""
+        self._closed, self._schedule.is_sampled = True, False
+        if self._schedule.is_within_step and not self._is_leaving:
+            self._is_leaving = self._wants_out = True
+        else:
+            self._let_go()
+
     def _let_go(self) -> None:
-        self._stages.always("close", self.instrumentation.remove)
-        if self.instrumentation.is_installed:  # what failed once is tried again
-            self._stages.always("close", self.instrumentation.remove)
+        self._stages.always("close", lambda: undo_all([self.instrumentation.remove]))
 
     def _do_deferred(self) -> None:
         """Carries out what was asked for within the step that has ended."""
         while self._deferred:
             self._stages.always("switch", self._deferred.pop(0))
+        if self._wants_out and self.instrumentation.is_installed:
+            self._let_go()
 
     @guard.method(_nothing)
     def switch(
@@ -887,7 +904,7 @@ class MonitorSession(Guarded):
                 self.instrumentation.rest(True)
             return
         if self._schedule.is_within_step and not self._closed:
-            self._deferred.append(self._let_go)  # a forward and its recomputation must be alike
+            self._wants_out = True  # a forward and its recomputation must be alike
         else:
             self._let_go()
 
@@ -922,12 +939,13 @@ class MonitorSession(Guarded):
 class Step(Guarded):
     """One optimizer step of a plain training loop, see `MonitorSession.step`."""
 
-    def __init__(self, session: MonitorSession, step: int) -> None:
+    def __init__(self, session: MonitorSession, step: int | None) -> None:
         self._session, self._step = session, step
 
     @guard.method(lambda step: step._session)
     def __enter__(self) -> MonitorSession:
-        self._session.begin_batch(self._step)
+        if self._step is not None:  # else it could not begin, and nevertheless ends
+            self._session.begin_batch(self._step)
         return self._session
 
     @guard.method(_nothing)

@@ -67,7 +67,7 @@ def leftovers(model: nn.Module) -> list[str]:
         for name, m in model.named_modules()
         if m._forward_hooks or m._forward_pre_hooks or hooks.SITE_ATTRIBUTE in vars(m)
     ]
-    left += ["installations"] * bool(installation._installations)
+    left += ["installations"] * bool(installation._needed_by)
     left += ["what is to be restored"] * bool(installation._restore)
     left += ["listeners"] * bool(doors.listeners)
     left += ["running modules"] * bool(runtime.running or frame_stack)

@@ -64,13 +64,12 @@ def test_what_runs_apart_leaves_all_as_it_was_even_if_it_fails(own):
     own.enter(outer)
 
     def run():
-        with own.apart(apart, sys._getframe()):
-            assert own.current is apart and own.is_inside_site()
-            own.enter(torch.tensor(NO_SITE))  # and is never left
-            raise ValueError("on purpose")
+        assert own.current is apart and own.is_inside_site()
+        own.enter(torch.tensor(NO_SITE))  # and is never left
+        raise ValueError("on purpose")
 
     with pytest.raises(ValueError, match="on purpose"):
-        run()
+        own.apart(apart, sys._getframe(), run)
     assert own.running == [outer] and own.is_inside_site()
 
 
@@ -94,7 +93,8 @@ def test_room_is_kept_as_long_as_one_wants_it_or_nobody_has_said(own):
 
 
 def test_a_listener_is_there_until_it_is_taken_back(own):
-    take_back = own.listen(print)
+    own.listen(print)
     assert own.call_listeners == [print]
-    take_back()
+    own.unlisten(print)
+    own.unlisten(print)
     assert own.call_listeners == []

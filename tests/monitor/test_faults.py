@@ -88,7 +88,7 @@ def hooks_and_patches(model):
     """What is left of GuardBit in a model and in this process."""
     left = [m for m in model.modules() if m._forward_hooks or m._forward_pre_hooks]
     left += [m for m in model.modules() if hooks.SITE_ATTRIBUTE in vars(m)]
-    left += [installation._installations] if installation._installations else []
+    left += list(installation._needed_by)
     left += installation._restore + doors.listeners + runtime.running + frame_stack
     ours = (
         sdpa.scaled_dot_product_attention, checkpointing.checkpoint,

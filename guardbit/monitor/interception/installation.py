@@ -27,7 +27,8 @@ from guardbit.monitor.interception.frames import drop_all, site_modules
 # The compiler's table of PyTorch's functions.
 _RULES = "get_torch_obj_rule_map"
 
-_installations = 0
+# Who needs the stand-ins: a token of each instrumented model.
+_needed_by: set[object] = set()
 _restore: list[Callable[[], None]] = []
 
 # The entry points whose stand-ins are in place.
@@ -37,12 +38,17 @@ _installed: list[EntryPoint] = []
 _num_imported = 0
 
 
-def install() -> None:
-    """Replaces the attention functions of this process, once for any number of models."""
-    global _installations, _num_imported
-    _installations += 1
+def install(user: object) -> None:
+    """Replaces the attention functions of this process, once for any number of models.
+
+    Args:
+        user: Stands for the model until it is passed to `release`.
+    """
+    global _num_imported
+    is_first = not _needed_by
+    _needed_by.add(user)
     _register_with_transformers()
-    if _installations > 1:
+    if not is_first:
         return
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
@@ -50,13 +56,14 @@ def install() -> None:
     _put_in_place(found)
     _replace_everywhere({id(checkpointing.original_checkpoint): checkpointing.checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    _restore.append(runtime.listen(note_flash_call))
+    _restore.append(functools.partial(runtime.unlisten, note_flash_call))
+    runtime.listen(note_flash_call)
 
 
 @guarded
 def look_again() -> None:
     """Replaces the functions of libraries that were imported since they were last looked for."""
-    if _installations and len(sys.modules) != _num_imported:
+    if _needed_by and len(sys.modules) != _num_imported:
         _look_again()
 
 
@@ -102,16 +109,15 @@ def left_alone() -> list[str]:
     return [f"{name} is not watched: {why}" for name, why in reasons if why is not None]
 
 
-def uninstall() -> None:
+def uninstall(user: object) -> None:
     """Puts everything back when the last instrumented model is released."""
-    release()
+    release(user)
     restore()
 
 
-def release() -> None:
-    """Records that one instrumented model fewer needs the stand-ins."""
-    global _installations
-    _installations -= 1
+def release(user: object) -> None:
+    """Records that a model does not need the stand-ins any more, if it ever did."""
+    _needed_by.discard(user)
 
 
 def restore() -> None:
@@ -120,7 +126,7 @@ def restore() -> None:
     What cannot be put back is left for the next call. The error is raised after everything else was
     put back.
     """
-    if _installations > 0:
+    if _needed_by:
         return
     try:
         undo_all(_restore)
@@ -142,9 +148,9 @@ def _replace_what_is_left(installed: list[EntryPoint]) -> None:
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    original = getattr(owner, name)
+    # What undoes it comes first, here and below: nothing can then fail between the two.
+    _restore.append(functools.partial(_put_back, owner, name, replacement, getattr(owner, name)))
     setattr(owner, name, replacement)
-    _restore.append(functools.partial(_put_back, owner, name, replacement, original))
 
 
 def _put_back(owner: Any, name: str, replacement: Any, original: Any) -> None:
@@ -202,16 +208,16 @@ def redirect_references(module: nn.Module) -> None:
                     redirected
                 )  # the original is built in and takes no `self`
             if redirected is not None:
-                setattr(owner, name, redirected)
                 _restore.append(functools.partial(setattr, owner, name, value))
+                setattr(owner, name, redirected)
 
 
 def _redirect_items(table: Any, stand_ins: dict[int, Any]) -> None:
     for key, value in list(table.items()):
         redirected = _redirected(value, stand_ins)
         if redirected is not None:
-            table[key] = redirected
             _restore.append(functools.partial(table.__setitem__, key, value))
+            table[key] = redirected
 
 
 def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) -> None:
@@ -219,8 +225,8 @@ def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) ->
     defaults = function.__defaults__ or ()
     redirected = tuple(_redirected(value, stand_ins) or value for value in defaults)
     if any(new is not old for new, old in zip(redirected, defaults, strict=True)):
-        function.__defaults__ = redirected
         _restore.append(functools.partial(setattr, function, "__defaults__", defaults))
+        function.__defaults__ = redirected
     _redirect_items(function.__kwdefaults__ or {}, stand_ins)
     for cell in function.__closure__ or ():
         try:
@@ -229,8 +235,8 @@ def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) ->
             continue
         redirected = _redirected(value, stand_ins)
         if redirected is not None:
-            cell.cell_contents = redirected
             _restore.append(functools.partial(setattr, cell, "cell_contents", value))
+            cell.cell_contents = redirected
 
 
 def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:

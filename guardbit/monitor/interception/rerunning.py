@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from types import FrameType
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from guardbit.guard import then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.interception.inputs import ModuleInputs, make_up
@@ -91,13 +92,10 @@ def rerun(
         args, kwargs = make_up(inputs, generator, cut)
         # A failure after the attention call does not matter: later code may not bear made-up
         # inputs.
-        with (
-            rehearsal(module, parameters, torch.float32) as stand_in,
-            _probing(number, module, sys._getframe()),
-        ):
+        with rehearsal(module, parameters, torch.float32) as stand_in:
             prepare(stand_in)
             try:
-                stand_in.forward(*args, **kwargs)
+                _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
             except _CalledAgain:
                 raise LayoutUnavailable(
                     f"{type(module).__name__} calls attention more than once at this site, so its"
@@ -110,26 +108,28 @@ def rerun(
     raise failure or RuntimeError("the module did not call attention when it was run again")
 
 
-@contextmanager
-def _probing(number: int, module: nn.Module, caller: FrameType) -> Iterator[None]:
+def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> None:
     """Collects the calls of a site, and keeps them from looking like calls of the model.
 
     Args:
         number: Number of the site.
         module: Its module.
-        caller: The Python frame in which the module is to run.
+        forward: Runs the module.
     """
     num_frames = len(frame_stack)
     state = runtime.site(number)
     before = replace(state, launches=state.launches.copy())
-    probe.site = number
-    probe.calls.clear()
-    frame_stack.append(Frame(module, (), {}))
-    try:
-        with runtime.apart(torch.tensor(number), caller), torch.enable_grad():
-            yield
-    finally:
+
+    def run() -> None:
+        probe.site = number
+        probe.calls.clear()
+        frame_stack.append(Frame(module, (), {}))
+        runtime.apart(torch.tensor(number), sys._getframe(), torch.enable_grad()(forward))
+
+    def undo() -> None:
         probe.site = None
         for each in fields(state):
             setattr(state, each.name, getattr(before, each.name))
         del frame_stack[num_frames:]
+
+    then_undo(run, undo)  # a probe that stayed would take the model's own calls for its own

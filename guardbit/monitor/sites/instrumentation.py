@@ -41,8 +41,12 @@ class Instrumentation:
         # Undone in reverse order; what fails is tried again by the next `remove`.
         self._installed: list[Callable[[], None]] = []
         try:
-            self._installed += [interception.restore, interception.release]
-            interception.install()
+            user = object()
+            self._installed += [
+                interception.restore,
+                functools.partial(interception.release, user),
+            ]
+            interception.install(user)
             for name, module in candidates.items():
                 outer = [self._sites[o] for o in around(name, model) if o in self._sites]
                 number = runtime.add_site(name, self._clock)
