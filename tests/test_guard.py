@@ -199,6 +199,73 @@ def test_what_is_undone_is_undone_whatever_one_raises():
     assert (done, to_undo) == ([3, 1], [fails])
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_what_fails_to_be_undone_is_tried_a_second_time(error):
+    done = []
+
+    def fails_once():
+        done.append(len(done))
+        if len(done) == 1:
+            raise error
+
+    with pytest.raises(error):
+        guard.undo_all([fails_once])
+    assert done == [0, 1]
+
+
+def test_what_is_to_be_undone_after_a_call_is_undone_if_the_call_raises():
+    done = []
+
+    def breaks():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        guard.then_undo(breaks, lambda: done.append("undone"))
+    assert guard.then_undo(lambda: "result", lambda: done.append("again")) == "result"
+    assert done == ["undone", "again"]
+
+
+@pytest.mark.parametrize("error", [None, MemoryError, KeyboardInterrupt])
+def test_a_method_that_ends_something_ends_it_whatever_it_raises(error):
+    class Ending(Door):
+        has_ended = False
+
+        def _end(self):
+            self.has_ended = True
+
+        @guard.method(lambda self: "otherwise", at_last=_end)
+        def end(self):
+            if error is not None:
+                raise error
+
+    door = Ending()
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            door.end()
+    else:
+        assert door.end() == ("otherwise" if error else None)
+    assert door.has_ended
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_error_of_the_end_itself_comes_to_the_door(strict):
+    class Ending(Door):
+        def _end(self):
+            raise OSError("at last")
+
+        @guard.method(lambda self: "otherwise", at_last=_end)
+        def end(self):
+            return "inside"
+
+    door = Ending(strict)
+    if strict:
+        with pytest.raises(OSError, match="at last"):
+            door.end()
+    else:
+        assert door.end() == "inside"
+        assert [(str(told), where) for told, where in door.told] == [("at last", "_end")]
+
+
 def test_a_session_that_cannot_be_built_is_off_and_says_so(tmp_path, monkeypatch, caplog):
     def fails(*_, **__):
         raise MemoryError

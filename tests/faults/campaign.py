@@ -146,7 +146,7 @@ def table(rows: list[list[str]], broken: tuple[str, ...]) -> str:
 
 def main() -> int:
     """Runs the command."""
-    from tests.faults.running import BROKEN
+    from tests.faults.running import AGAIN, BROKEN
     from tests.faults.scenarios import SCENARIOS
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -162,6 +162,7 @@ def main() -> int:
         options.scenario or list(SCENARIOS),
     )  # fmt: skip
     print(table(rows, BROKEN))
+    print(f"{sum(AGAIN in row[5] for row in rows)} had a result at the second try only")
     bad = [row for row in rows if row[4] in BROKEN]
     for row in bad[:100]:
         print(" ".join(row), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import logging
 import os
@@ -39,6 +40,10 @@ BROKEN = (
     "killed", "weights changed", "silent", "left behind", "unreadable", "swallowed", "hung",
     "crashed",
 )  # fmt: skip
+
+
+#: What is said of a result that the second process had.
+AGAIN = "at the second try: "
 
 
 class Plan(NamedTuple):
@@ -205,11 +210,13 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         TimeoutError: If it takes too long.
         ChildProcessError: If the process died.
     """
+    last_words = tempfile.TemporaryFile()  # noqa: SIM115 (of the child)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # with the processes that it starts
         _mute()
+        faulthandler.enable(last_words)
         os.close(reading)
         with os.fdopen(writing, "wb") as stream:
             try:
@@ -219,17 +226,31 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
         os._exit(0)
     os.close(writing)
     try:
-        return _answer(reading, seconds)
+        answer = _answer(reading, seconds)
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
+    with last_words:
+        if not answer:
+            last_words.seek(0)
+            where = [line for line in last_words.read().decode().splitlines() if "File" in line][:3]
+            raise ChildProcessError(f"the process died: {_how_ended(status)}; {' '.join(where)}")
+    found = pickle.loads(answer)
+    if isinstance(found, BaseException):
+        raise ChildProcessError(repr(found))
+    return found
 
 
-def _answer(reading: int, seconds: float) -> Any:
+def _how_ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _answer(reading: int, seconds: float) -> bytes:
     deadline, parts = time.monotonic() + seconds, []
     while True:
         left = deadline - time.monotonic()
@@ -240,12 +261,7 @@ def _answer(reading: int, seconds: float) -> Any:
         if not part:
             break
         parts.append(part)
-    if not parts:
-        raise ChildProcessError("the process died")
-    found = pickle.loads(b"".join(parts))
-    if isinstance(found, BaseException):
-        raise ChildProcessError(repr(found))
-    return found
+    return b"".join(parts)
 
 
 def _mute() -> None:
@@ -284,14 +300,24 @@ def plan_of(seed: int, scenarios: list[str]) -> Plan:
 
 
 def inject(plan: Plan) -> tuple[str, str]:
-    """Carries a plan out; returns its result and what there is to say of it."""
-    try:
-        found = apart(lambda: perform(plan.scenario, True, plan))
-    except TimeoutError as error:
-        return "hung", str(error)
-    except ChildProcessError as error:
-        return "crashed", str(error)
-    return judge(plan, reference_of(plan.scenario), found)
+    """Carries a plan out; returns its result and what there is to say of it.
+
+    A process that died is started once more, because compilers and forks have crashes of their own;
+    that is said. One that dies again counts as crashed.
+    """
+    deaths: list[str] = []
+    while len(deaths) < 2:
+        try:
+            found = apart(lambda: perform(plan.scenario, True, plan))
+        except TimeoutError as error:
+            return "hung", str(error)
+        except ChildProcessError as error:
+            deaths.append(str(error))
+        else:
+            result, detail = judge(plan, reference_of(plan.scenario), found)
+            said = [detail, *(f"{AGAIN}{death}" for death in deaths)]
+            return result, "; ".join(filter(None, said))
+    return "crashed", "; ".join(deaths)
 
 
 def warm_up() -> None:

@@ -203,7 +203,9 @@ def compiled(run: Run) -> None:
 def lightning(run: Run) -> None:
     import lightning.pytorch as pl
 
-    from guardbit import AttentionMonitor, AutoStabilizer
+    # From their homes: an import from `guardbit` is the user's own statement, before any training.
+    from guardbit.callbacks.monitoring import AttentionMonitor
+    from guardbit.callbacks.stabilizing import AutoStabilizer
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -237,7 +239,7 @@ def lightning(run: Run) -> None:
 def huggingface(run: Run) -> None:
     from transformers import Trainer, TrainingArguments
 
-    from guardbit import HuggingFaceMonitor
+    from guardbit.callbacks.huggingface import HuggingFaceMonitor
 
     class Model(nn.Module):
         def __init__(self) -> None:

@@ -5,7 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults import campaign, kernels, kills, missing_rank, soak, stores
+from tests.faults import campaign, kernels, kills, missing_rank, running, soak, stores
+from tests.faults.injection import Point
 
 ROOT = Path(__file__).parents[2]
 
@@ -20,6 +21,32 @@ def test_injected_faults_break_no_promise(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
+
+
+def test_what_once_broke_a_promise_does_not_again():
+    command = [sys.executable, "-m", "tests.faults.found"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+def test_a_process_that_died_is_started_once_more_and_that_is_said(monkeypatch):
+    found = running.Outcome([], "", "", False, [], set(), [], "", {})
+    answers = []
+
+    def apart(_):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(running, "apart", apart)
+    monkeypatch.setattr(running, "reference_of", lambda _: running.Reference([], [], {}, [], set()))
+    plan = running.Plan(0, "plain loop", OSError, Point("a.py", 1, 0))
+    died = ChildProcessError("the process died: SIGSEGV")
+    answers[:] = [died, found]
+    assert running.inject(plan) == ("not reached", f"{running.AGAIN}{died}")
+    answers[:] = [died, died]
+    assert running.inject(plan) == ("crashed", f"{died}; {died}")
 
 
 def test_a_rank_that_stays_away_is_waited_for_once(tmp_path):
