@@ -66,7 +66,10 @@ def write_run(folder: Path, chance: random.Random) -> None:
 
 def corrupt(folder: Path, chance: random.Random) -> str:
     """Corrupts one file of a folder; returns how."""
-    path = chance.choice(sorted(p for p in folder.rglob("*") if p.is_file()))
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    if not files:
+        return "nothing is left"
+    path = chance.choice(files)
     ways: list[Callable[[Path, random.Random], None]] = [
         _flip, _cut, _empty, _garbage, _remove, _twice, _insert, _folder, _swap
     ]  # fmt: skip
@@ -124,12 +127,13 @@ def _swap(path: Path, chance: random.Random) -> None:
 
 def _change(path: Path, chance: random.Random) -> None:
     """Puts another value somewhere into JSON."""
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    place = chance.randrange(len(lines)) if lines else 0
     try:
+        text = path.read_text()
+        lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+        place = chance.randrange(len(lines))
         value = json.loads(lines[place])
-    except (ValueError, IndexError):
-        return
+    except ValueError:  # no JSON any more, or nothing is left
+        return _insert(path, chance)
     lines[place] = json.dumps(_changed(value, chance))
     path.write_text("\n".join(lines) + "\n")
 
@@ -159,9 +163,11 @@ def read(command: str, folder: Path) -> str:
                 with contextlib.suppress(OSError, ValueError):  # a sentence, which the page shows
                     watcher.look()
             json.dumps(watcher.state(-1, None), allow_nan=False)
-            with contextlib.suppress(LookupError):  # a head that is lost; the page answers with 404
+            # What is lost is not found; the page answers with 404.
+            with contextlib.suppress(LookupError):
                 json.dumps(watcher.head(0, 0), allow_nan=False)
-            json.dumps(watcher.curves("max_logit"), allow_nan=False)
+            with contextlib.suppress(LookupError):
+                json.dumps(watcher.curves("max_logit"), allow_nan=False)
             return ""
         result = CliRunner().invoke(app, ARGUMENTS[command](folder))
     except Exception:
@@ -199,13 +205,27 @@ def try_one(seed: int, command: str) -> tuple[str, str]:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def _warm_up() -> None:
+    """Imports what the commands import, once for all forks."""
+    import guardbit.cli
+    import guardbit.dashboards.figures
+    import guardbit.dashboards.live
+    import guardbit.diagnosis.diagnosis
+    import guardbit.monitor.replay
+
+    assert guardbit.cli is not None
+
+
 def _work(jobs: list[tuple[int, str]], results: Any) -> None:
     from tests.faults.running import warm_up
 
-    warm_up()
-    for seed, command in jobs:
-        results.put((seed, command, *try_one(seed, command)))
-    results.put(None)
+    try:
+        warm_up()
+        _warm_up()
+        for seed, command in jobs:
+            results.put((seed, command, *try_one(seed, command)))
+    finally:
+        results.put(None)
 
 
 def run(corruptions: int, workers: int, seed: int) -> list[tuple[int, str, str, str]]:
