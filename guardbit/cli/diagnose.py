@@ -1,0 +1,106 @@
+"""`guardbit diagnose`: why alarmed heads diverge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from guardbit.cli.reading import refusing
+from guardbit.records import printable
+
+if TYPE_CHECKING:
+    from guardbit.diagnosis.run import Diagnosed
+
+
+def diagnose(
+    path: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a run.", show_default=False)
+    ],
+    head: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SITE:NUMBER",
+            help="A head, such as net.h.3.attn:7; may be repeated. By default all that were kept.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the figures, by default `diagnosis` in the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="After how long no further head is begun.")
+    ] = 60,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, and draw no figures.")
+    ] = False,
+) -> None:
+    """Say why alarmed heads diverge: which rounding moves dQ, and whether it adds up."""
+    from guardbit.diagnosis import text
+    from guardbit.diagnosis.run import diagnose_heads, heads_of_run, last_verdict
+    from guardbit.store import folder_of_run
+
+    with refusing(OSError, ValueError):
+        folder = folder_of_run(path)
+        verdict = last_verdict(folder)
+        heads = heads_of_run(folder, head or ())
+        found = []
+        for one in diagnose_heads(heads, seconds):
+            found.append(one)
+            if not as_json:
+                for line in text.page(one):
+                    typer.echo(printable(line) if line else "")
+                place = (output or folder / "diagnosis") / text.file_name(one)
+                typer.echo(f"Figure: {printable(str(_draw(one, place)))}\n")
+    if as_json:
+        told = [text.as_json(one) for one in found]
+        left = len(heads) - len(found)
+        typer.echo(json.dumps({"heads": told, "verdict": verdict, "not_reached": left}))
+        return
+    if output is None:
+        _keep_answer([text.as_json(one) for one in found], folder)
+    if len(found) < len(heads):
+        typer.echo(
+            f"{len(heads) - len(found)} more heads were not reached in {seconds:g} seconds;"
+            " --head asks for one, --seconds for more time."
+        )
+    typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+
+
+def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
+    """Writes the answer beside the figures, for the report; other heads' answers stay."""
+    from guardbit.dashboards.report.diagnosed import ANSWER, read_kept
+    from guardbit.store.files import publish
+
+    new = {(one["site"], one["head"]) for one in told}
+    old = [one for one in read_kept(folder).heads if (one["site"], one["head"]) not in new]
+
+    def write(stream: BinaryIO) -> None:
+        stream.write(json.dumps({"heads": told + old}).encode())
+
+    with refusing(OSError):
+        publish(folder / ANSWER, write)
+
+
+def _draw(one: Diagnosed, place: Path) -> Path:
+    from guardbit.dashboards.figures.diagnosis import head_diagnosis
+    from guardbit.diagnosis import text
+
+    roots = one.found.roots
+    figure = head_diagnosis(
+        printable(text.heading(one)),
+        text.parts_left(one.found),
+        roots.row_push.flatten().tolist(),
+        roots.key_push.sum(0).tolist(),
+        roots.column_push.tolist(),
+        one.found.row,
+    )
+    place.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(place)
+    return place

@@ -1,0 +1,66 @@
+"""`guardbit live`: a run, or the runs below a folder, in the browser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from guardbit.cli.reading import refusing
+from guardbit.records import printable
+
+
+def live(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder of a run, which need not exist yet, or one with runs below it.",
+            show_default=False,
+        ),
+    ],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on this machine; 0 for any free one.")
+    ] = 0,
+    notify: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help='A webhook that gets {"text": "..."} for new alarms, as Slack takes it.',
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show a run, or the runs below a folder, in the browser while they go on; Ctrl-C ends it."""
+    from guardbit.store import folder_of_run, is_run, read_metadata, runs_below
+
+    with refusing(OSError, ValueError):
+        if path.is_file():
+            raise ValueError(f"live shows the folder of a run, but {path} is a file; try report")
+        try:
+            from guardbit.dashboards.live import LiveServer, RunList, RunWatcher, Webhook
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"live needs the package {error.name}: pip install 'guardbit[live]'"
+            ) from None
+        tell = None if notify is None else Webhook(notify).tell
+        holds_runs = path.is_dir() and not is_run(folder_of_run(path)) and bool(runs_below(path))
+        runs = RunList(path, tell)
+        server = LiveServer(runs if holds_runs else RunWatcher(path), port=port)
+        if not holds_runs:
+            try:
+                read_metadata(path)
+            except (OSError, ValueError) as error:
+                typer.echo(f"guardbit: {printable(str(error))}; the page waits for one", err=True)
+        typer.echo(
+            f"Live page of {printable(str(path))}: {server.address}\n"
+            f"From another machine: ssh -L {server.port}:127.0.0.1:{server.port} <this machine>, "
+            "then the same address there.\nCtrl-C ends the page; the run goes on."
+        )
+        if tell is not None and not holds_runs:
+            runs.start()
+        try:
+            server.run()
+        finally:
+            runs.stop()

@@ -1,0 +1,81 @@
+"""What several commands need: errors as sentences, and runs as they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from guardbit.records import Event, printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from guardbit.monitor.replay import Replay
+
+#: What the metadata of a report say about events that were not recorded.
+REPLAYED = "found in the samples by `guardbit replay`; the run itself recorded none"
+
+
+@contextlib.contextmanager
+def refusing(*errors: type[Exception]) -> Iterator[None]:
+    """Turns the user's errors into a sentence and exit code 2, and warnings into sentences."""
+    said: set[str] = set()
+
+    def say_once(message: Warning | str, *_: object, **__: object) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            typer.echo(f"guardbit: {printable(str(message))}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = say_once
+        try:
+            yield
+        except errors as error:
+            typer.echo(f"guardbit: {printable(str(error))}", err=True)
+            raise typer.Exit(2) from None
+
+
+def read_samples(path: Path) -> pd.DataFrame:
+    """Returns the samples of a run.
+
+    Raises:
+        ValueError: If there are none yet.
+    """
+    from guardbit.store import read_run
+
+    frame = read_run(path)
+    if frame.empty:
+        raise ValueError(f"the run at {path} holds no samples yet")
+    return frame
+
+
+def read_recorded(path: Path) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, Any]]:
+    """Returns samples, events and metadata of a run."""
+    from guardbit.store import folder_of_run, is_run, read_events, read_metadata
+
+    frame = read_samples(path)
+    if is_run(folder_of_run(path)):
+        return frame, read_events(path), read_metadata(path)
+    # Data from elsewhere has no events: the detectors find those that a run would have had.
+    from guardbit.monitor.replay import replay as replay_frame
+
+    return frame, events_of_replay(frame, replay_frame(frame)), {"events": REPLAYED}
+
+
+def events_of_replay(frame: pd.DataFrame, result: Replay) -> pd.DataFrame:
+    """What a replay has found, as the events that a run would have recorded."""
+    import pandas as pd
+
+    from guardbit.monitor.findings import event_of
+
+    events = [event_of(alarm) for alarm in result.alarms]
+    last = int(frame["step"].to_numpy().max())
+    events.append(Event(last, "verdict", "", (), result.why, verdict=result.verdict))
+    return pd.DataFrame([dataclasses.asdict(event) for event in events])

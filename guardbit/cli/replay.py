@@ -1,0 +1,140 @@
+"""`guardbit replay`: the detectors over recorded telemetry again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from guardbit.cli.reading import events_of_replay, read_samples, refusing
+from guardbit.records import printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from guardbit.dashboards.outcome import Outcome
+    from guardbit.monitor.detectors import Rule
+    from guardbit.monitor.replay import Replay
+    from guardbit.records import Alarm
+
+RunPath = Annotated[
+    Path,
+    typer.Argument(
+        help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's scalars.",
+        show_default=False,
+    ),
+]
+
+
+def replay(
+    path: RunPath,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    threshold: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULE.NAME=NUMBER",
+            help="A rule's threshold, such as head_growth.norm=0.5; may be repeated.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run the detectors over recorded telemetry again, with the same or other thresholds."""
+    from guardbit.dashboards.outcome import headline
+    from guardbit.monitor.detectors import DEFAULT_RULES
+    from guardbit.monitor.replay import normalised_sites
+    from guardbit.monitor.replay import replay as replay_frame
+    from guardbit.store import read_metadata
+
+    with refusing(OSError, ValueError):
+        rules = _with_thresholds(DEFAULT_RULES, threshold or ())
+        samples = read_samples(path)
+        result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
+        outcome = _outcome_of_replay(path, samples, result)
+    if as_json:
+        alarms = [
+            {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
+            for alarm in result.alarms
+        ]
+        typer.echo(
+            json.dumps(
+                {
+                    "alarms": alarms,
+                    "first_alarm": result.first_alarm,
+                    "verdict": result.verdict,
+                    "outcome": outcome.kind,
+                }
+            )
+        )
+        return
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if result.alarms:
+        table = Table("first step", "module", "heads", "rule", "alarms", box=None, pad_edge=False)
+        by_rule: dict[tuple[str, str], list[Alarm]] = {}
+        for alarm in result.alarms:
+            by_rule.setdefault((alarm.site, alarm.rule), []).append(alarm)
+        for (site, rule), alarms in by_rule.items():
+            heads = sorted({head for alarm in alarms for head in alarm.heads})
+            table.add_row(
+                f"{alarms[0].step:,}",
+                Text(printable(site) or "whole run"),
+                ", ".join(map(str, heads)),
+                rule,
+                str(len(alarms)),
+            )
+        console.print(table)
+    console.print(headline(outcome), markup=False, highlight=False, soft_wrap=True)
+    verdict = f"{result.verdict}: {printable(result.why)}"
+    console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+
+
+def _outcome_of_replay(path: Path, frame: pd.DataFrame, result: Replay) -> Outcome:
+    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
+    import pandas as pd
+
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.store import read_events
+
+    recorded = read_events(path)
+    switches = recorded.loc[recorded["kind"] == "switch"]
+    found = events_of_replay(frame, result)
+    return outcome_of(frame, pd.concat([found, switches]) if len(switches) else found)
+
+
+def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:
+    """Returns the rules with thresholds replaced, each given as "rule.name=number"."""
+    by_name: dict[str, Any] = {rule.name: rule for rule in rules}
+    allowed = {
+        f"{name}.{field.name}": type(getattr(rule, field.name))
+        for name, rule in by_name.items()
+        for field in dataclasses.fields(rule)
+        if isinstance(getattr(rule, field.name), int | float)
+    }
+    for threshold in thresholds:
+        key, _, number = threshold.partition("=")
+        if key not in allowed:
+            raise ValueError(
+                f"--threshold must be RULE.NAME=NUMBER, got {threshold!r}; there are "
+                f"{', '.join(allowed)}"
+            )
+        rule, _, field = key.partition(".")
+        try:
+            value = allowed[key](number)
+            if math.isnan(value):
+                raise ValueError
+        except ValueError:
+            kind = "a whole number" if allowed[key] is int else "a number"
+            raise ValueError(f"--threshold {key} must be {kind}, got {number!r}") from None
+        by_name[rule] = dataclasses.replace(by_name[rule], **{field: value})
+    return tuple(by_name.values())

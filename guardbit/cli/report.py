@@ -1,0 +1,152 @@
+"""`guardbit report`: the report of a run, or of several side by side."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from guardbit.cli.reading import read_recorded, refusing
+from guardbit.records import printable
+
+if TYPE_CHECKING:
+    from guardbit.dashboards.report import Run as ReportedRun
+
+
+class ReportFormat(enum.StrEnum):
+    """The formats of `guardbit.dashboards.report`, which is imported when a report is written."""
+
+    html = "html"
+    png = "png"
+    pdf = "pdf"
+    md = "md"
+    gif = "gif"
+    card = "card"
+
+
+def report(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's "
+            "scalars; two to four stand side by side.",
+            show_default=False,
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file, or its folder; by default in the run's folder or beside the CSV.",
+            show_default=False,
+        ),
+    ] = None,
+    format: Annotated[
+        ReportFormat | None,
+        typer.Option(
+            help="One page that opens offline, a folder of pictures, printable pages, or Markdown; "
+            "of one run also the model map over the steps (gif), or a picture of 1,200 x 630 "
+            "pixels to share (card). By default what the output's name says, else html.",
+            show_default=False,
+        ),
+    ] = None,
+    open_it: Annotated[
+        bool, typer.Option("--open", help="Open the report, as a browser would.")
+    ] = False,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Write no report: print the outcome as one JSON object, of several runs as "
+            'one with "runs".',
+        ),
+    ] = False,
+) -> None:
+    """Write the report of a run, or of several side by side."""
+    if as_json:
+        with refusing(OSError, ValueError):
+            if output is not None or format is not None:
+                raise ValueError("--json writes no report: leave --output and --format out")
+            outcomes = _outcomes_in_json(paths)
+        typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
+        return
+    from guardbit.dashboards.report import write_reports, write_shared
+
+    with refusing(OSError, ValueError):
+        if format is None:
+            suffix = "" if output is None else output.suffix.removeprefix(".").lower()
+            known = set(ReportFormat)
+            format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
+        place = _report_path(paths, output, format)
+        is_shared = format in (ReportFormat.gif, ReportFormat.card)
+        if is_shared and len(paths) > 1:
+            raise ValueError(f"a {format.value} shows one run, got {len(paths)}")
+        runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
+        if format is ReportFormat.gif or format is ReportFormat.card:
+            written = write_shared(runs[0], place, format.value)
+        else:
+            written = write_reports(runs, place, format=format.value)
+    typer.echo(printable(str(written)))
+    if open_it:
+        typer.launch(written.resolve().as_uri())
+
+
+def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
+    """Where a report goes: a file, or the folder of the PNGs."""
+    name = "report" if len(paths) == 1 else "comparison"
+    endings = {ReportFormat.png: "_pictures", ReportFormat.card: "_card.png"}
+    name += endings.get(format, f".{format.value}")
+    if output is not None:
+        # A name without a suffix is a folder's, whether it exists already or not.
+        is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)
+        return output / name if is_folder else output
+    if len(paths) > 1:
+        return Path(name)
+    path = paths[0]
+    return path / name if path.is_dir() else path.with_name(f"{_name(path)}-{name}")
+
+
+def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """The outcome of each run; copies of one run are held against each other."""
+    from guardbit.dashboards.forks import against_each_other
+    from guardbit.dashboards.outcome import outcome_of
+    from guardbit.dashboards.tables import of_run
+    from guardbit.store import read_end
+
+    runs = {str(path): read_recorded(path) for path in paths}
+    outcomes = {path: outcome_of(frame, events) for path, (frame, events, _) in runs.items()}
+    losses = {path: of_run(frame, "loss") for path, (frame, *_) in runs.items()}
+    return [
+        {"run": path, **outcome.as_json(), "end": read_end(path)}
+        for path, outcome in against_each_other(outcomes, losses).items()
+    ]
+
+
+def _read_whole(path: Path, name: str) -> ReportedRun:
+    from guardbit.dashboards.report import Run
+    from guardbit.dashboards.report.diagnosed import Kept, read_kept
+    from guardbit.store import folder_of_run, is_run
+
+    folder = folder_of_run(path)
+    return Run(name, *read_recorded(path), read_kept(folder) if is_run(folder) else Kept())
+
+
+def _name(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".csv")
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Names of runs, each with as many of its folders as it takes to make them differ."""
+    from guardbit.dashboards.names import place_of_run
+
+    places = [place_of_run(path) for path in paths]
+    names = [_name(place) for place in places]
+    folders = [place.parent for place in places]
+    while len(set(names)) < len(names) and any(folder.name for folder in folders):
+        names = [f"{folder.name}/{name}" for folder, name in zip(folders, names, strict=True)]
+        folders = [folder.parent for folder in folders]
+    return names
