@@ -12,7 +12,7 @@ import guardbit
 from guardbit import guard
 from guardbit.guard import Guarded, is_door
 from guardbit.kernels import flex, library, native, op
-from guardbit.monitor.interception import checkpointing, watching
+from guardbit.monitor.interception import checkpointing, tracing, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.session import MonitorSession, Step
 
@@ -100,6 +100,10 @@ def test_what_ops_run_is_a_door():
     assert is_door(library._attention)
     assert is_door(library._attention_backward)
     assert all(map(is_door, (flex._begin, flex._lse_gradient, flex._observe)))
+
+
+def test_what_compilers_run_while_they_trace_is_a_door():
+    assert all(map(is_door, (tracing._drop_stale, tracing._read_inputs, tracing._read_call)))
 
 
 # --- what a door does ----------------------------------------------------------------------------

@@ -55,12 +55,14 @@ FOUND = (
     Place("hugging face", OSError, "callbacks/huggingface.py", "session.catch_up()", 0),
     Place("hugging face", OSError, "callbacks/doors.py", "undo_all([", 0),
     Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),
+    Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = None", 8),
     # What keeps ranks from waiting for one another in a re-run stayed.
     Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
     # The compiler gave up at the first error.
+    Place("compiled", MemoryError, "monitor/interception/tracing.py", "keep_traced_entry(n", 0),
     Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),
 )
 

@@ -32,7 +32,7 @@ from guardbit.monitor.interception.calls import StepCalls
 from guardbit.monitor.interception.doors import listeners, recorders, unlisten
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
-from guardbit.monitor.interception.installation import install, left_alone, release, restore
+from guardbit.monitor.interception.installation import install, left_alone, restore, uninstall
 from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.records import SiteRecord, parts, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
@@ -51,9 +51,9 @@ __all__ = [
     "parts",
     "ran",
     "recorders",
-    "release",
     "rerun",
     "restore",
     "site_record",
+    "uninstall",
     "unlisten",
 ]

@@ -42,7 +42,7 @@ def install(user: object) -> None:
     """Replaces the attention functions of this process, once for any number of models.
 
     Args:
-        user: Stands for the model until it is passed to `release`.
+        user: Stands for the model until it is passed to `uninstall`.
     """
     global _num_imported
     is_first = not _needed_by
@@ -110,14 +110,9 @@ def left_alone() -> list[str]:
 
 
 def uninstall(user: object) -> None:
-    """Puts everything back when the last instrumented model is released."""
-    release(user)
-    restore()
-
-
-def release(user: object) -> None:
-    """Records that a model does not need the stand-ins any more, if it ever did."""
+    """Puts everything back if no other model needs it; calling it again is harmless."""
     _needed_by.discard(user)
+    restore()
 
 
 def restore() -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.variables import BaseListVariable, LazyVariableTracker, TensorVariable
 
+from guardbit import guard
 from guardbit.monitor.interception.calls import Heads
+from guardbit.monitor.interception.doors import report
 from guardbit.monitor.interception.frames import drop_stale, frame_stack, site_modules
 from guardbit.monitor.interception.inputs import (
     ModuleInputs,
@@ -36,6 +38,8 @@ def drop_stale_traced() -> None:
     comptime(_drop_stale)
 
 
+# Doors: an error of theirs would end the compilation.
+@guard.function(report)
 def _drop_stale(_: Any) -> None:
     drop_stale()
 
@@ -50,6 +54,7 @@ def note_traced_call(site: Tensor, heads: Heads, refusal: str | None, entry: str
     comptime(_read_call)
 
 
+@guard.function(report)
 def _read_inputs(context: Any) -> None:
     """Runs while `note_traced_inputs` is traced, and reads the fake inputs."""
     try:
@@ -67,6 +72,7 @@ def _read_inputs(context: Any) -> None:
         return
 
 
+@guard.function(report)
 def _read_call(context: Any) -> None:
     """Runs while `note_traced_call` is traced."""
     try:

@@ -44,7 +44,7 @@ class Instrumentation:
             user = object()
             self._installed += [
                 interception.restore,
-                functools.partial(interception.release, user),
+                functools.partial(interception.uninstall, user),
             ]
             interception.install(user)
             for name, module in candidates.items():
