@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ MOST_CHARACTERS = 80
 
 def place_of_run(path: Path) -> Path:
     """The folder that a run is called by: the log directory in which the run's own folder is."""
-    path = path.resolve()
+    path = Path(os.path.realpath(path))  # unlike `Path.resolve`, it takes a loop of links
     return path.parent if path.name == RUN_FOLDER and path.parent.name else path
 
 

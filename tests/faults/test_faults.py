@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults import campaign, kernels, kills, missing_rank, running, soak, stores
+import typer
+
+from tests.faults import campaign, commands, kernels, kills, missing_rank, running, soak, stores
 from tests.faults.injection import Point
 
 ROOT = Path(__file__).parents[2]
@@ -100,3 +102,30 @@ def test_files_and_bytes_stay_few(tmp_path):
     assert found.values == 200 * 4 * 2 * 4
     assert found.files < 60  # merged by eights: at most 7 of each of three widths, twice
     assert found.bytes_a_value < 16
+
+
+def test_commands_take_any_arguments():
+    with commands.in_a_zoo() as paths:
+        for seed in range(40):
+            arguments = commands.draw(random.Random(seed), paths)
+            assert commands.failure_of(arguments) == "", arguments
+        # A comparison with a loop of links, which once was a traceback.
+        loop = next(path for path in paths if path.endswith("loop"))
+        assert commands.failure_of(["report", loop, "/dev/null"]) == ""
+
+
+def test_a_command_that_fails_is_seen(monkeypatch):
+    app = typer.Typer()
+
+    @app.command()
+    def fail(how: str) -> None:
+        if how == "error":
+            raise KeyError(how)
+        print("Traceback" if how == "print" else "")
+        raise typer.Exit({"code": 3, "silent": 2, "fine": 1}.get(how, 0))
+
+    monkeypatch.setattr(commands, "app", app)
+    failures = {how: commands.failure_of([how]) for how in ("error", "print", "code", "silent")}
+    assert "KeyError" in failures["error"] and "Traceback" in failures["print"]
+    assert failures["code"] == "exit code 3" and failures["silent"] == "it refuses without a word"
+    assert commands.failure_of(["fine"]) == ""
