@@ -41,7 +41,7 @@ class HeadGrowth:
     Either may be bounded, or not known. So each counts by itself, and both together for less.
     Where queries are normalised between W_Q and the scores, the norm says nothing, and nothing
     while logits are known to be noise: in a model of Llama's kind all W_Q and W_K of the first
-    layer grew thirtyfold in directions that scores do not see. A largest logit is one extreme
+    layer grew ten- to twentyfold where scores do not see it. A largest logit is one extreme
     row's: of two samples in a row the smaller one counts.
 
     A head that has been named is named again once it has grown by as much again.
