@@ -311,6 +311,27 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
         undo_all([undo])
 
 
+def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
+    """Calls a function and then another with what it returned, of which only that is tried twice.
+
+    A checkpoint counts the tensors that are saved, so a call that has saved some is not run again
+    for an error that comes after it.
+
+    Args:
+        function: The function.
+        finish: Makes the result from what it returned.
+        contain: Takes the first error of `finish`; the second is raised.
+    """
+    made = function()
+    try:
+        return finish(made)
+    except Exception as error:
+        if _passes(error):
+            raise
+        _contained(error, contain)
+    return finish(made)
+
+
 def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
     """Calls a function inside a context manager.
 

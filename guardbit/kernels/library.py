@@ -9,7 +9,7 @@ kernels is replaced: a switched head hands its backward another delta, or hands 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -311,13 +311,23 @@ class _Attention(torch.autograd.Function):
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 5
-        if ctx.read is None:  # once: a checkpoint does not give it a second time
-            ctx.read = ctx.saved_tensors
-        saved = ctx.read
-        run = _attention_backward if is_direct(d_out, *saved[:3]) else _backward
-        dq, dk, dv, d_sinks = run(d_out, *saved, *ctx.numbers)
-        ctx.read = None
-        return dq, dk, dv, d_sinks if ctx.needs_input_grad[3] else None, None
+        compute, release = partial(_gradients, ctx, d_out), partial(_release, ctx)
+        return guard.then_finish(compute, release, runtime.tell_fault)
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.read is None:  # once: a checkpoint does not give it a second time
+        ctx.read = ctx.saved_tensors
+    saved = ctx.read
+    run = _attention_backward if is_direct(d_out, *saved[:3]) else _backward
+    dq, dk, dv, d_sinks = run(d_out, *saved, *ctx.numbers)
+    return dq, dk, dv, d_sinks if ctx.needs_input_grad[3] else None, None
+
+
+def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gives up what was read, when nothing is computed from it any more."""
+    ctx.read = None
+    return gradients
 
 
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:

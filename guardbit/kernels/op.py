@@ -9,7 +9,7 @@ compiler, and a tag says so. Calls without dropout draw nothing and need no tag.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -134,15 +134,25 @@ class _Attention(torch.autograd.Function):
         d_out = d_outputs[0]
         if d_out is None:
             return (None,) * 5
-        saved = _read(ctx)
-        if not torch.is_grad_enabled():
-            run = run_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
-            gradients = run(d_out, *saved, *ctx.arguments)
-        else:
-            gradients = _backward_of_create_graph(d_out, saved, ctx.arguments)
-        wants_mask = ctx.arguments[4]
-        ctx.read = None
-        return (*gradients[:3], gradients[3] if wants_mask else None, None)
+        compute, release = partial(_gradients, ctx, d_out), partial(_release, ctx)
+        return guard.then_finish(compute, release, runtime.tell_fault)
+
+
+def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    saved = _read(ctx)
+    if not torch.is_grad_enabled():
+        run = run_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
+        gradients = run(d_out, *saved, *ctx.arguments)
+    else:
+        gradients = _backward_of_create_graph(d_out, saved, ctx.arguments)
+    wants_mask = ctx.arguments[4]
+    return (*gradients[:3], gradients[3] if wants_mask else None, None)
+
+
+def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """Gives up what was read, when nothing is computed from it any more."""
+    ctx.read = None
+    return gradients
 
 
 def _read(ctx: Any) -> Any:

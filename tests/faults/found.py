@@ -44,6 +44,8 @@ class Place(NamedTuple):
         return Point(str(path), number, self.count)
 
 
+_CALLED = "monitor/interception/entry_points"
+
 FOUND = (
     # Hooks and replaced functions stayed.
     Place("plain loop", SystemExit, "monitor/sites/instrumentation.py", "interception.install(", 0),
@@ -61,6 +63,10 @@ FOUND = (
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = None", 8),
     # What keeps ranks from waiting for one another in a re-run stayed.
     Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
+    # A call of a checkpointed forward that had saved its tensors was run again, and saved more.
+    Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
+    # Its backward read what was saved for a second time.
+    Place("checkpointed", MemoryError, "kernels/op.py", "    return gradients", 4),
     # The compiler gave up at the first error.
     Place("compiled", MemoryError, "monitor/interception/tracing.py", "keep_traced_entry(n", 0),
     Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from guardbit.guard import Around, Result
+from guardbit.guard import Around, Result, then_finish
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
@@ -31,7 +31,7 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import named, recorders, reporting, stand_in
+from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.sharding import Share
@@ -195,7 +195,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    return _run(entry, found, args, kwargs)
+    return _handed_back(entry, found, args, kwargs, _computed(found))
 
 
 def before(
@@ -207,24 +207,34 @@ def before(
         return None
     if isinstance(found, _Watched):
         return _around(entry, found, args, kwargs)
+    compute = functools.partial(_computed, found)
+    hand_back = functools.partial(_handed_back, entry, found, args, kwargs)
     if found.spec.dropout_p == 0:
-        return Result(_run(entry, found, args, kwargs))
+        return Result(then_finish(compute, hand_back, report))
     drawn = generator_of(found.q.device).get_state()
     try:
-        return Result(_run(entry, found, args, kwargs))
+        return Result(then_finish(compute, hand_back, report))
     except Exception:
         generator_of(found.q.device).set_state(drawn)  # the original draws the same numbers
         raise
 
 
-def _run(entry: EntryPoint, found: Bound, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    q, k, v, spec, layout, library, shared = found
-    out, lse = attention_at_site(q, k, v, runtime.current, spec, library)
-    out = as_given(out, layout)
-    if shared is not None:
-        given = shared[0]
+def _computed(found: Bound) -> tuple[Tensor, Tensor]:
+    return attention_at_site(found.q, found.k, found.v, runtime.current, found.spec, found.library)
+
+
+def _handed_back(
+    entry: EntryPoint,
+    found: Bound,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    computed: tuple[Tensor, Tensor],
+) -> Any:
+    out = as_given(computed[0], found.layout)
+    if found.shared is not None:
+        given = found.shared[0]
         out = DTensor.from_local(out, given.device_mesh, given.placements)
-    return entry.returns(out, lse, *args, **kwargs)
+    return entry.returns(out, computed[1], *args, **kwargs)
 
 
 def is_unread() -> bool:
