@@ -118,6 +118,7 @@ def run(
             done[int(row[0])] = row
             writer.writerow(row)
             file.flush()
+    seeds.cancel_join_thread()  # what nobody has taken need not be sent
     for process in processes:
         process.terminate()
         process.join()
