@@ -216,6 +216,7 @@ def stand_in(
     before: Callable[[tuple[Any, ...], dict[str, Any]], Around | Result | None],
     traced: Callable[..., Any] | None,
     contain: Contain,
+    give_up: Contain,
 ) -> Callable[..., Any]:
     """Makes a door that stands in for another function.
 
@@ -224,7 +225,8 @@ def stand_in(
         before: Takes the arguments of an eager call and says what to do instead of calling the
             original with them; None to do just that.
         traced: A compiler traces it; None for the original.
-        contain: Takes an error. The original is then called in spite of it.
+        contain: Takes an error, after which the same is tried again.
+        give_up: Takes the last error. The original is called in spite of it.
     """
 
     def door(*args: Any, **kwargs: Any) -> Any:
@@ -232,14 +234,14 @@ def stand_in(
             function = place.original if traced is None else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         taken = None
-        for _ in range(_TRIES):
+        for attempt in range(1, _TRIES + 1):
             try:
                 taken = before(args, kwargs)
                 break
             except Exception as error:
                 if _passes(error):
                     raise
-                _contained(error, contain)
+                _contained(error, contain if attempt < _TRIES else give_up)
         if taken is None:
             return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         if isinstance(taken, Result):
@@ -248,12 +250,13 @@ def stand_in(
         found = call(*taken.args, **taken.kwargs)  # pyright: ignore[reportOptionalCall]
         if taken.after is None:
             return found
-        try:
-            return taken.after(found)
-        except Exception as error:
-            if _passes(error):
-                raise
-            _contained(error, contain)
+        for attempt in range(1, _TRIES + 1):
+            try:
+                return taken.after(found)
+            except Exception as error:
+                if _passes(error):
+                    raise
+                _contained(error, contain if attempt < _TRIES else give_up)
         return found
 
     return _marked(door)

@@ -185,10 +185,39 @@ def test_a_stand_in_calls_the_original_after_errors_before_and_after_it():
     def half_broken(args, kwargs):
         return guard.Around(args, kwargs, lambda found: 1 / 0)
 
-    assert guard.stand_in(Place, broken, None, told.append)(1) == 2
+    assert guard.stand_in(Place, broken, None, told.append, told.append)(1) == 2
     assert [type(error) for error in told] == [KeyError, KeyError]  # tried twice
-    assert guard.stand_in(Place, half_broken, None, told.append)(1) == 2
+    assert guard.stand_in(Place, half_broken, None, told.append, told.append)(1) == 2
     assert isinstance(told[-1], ZeroDivisionError)
+
+
+def test_a_stand_in_gives_up_only_after_its_last_try():
+    told, last, failures = [], [], {"before": 1, "after": 1}
+
+    class Place:
+        original = staticmethod(lambda x: x + 1)
+
+    def fail_once(name):
+        if failures[name]:
+            failures[name] -= 1
+            raise OSError(name)
+
+    def after(found):
+        fail_once("after")
+        return 10 * found
+
+    def before(args, kwargs):
+        fail_once("before")
+        return guard.Around(args, kwargs, after)
+
+    door = guard.stand_in(Place, before, None, told.append, last.append)
+    assert door(1) == 20
+    assert ([str(error) for error in told], last) == (["before", "after"], [])
+    failures.update(before=2)
+    assert door(1) == 2  # the original's
+    assert ([str(error) for error in told[2:]], [str(error) for error in last]) == (
+        ["before"], ["before"]
+    )  # fmt: skip
 
 
 def test_what_is_undone_is_undone_whatever_one_raises():

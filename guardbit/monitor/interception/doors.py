@@ -98,7 +98,7 @@ def stand_in(
 ) -> Callable[..., Any]:
     """Makes a stand-in for a function that a model calls, see `guard.stand_in`."""
     skip_code(getattr(before, "func", before).__code__)
-    return guard.stand_in(place, before, traced, _leave_call_alone)
+    return guard.stand_in(place, before, traced, report, _leave_call_alone)
 
 
 def _untraced(door: Any, inside: Callable[..., Any]) -> Any:

@@ -6,6 +6,7 @@ no observer listens the original runs alone. For eager calls only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -101,8 +102,8 @@ class Watch:
             return out
         self._spec, self._keeps_output = spec, keeps_output
         more = [out] if keeps_output else [] if p is None else [p]
-        heard = self._heard_output(out, q, k, v, *more)
-        return out if heard is None else heard
+        hear = functools.partial(self._heard_output, out, q, k, v, *more)
+        return guard.then_finish(hear, functools.partial(_either, out), report)
 
     @reporting
     def _heard_output(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
@@ -159,6 +160,10 @@ class Watch:
                 dropout=dropped,
             )
         )
+
+
+def _either(out: Tensor, heard: Tensor | None) -> Tensor:
+    return out if heard is None else heard
 
 
 def gradient_as_it_came(ctx: Any, *d_outs: Any) -> Any:

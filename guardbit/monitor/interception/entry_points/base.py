@@ -322,8 +322,9 @@ def _around(
     q = watch.query(q)
 
     def after(out: Tensor) -> Tensor:
-        out = heads_first(out, layout)
-        return as_given(watch.output(out, q, k, v, spec, keeps_output=keeps_output), layout)
+        hear = functools.partial(watch.output, heads_first(out, layout), q, k, v, spec)
+        hand_back = functools.partial(as_given, layout=layout)
+        return then_finish(functools.partial(hear, keeps_output=keeps_output), hand_back, report)
 
     if args:
         return Around((as_given(q, layout), *args[1:]), kwargs, after)

@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guardbit.guard import Around, of_torch
+from guardbit.guard import Around, of_torch, then_finish
 from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.calls import Heads
-from guardbit.monitor.interception.doors import stand_in
+from guardbit.monitor.interception.doors import report, stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
 from guardbit.monitor.interception.records import note_call
@@ -151,17 +151,20 @@ class _Products:
             return None
         if self._inputs is None:
             return Around((self._begin(first, second, None), second), kwargs)
-        self._is_heard = True
         q, k, mask = self._inputs
         p = self._watch.probabilities(self._by_head(first))
         spec = AttentionSpec(1.0, mask=mask, dropout_p=self._dropout_p)
 
         def after(out: Tensor) -> Tensor:
-            out = self._by_head(out)
-            out = self._watch.output(out, q, k, self._by_head(second), spec, p)
-            return out.flatten(0, 1)
+            values = self._by_head(second)
+            hear = functools.partial(self._watch.output, self._by_head(out), q, k, values, spec, p)
+            return then_finish(
+                hear, functools.partial(torch.flatten, start_dim=0, end_dim=1), report
+            )
 
-        return Around((p.flatten(0, 1), second), kwargs, after)
+        around = Around((p.flatten(0, 1), second), kwargs, after)
+        self._is_heard = True  # last, because this is tried again after an error
+        return around
 
     def _before_baddbmm(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
         mask, q, k = args
