@@ -1,7 +1,8 @@
 """Corrupts the folders of runs at random and lets every command read them.
 
-    python -m tests.faults.stores --corruptions 1000 --workers 8 --seed 0
+    python -m tests.faults.stores --corruptions 1000 --workers 8 --minutes 9 --csv stores.csv
 
+What the CSV holds is left out, so that it goes on where it stopped.
 A command must end with a sentence, not with a traceback, within a minute and within 1 GB. What is
 called `watch` is what the live page reads.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import multiprocessing
 import os
@@ -216,39 +218,57 @@ def _warm_up() -> None:
     assert guardbit.cli is not None
 
 
-def _work(jobs: list[tuple[int, str]], results: Any) -> None:
+def _work(jobs: Any, results: Any, deadline: float) -> None:
     from tests.faults.running import warm_up
 
     try:
         warm_up()
         _warm_up()
-        for seed, command in jobs:
-            results.put((seed, command, *try_one(seed, command)))
+        while time.time() < deadline and (job := jobs.get()) is not None:
+            results.put((*job, *try_one(*job)))
     finally:
         results.put(None)
 
 
-def run(corruptions: int, workers: int, seed: int) -> list[tuple[int, str, str, str]]:
+def run(
+    corruptions: int, workers: int, seed: int, minutes: float, path: Path
+) -> list[tuple[int, str, str, str]]:
     """Tries each command on as many corrupted runs; returns seed, command, result and detail."""
+    found: dict[tuple[int, str], tuple[int, str, str, str]] = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            for number, command, *rest in list(csv.reader(file))[1:]:
+                found[int(number), command] = (int(number), command, *rest)
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    jobs = [(seed + n, command) for n in range(corruptions) for command in COMMANDS]
+    jobs, results = context.Queue(), context.Queue()
+    for job in ((seed + n, command) for n in range(corruptions) for command in COMMANDS):
+        if job not in found:
+            jobs.put(job)
+    for _ in range(workers):
+        jobs.put(None)
+    deadline = time.time() + 60 * minutes
     processes = [
-        context.Process(target=_work, args=(jobs[place::workers], results))
-        for place in range(workers)
+        context.Process(target=_work, args=(jobs, results, deadline)) for _ in range(workers)
     ]
     for process in processes:
         process.start()
-    found, working = [], workers
-    while working:
-        one = results.get()
-        if one is None:
-            working -= 1
-        else:
-            found.append(one)
+    is_new, working = not path.exists(), workers
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if is_new:
+            writer.writerow(["seed", "command", "result", "detail"])
+        while working:
+            one = results.get()
+            if one is None:
+                working -= 1
+                continue
+            found[one[:2]] = one
+            writer.writerow(one)
+            file.flush()
+    jobs.cancel_join_thread()  # what nobody has taken need not be sent
     for process in processes:
         process.join()
-    return sorted(found)
+    return sorted(found.values())
 
 
 def main() -> int:
@@ -256,10 +276,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corruptions", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--csv", type=Path, default=Path("stores.csv"))
     options = parser.parse_args()
     began = time.monotonic()
-    found = run(options.corruptions, options.workers, options.seed)
+    found = run(options.corruptions, options.workers, options.seed, options.minutes, options.csv)
     counted = Counter((command, result) for _, command, result, _ in found)
     print("| command | corrupted runs | traceback | hung | memory |\n|---|---|---|---|---|")
     for command in COMMANDS:
