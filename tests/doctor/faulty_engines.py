@@ -49,6 +49,7 @@ class Written(Engine):
         hide_backward: Callable[[Tensor], Tensor] = keep,
         scale: float = 1.0,
         scale_backward: float = 1.0,
+        any_order: bool = False,
     ) -> None:
         self.name = name
         self.reads_out = not delta_from_p
@@ -56,6 +57,7 @@ class Written(Engine):
         self._delta, self._delta_from_p = delta, delta_from_p
         self._hide, self._hide_backward = hide, hide_backward
         self._scale, self._scale_backward = scale, scale_backward
+        self._any_order = any_order
 
     def _scores(self, inputs: Inputs, hide, factor: float) -> Tensor:
         q, k, _, spec = inputs[:4]
@@ -91,7 +93,8 @@ class Written(Engine):
         delta = (p * dp).sum(-1) if self._delta_from_p else (d_out * out.float()).sum(-1)
         ds = self._ds(p * (dp - self._delta(delta)[..., None]))
         scale = spec.scale * self._scale_backward
-        dq = self._dq(ds @ keys * scale).to(q.dtype)
+        order = torch.randperm(k.size(2)) if self._any_order else torch.arange(k.size(2))
+        dq = self._dq(ds[..., order] @ keys[..., order, :] * scale).to(q.dtype)
         dk, dv = ds.mT @ q.float() * scale, self._backward_p(p).mT @ d_out
         dk, dv = (x.unflatten(1, (-1, group)).sum(2).to(q.dtype) for x in (dk, dv))
         return Gradients(dq, dk, dv)
@@ -124,6 +127,11 @@ def nan_in_head(gradients: Gradients) -> Gradients:
     dq = gradients.dq.clone()
     dq[-1, 3, -1, 0] = math.nan
     return gradients._replace(dq=dq)
+
+
+def empty_rows_see_all(seen: Tensor) -> Tensor:
+    """What -65504 in the place of -inf makes of rows that see no key."""
+    return seen | ~seen.any(-1, keepdim=True)
 
 
 class Racing:

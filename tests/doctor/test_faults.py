@@ -22,6 +22,7 @@ from tests.doctor.faulty_engines import (
     Racing,
     Wrapped,
     Written,
+    empty_rows_see_all,
     nan_in_head,
     nearest,
     one_key_less,
@@ -105,6 +106,27 @@ def test_the_head_is_named():
     assert (finding.tensors, finding.heads) == (("dq",), (3,))
     (finding,) = examine(Wrapped("race", results=Racing()), "causal").findings()
     assert (finding.tensors, finding.heads) == (("dq",), (1,))
+
+
+def test_rows_that_are_wrong_by_their_mask_are_no_race():
+    torch.manual_seed(0)  # of the orders in which dQ is added up
+    engine = Written(
+        "cuDNN before PyTorch 2.12",
+        hide=empty_rows_see_all, hide_backward=empty_rows_see_all, any_order=True,
+    )  # fmt: skip
+    broken = [finding for finding in examine(engine, "padding").findings() if finding.is_broken]
+    assert [finding.fault for finding in broken] == ["mask"]
+    assert re.search("query 0 of head 0 sees key 0, which is hidden", broken[0].why)
+
+
+def test_a_wrong_mask_is_named_beside_a_nan():
+    class Both(Written):
+        def backward(self, *given):
+            return nan_in_head(super().backward(*given))
+
+    engine = Both("both", hide=empty_rows_see_all, hide_backward=empty_rows_see_all)
+    broken = [finding for finding in examine(engine, "padding").findings() if finding.is_broken]
+    assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
 
 
 def test_an_ignored_carrier_is_found_and_is_no_break():
