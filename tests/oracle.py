@@ -40,6 +40,11 @@ class Dense(NamedTuple):
     dv: Tensor
     d_sinks: Tensor
 
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """O, dQ, dK and dV."""
+        return self.out, self.dq, self.dk, self.dv
+
 
 def packed(query_lengths, key_lengths, device=DEVICE):
     """Documents of these lengths."""
@@ -74,38 +79,42 @@ def seen_keys(spec: AttentionSpec, rows: int, keys: int, device: str | torch.dev
     return seen
 
 
-def attend(q, k, v, spec, sinks=None, kept=None) -> Forward:
-    """Attention of FP64 tensors. A row that sees no key has weights and an output of 0.
-
-    Args:
-        q: `(B, H, N, D)`.
-        k: `(B, H_kv, M, D)`.
-        v: `(B, H_kv, M, E)`.
-        spec: What the call asks for.
-        sinks: In place of those of `spec`, `(H,)`; for their gradient.
-        kept: What dropout multiplies P by, `(B, H, N, M)`: 0, or one over the share that stays.
-    """
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    rows, keys = q.shape[2], k.shape[2]
-    hidden = ~seen_keys(spec, rows, keys, q.device)
-    scores = q @ k.mT * spec.scale
+def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """What the softmax gets, sinks apart: FP64 (B, H, N, M), -inf where a query sees no key."""
+    k = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    hidden = ~seen_keys(spec, q.shape[2], k.shape[2], q.device)
+    scores = q.double() @ k.mT * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.mask is not None and spec.mask.dtype == torch.bool:
         hidden = hidden | ~spec.mask
     elif spec.mask is not None:
         scores = scores + spec.mask
-    scores = scores.masked_fill(hidden, -math.inf)
+    return scores.masked_fill(hidden, -math.inf)
+
+
+def attend(q, k, v, spec, sinks=None, kept=None) -> Forward:
+    """Attention in FP64. A row that sees no key has weights and an output of 0.
+
+    Args:
+        q: `(B, H, N, D)`, of any dtype as k and v.
+        k: `(B, H_kv, M, D)`.
+        v: `(B, H_kv, M, E)`.
+        spec: What the call asks for.
+        sinks: In place of those of `spec`, `(H,)`; for their gradient.
+        kept: What dropout multiplies P by, `(B, H, N, M)`: 0, or one over the share that stays.
+    """
+    scores = scores_of(q, k, spec)
     sinks = spec.sinks if sinks is None else sinks
     if sinks is None:
         sinks = torch.full((q.shape[1],), -math.inf, dtype=torch.float64, device=q.device)
-    column = sinks.double()[:, None, None].expand(len(q), -1, rows, 1)
+    column = sinks.double()[:, None, None].expand(len(q), -1, q.shape[2], 1)
     every = torch.cat([scores, column], -1)
     dead = (every == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(every.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
     of_keys = weights[..., :-1]
-    out = (of_keys if kept is None else of_keys * kept) @ v
+    used = of_keys if kept is None else of_keys * kept
+    out = used @ v.double().repeat_interleave(q.shape[1] // v.shape[1], 1)
     return Forward(scores, every.logsumexp(-1), of_keys, weights[..., -1], out)
 
 

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import round_nearest, split
+from tests.oracle import attend, dense
 
 
 class Case(NamedTuple):
@@ -28,25 +30,14 @@ class Case(NamedTuple):
 
     @property
     def exact(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in FP64, written out."""
-        leaves = [x.detach().double().requires_grad_() for x in (self.q, self.k, self.v)]
-        _, out = self.exactly(*leaves)
-        dq, dk, dv = torch.autograd.grad(out, leaves, self.d_out.double())
-        return dq, dk, dv
+        """dq, dk, dv in FP64."""
+        return dense(self.d_out, self.q, self.k, self.v, self.spec).results[1:]
 
-    def exactly(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """P and out of FP64 tensors, written out."""
-        group = q.size(1) // k.size(1)
-        scores = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.size(3))
-        if self.is_causal:
-            scores = scores.masked_fill(~torch.ones_like(scores).bool().tril(), -math.inf)
-        if self.mask is not None and self.mask.dtype == torch.bool:
-            scores = scores.masked_fill(~self.mask, -math.inf)
-        elif self.mask is not None:
-            scores = scores + self.mask.double()
-        # A row without keys has output 0.
-        weights = scores.softmax(-1).nan_to_num(0.0)
-        return weights, weights @ v.repeat_interleave(group, 1)
+    @property
+    def spec(self) -> AttentionSpec:
+        """What the call asks for."""
+        causal = "top-left" if self.is_causal else False
+        return AttentionSpec(self.q.size(3) ** -0.5, causal, self.mask)
 
     def summed_error_by_theory(self, out: Tensor) -> Tensor:
         """What an O that is off adds to dQ, summed over rows: -P (d_out . error of O) K / sqrt(D).
@@ -54,7 +45,7 @@ class Case(NamedTuple):
         FP64 (B, H, D). dQ = P (dP - delta) K: too large a delta makes dQ too small.
         """
         q, k, v = (x.double() for x in (self.q, self.k, self.v))
-        weights, exact = self.exactly(q, k, v)
+        _, _, weights, _, exact = attend(q, k, v, self.spec)
         delta_error = (self.d_out.double() * (out.double() - exact)).sum(-1, keepdim=True)
         keys = k.repeat_interleave(q.size(1) // k.size(1), 1)
         return -((weights * delta_error) @ keys).sum(-2) / math.sqrt(q.size(3))
@@ -69,7 +60,7 @@ class Case(NamedTuple):
             FP64 (B, H, D).
         """
         q, k, v, d_out = (x.double() for x in (self.q, self.k, self.v, self.d_out))
-        weights, _ = self.exactly(q, k, v)
+        weights = attend(q, k, v, self.spec).weights
         group = q.size(1) // k.size(1)
         d_weights = d_out @ v.repeat_interleave(group, 1).mT
         error = change(weights, d_weights)

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from guardbit.kernels import forward, launch, reference, tiles
 from guardbit.kernels.plan import OWN_FORWARD
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual, round_stochastic
 from guardbit.records import STABILIZERS as ALL_STABILIZERS
+from tests.oracle import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -38,20 +40,6 @@ def key_tile(q):
     return tiles.tile(launch.capability_of(q), launch.padded_width(q.shape[-1]), "forward").block_n
 
 
-def exact(q, k, v, causal, scale):
-    """FP64 output and lse, from whole matrices."""
-    rows, keys = q.shape[2], k.shape[2]
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    scores = q.double() @ k.mT * scale
-    if causal is not False:
-        shift = keys - rows if causal is True else 0
-        hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(shift + 1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
-    return weights @ v, lse
-
-
 # B, H, H_kv, N, M, D: one key; odd lengths; grouped; rows without a key; more keys than a tile.
 SHAPES = [
     (1, 4, 4, 1, 1, 16),
@@ -73,7 +61,7 @@ def test_every_stabilizer_in_one_launch(dtype, shape, causal):
     ours = forward.forward(q, k, v, **options)
     # P-bar is rounded relative to the maximum so far, which depends on the tile.
     oracle = reference.forward(q, k, v, **options, key_tile=key_tile(q))
-    truth, lse = exact(q, k, v, causal, scale)
+    _, lse, *_, truth = attend(q, k, v, AttentionSpec(scale, causal))
     assert ours.out.dtype == dtype
     # P-bar is rounded by half a step at most, O by half a step, or a whole one if stochastically.
     bar = 1.5 * SPACING[dtype] * v.abs().max().double()
@@ -187,14 +175,14 @@ def test_layouts_and_strides():
 def test_any_scale(scale):
     q, k, v = inputs((1, 4, 4, 20, 50, 16))
     ours = forward.forward(q, k, v, causal=True, scale=scale, stabilizers=STABILIZERS)
-    truth, _ = exact(q, k, v, True, scale)
+    truth = attend(q, k, v, AttentionSpec(scale, True)).out
     assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
 
 
 def test_large_scores_and_infinite_inputs():
     q, k, v = inputs((1, 4, 4, 20, 50, 16))
     ours = forward.forward(q * 100, k * 100, v, causal=False, scale=2.0, stabilizers=STABILIZERS)
-    truth, _ = exact(q * 100, k * 100, v, False, 2.0)
+    truth = attend(q * 100, k * 100, v, AttentionSpec(2.0)).out
     assert (ours.out - truth).abs().max() <= 1.5 * SPACING[q.dtype] * v.abs().max()
     q[:, :, 3, 0], q[:, :, 5, 0] = math.nan, math.inf
     ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=STABILIZERS)

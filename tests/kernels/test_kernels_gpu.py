@@ -10,7 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit.kernels import backward, forward, launch
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual, split
+from tests.oracle import attend, dense
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,23 +46,14 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
 
 def exact(q, k, v, d_out, causal, scale):
     """Output, gradients and P K in FP64; rows without a key give 0."""
-    rows, keys, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-    hidden = torch.zeros(rows, keys, dtype=torch.bool, device="cuda")
-    if causal is not False:
-        hidden = torch.ones_like(hidden).triu(1 + (keys - rows if causal is True else 0))
-    dead = hidden.all(-1)[:, None]
+    group, spec = q.shape[1] // k.shape[1], AttentionSpec(scale, causal)
     parts = []
     # Head by head, so that a dozen test processes share the GPU's memory.
     for queries, key, value, d_outs in zip(
         q.split(group, 1), k.split(1, 1), v.split(1, 1), d_out.split(group, 1), strict=True
     ):
-        leaves = [x.detach().double().requires_grad_() for x in (queries, key, value)]
-        scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(hidden, -math.inf)
-        scores = scores.masked_fill(dead, 0.0)
-        probabilities = torch.softmax(scores, -1).masked_fill(dead, 0.0)
-        out = probabilities @ leaves[2]
-        gradients = torch.autograd.grad(out, leaves, d_outs.double())
-        parts.append((out.detach(), *gradients, (probabilities @ leaves[1]).detach()))
+        found = dense(d_outs, queries, key, value, spec)
+        parts.append((*found.results, found.weights @ key.double()))
     return [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
 
 
@@ -338,8 +331,7 @@ def sink(maxima, rows, parts, width=64):
 def test_coherent_error_of_o(maxima):
     # 63 distances and two parts would need 65 dimensions.
     q, k, v = sink(maxima, rows=4096, parts=2 if maxima > 1 else 1)
-    probabilities = torch.softmax(q.double() @ k.double().mT, -1)
-    truth = probabilities @ v.double()
+    truth = attend(q, k, v, AttentionSpec(1.0)).out
     result = forward.forward(
         q.expand(-1, 4, -1, -1), k, v, causal=False, scale=1.0, stabilizers=STABILIZERS, seed=1
     )

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from guardbit.kernels.key_shifts import KEY_SHIFTS, shift_keys, shift_of_lse
+from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make, relative, sink
+from tests.oracle import attend
 
 
 def common_mode(kind, dtype, shape=(2, 4, 4, 64, 32)):
@@ -57,10 +59,7 @@ def test_what_two_query_heads_of_a_group_ask_for_is_subtracted_in_turn(monkeypat
     # Less the first key, whatever was subtracted before.
     torch.testing.assert_close(keys.k[:, 0], k[:, 0] - k[:, 0, :1])
     assert torch.equal(keys.k[:, 1], k[:, 1])
-    before, after = (
-        (q @ x.repeat_interleave(2, 1).transpose(2, 3) / 4).double().logsumexp(3)
-        for x in (k, keys.k)
-    )
+    before, after = (attend(q, x, x, AttentionSpec(0.25)).lse for x in (k, keys.k))
     moved = shift_of_lse(q, keys, 0.25).double()
     torch.testing.assert_close(moved, before - after, rtol=1e-5, atol=1e-5)
 

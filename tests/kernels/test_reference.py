@@ -13,33 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, philox_4x32, round_nearest, round_stochastic
+from tests.oracle import attend, dense, scores_of, seen_keys
 
 SAFE = ("none", "compensated", "stochastic", "row_max")
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
 def allowed(rows, keys, causal):
-    n, m = torch.arange(rows)[:, None], torch.arange(keys)[None, :]
-    if causal is False:
-        return torch.ones(rows, keys, dtype=torch.bool)
-    return m <= n + (keys - rows if causal is True else 0)
-
-
-def dense_fp64(q, k, v, causal, scale):
-    """Textbook attention in FP64; differentiable; rows with no key give 0."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-    mask = allowed(q.shape[2], k.shape[2], causal)
-    scores = ((q @ k.mT) * scale).masked_fill(~mask, -math.inf)
-    alive = mask.any(-1)[:, None]
-    weights = torch.softmax(scores.masked_fill(~alive, 0.0), -1).masked_fill(~alive, 0.0)
-    return weights @ v
-
-
-def gradients_fp64(d_out, q, k, v, causal, scale):
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    out = dense_fp64(q, k, v, causal, scale)
-    return out.detach(), *torch.autograd.grad(out, (q, k, v), d_out.double())
+    return seen_keys(AttentionSpec(1.0, causal), rows, keys, "cpu")
 
 
 def gradients_of_pytorch(d_out, q, k, v, causal, scale):
@@ -91,7 +72,7 @@ def test_error_is_at_most_twice_that_of_pytorch(dtype, shape, causal):
     # Repeated keys give rows several maxima, so that row_max has something to shift.
     k[:, :, 1::3] = k[:, :, :1]
     scale = shape[-1] ** -0.5
-    exact = gradients_fp64(d_out, q, k, v, causal, scale)
+    exact = dense(d_out, q, k, v, AttentionSpec(scale, causal)).results
     alive = allowed(shape[3], shape[4], causal).any(-1)
     theirs = gradients_of_pytorch(d_out * alive[:, None], q, k, v, causal, scale)
     for stabilizer in SAFE:
@@ -167,7 +148,7 @@ def test_fp32_inputs_agree_with_fp64(
     shape = (batch, kv_heads * groups, kv_heads, rows, keys, width)
     q, k, v, d_out = inputs(shape, torch.float32, seed=rows * 41 + keys)
     scale = width**-0.5
-    exact = gradients_fp64(d_out, q, k, v, causal, scale)
+    exact = dense(d_out, q, k, v, AttentionSpec(scale, causal)).results
     result, gradients = run(q, k, v, d_out, stabilizer, causal, scale, key_tile)
     # Sums of up to 120 terms below 10 in FP32: 120 x 10 x 2^-24 = 7e-5 at the very worst.
     for mine, truth in zip((result.out, *gradients[:3]), exact, strict=True):
@@ -197,9 +178,7 @@ def test_lse_is_the_log_of_the_sum_of_exponentials(causal):
     q, k, v, d_out = inputs((2, 4, 2, 21, 34, 32), torch.bfloat16)
     k[:, :, 1::3] = k[:, :, :1]
     result, _ = run(q, k, v, d_out, SAFE, causal, scale=0.2, key_tile=8)
-    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 0.2
-    scores = scores.masked_fill(~allowed(21, 34, causal), -math.inf)
-    exact = scores.logsumexp(-1)
+    exact = attend(q, k, v, AttentionSpec(0.2, causal)).lse
     for head, name in enumerate(SAFE):
         # A compensated head sums the rounded P-bar: each is off by half a step of 2^-7 at most.
         tolerance = 2.0**-8 if name == "compensated" else 1e-6
@@ -323,7 +302,7 @@ def test_the_residual_is_what_rounding_did_to_delta(sign):
     v = (sign * (1 + 2.0**-7 * (torch.arange(32)[:, None] % 4 == 0))).bfloat16().expand_as(v)
     names = ["compensated", "none"]
     result = reference.forward(q, k, v, causal=False, scale=0.05, stabilizers=names)
-    exact = dense_fp64(q.double(), k.double(), v.double(), False, 0.05)
+    exact = attend(q, k, v, AttentionSpec(0.05)).out
     # With a dO of ones.
     expected = (result.out.double() - exact).sum((0, 2, 3))
     assert sign * expected[0] < 0
@@ -357,7 +336,7 @@ def test_compensation_makes_delta_exact_on_random_scores(key_tile):
     # Values of one sign, so that P-bar's mismatch with l has the sign it likes in all features.
     q, k, v, d_out = inputs((4, 1, 1, 128, 64, 32), torch.bfloat16)
     v, d_out = -2 - v.abs(), d_out.abs()
-    exact = dense_fp64(q.double(), k.double(), v.double(), False, 0.3)
+    exact = attend(q, k, v, AttentionSpec(0.3)).out
     delta = (d_out.double() * exact).sum(-1)
     result, _ = run(q, k, v, d_out, "compensated", scale=0.3, key_tile=key_tile)
 
@@ -389,7 +368,7 @@ def level_inputs(level, dtype=torch.bfloat16):
 def test_row_max_survives_any_level(level, key_tile):
     q, k, v = level_inputs(level)
     d_out = torch.ones_like(q)
-    exact = gradients_fp64(d_out, q, k, v, False, 1.0)
+    exact = dense(d_out, q, k, v, AttentionSpec(1.0)).results
     result, gradients = run(q, k, v, d_out, "row_max", key_tile=key_tile)
     largest = exact[0].abs().max().item()
     # O: P-bar and O are rounded, half a step each.
@@ -419,7 +398,7 @@ def test_the_published_rule_may_return_nothing_without_a_sign(level):
     published = reference.forward(q, k, v, stabilizers=["row_max_published"], **options)
     assert (published.out == 0).all()
     ours = reference.forward(q, k, v, stabilizers=["row_max"], **options)
-    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    exact = attend(q, k, v, AttentionSpec(1.0)).out
     assert (ours.out.double() - exact).abs().max() <= SPACING[torch.bfloat16] * exact.abs().max()
 
 
@@ -436,7 +415,7 @@ def test_the_published_rule_does_not_touch_a_maximum_of_zero():
 def test_the_published_rule_is_right_at_small_levels(level):
     q, k, v = level_inputs(level)
     out = reference.forward(q, k, v, causal=False, scale=1.0, stabilizers=["row_max_published"]).out
-    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    exact = attend(q, k, v, AttentionSpec(1.0)).out
     assert (out.double() - exact).abs().max() <= SPACING[torch.bfloat16] * exact.abs().max()
 
 
@@ -504,7 +483,7 @@ def test_row_max_in_fp16_keeps_small_probabilities():
     v[:, :, 2:] = -1.0
     q, k, v = (x.half() for x in (q, k, v))
     options = {"causal": False, "scale": 1.0}
-    exact = dense_fp64(q.double(), k.double(), v.double(), False, 1.0)
+    exact = attend(q, k, v, AttentionSpec(1.0)).out
     # exp(-9.5 - 2 ln 2) is 314 times the smallest FP16 number, and so holds to 1 / 628 of itself.
     bar = 0.15 / 628 + 2.0**-10
     for stabilizer in SAFE:
@@ -535,13 +514,12 @@ def test_inf_and_nan_come_out_as_in_the_math_backend(where, value, causal, key_t
 def test_scores_of_a_hundred_thousand(causal):
     q, k, v, d_out = inputs((1, 4, 2, 40, 40, 16), torch.bfloat16)
     result, gradients = run(q, k, v, d_out, SAFE, causal, scale=2.0**14, key_tile=16)
-    scores = q.double() @ k.double().repeat_interleave(2, 1).mT * 2.0**14
+    scores = scores_of(q, k, AttentionSpec(2.0**14))
     assert scores.amax() > 1e5
     assert scores.amin() < -1e5
     assert all(x.isfinite().all() for x in (result.out, result.lse, *gradients[:3]))
     # Rows whose maximum leads by 100 are one-hot: O is a row of V, exactly.
-    scores = scores.masked_fill(~allowed(40, 40, causal), -math.inf)
-    top = scores.topk(2, -1)
+    top = scores_of(q, k, AttentionSpec(2.0**14, causal)).topk(2, -1)
     clear = top.values[..., 0] - top.values[..., 1] > 100
     wide = v.repeat_interleave(2, 1)
     expected = wide.gather(2, top.indices[..., :1].expand(-1, -1, -1, 16))

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from guardbit.kernels import reference
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual, round_nearest, split
+from tests.oracle import attend, dense
 
 KEYS = WIDTH = 64
 SEEDS = range(100, 108)
@@ -53,8 +55,8 @@ def sink_rows(maxima, rows, lift=1.0, parts=2):
         k.append(keys.bfloat16())
         v.append(round_nearest(-2 - torch.rand(KEYS, WIDTH, **wide), torch.bfloat16))
     q, k, v = (torch.stack(x)[:, None] for x in (q, k, v))
-    probabilities = torch.softmax(q.double() @ k.double().mT, -1)
-    return Sinks(q, k, v, probabilities, probabilities @ v.double())
+    exact = attend(q, k, v, AttentionSpec(1.0))
+    return Sinks(q, k, v, exact.weights, exact.out)
 
 
 def outputs(sinks):
@@ -172,9 +174,7 @@ def query_gradients(request):
     result = reference.forward(q, sinks.k, sinks.v, **OPTIONS, seed=1)
     gradients = reference.backward(d_out.expand_as(q), q, sinks.k, sinks.v, *result, **OPTIONS)
 
-    leaves = [x.double().requires_grad_() for x in (sinks.q, sinks.k, sinks.v)]
-    out = torch.softmax(leaves[0] @ leaves[1].mT, -1) @ leaves[2]
-    (exact,) = torch.autograd.grad(out, leaves[:1], d_out.double())
+    exact = dense(d_out, sinks.q, sinks.k, sinks.v, AttentionSpec(1.0)).dq
     errors = coherent_error(gradients.dq, exact.expand(gradients.dq.shape), -2)
     rounded = round_nearest(sinks.out, torch.bfloat16).double()
     delta_error = (d_out.double() * (rounded - sinks.out)).sum(-1, keepdim=True)
@@ -222,8 +222,7 @@ def test_what_keys_have_in_common_shows_the_error_of_delta():
     result = reference.forward(both, k, v, **options, seed=1)
     gradients = reference.backward(d_out.expand_as(both), both, k, v, *result, **options)
 
-    scores = WIDTH**-0.5 * q.double() @ k.double().mT
-    exact = torch.softmax(scores, -1) @ v.double()
+    exact = attend(q, k, v, AttentionSpec(WIDTH**-0.5)).out
     delta_error = (d_out.double() * (result.out[:, :1].double() - exact)).sum(-1)[:, 0]
     predicted = -(WIDTH**-0.5) * 512 * delta_error
     none, compensated = gradients.dq[..., 0].double().unbind(1)

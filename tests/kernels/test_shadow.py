@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from guardbit.kernels import delta_bias, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
+from tests.oracle import DEVICE, attend, scores_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Bits that the two parts of P-bar hold.
 PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
 # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
@@ -29,17 +29,6 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
     k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
     k[:, :, 1::3] = k[:, :, :1]
     return [x.to(DEVICE, dtype) for x in (q, k, v, d_out)]
-
-
-def scores_of(q, k, causal, scale):
-    """FP64 (B, H, N, M), -inf where forbidden."""
-    rows, keys = q.shape[2], k.shape[2]
-    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
-    if causal is False:
-        return scores
-    shift = keys - rows if causal is True else 0
-    hidden = torch.ones(rows, keys, dtype=torch.bool, device=q.device).triu(shift + 1)
-    return scores.masked_fill(hidden, -math.inf)
 
 
 def counts_of(scores, eps=1e-3):
@@ -101,7 +90,7 @@ def test_agrees_with_fp64(shape, dtype, causal):
     q, k, v, _ = inputs(shape, dtype)
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
     result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
-    check(result, scores_of(q, k, causal, 0.25), v, dtype)
+    check(result, scores_of(q, k, AttentionSpec(0.25, causal)), v, dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
@@ -112,7 +101,7 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
     rows = torch.arange(shape[3]).flip(0)[: shape[3] // 2 + 1].to(DEVICE)
     for some in (None, rows):
         result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
-        scores = scores_of(q, k, causal, scale)
+        scores = scores_of(q, k, AttentionSpec(scale, causal))
         scores = scores if some is None else scores[:, :, some]
         row_max = scores.amax(-1)
         sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
@@ -140,7 +129,7 @@ def test_chosen_rows_are_those_of_all(causal):
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
     every = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
     some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), query_ids=rows)
-    check(some, scores_of(q, k, causal, 0.25)[:, :, rows], v, q.dtype)
+    check(some, scores_of(q, k, AttentionSpec(0.25, causal))[:, :, rows], v, q.dtype)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
         # the processor. 130 FP32 terms of size 1 or less: 130 half units of 2^-24 at most, 8e-6.
@@ -235,7 +224,7 @@ def test_any_scale(scale, dtype):
     q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
     check(
         shadow.shadow(q, k, v, spec=AttentionSpec(scale, True)),
-        scores_of(q, k, True, scale),
+        scores_of(q, k, AttentionSpec(scale, True)),
         v,
         dtype,
     )
@@ -251,11 +240,11 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     k[..., 0], k[..., 1] = 400, torch.randint(-8, 9, (150,), generator=generator)
     v = torch.randn(1, 1, 150, 16, generator=generator)
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
-    scores = scores_of(q, k, True, 1.0)
-    result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0, True))
-    weights = torch.softmax(scores, -1)
+    spec = AttentionSpec(1.0, True)
+    scores, _, weights, _, out = attend(q, k, v, spec)
+    result = shadow.shadow(q, k, v, spec=spec)
     assert scores[..., 0].abs().min() > 1e5
-    assert (result.out - weights @ v.double()).abs().max() <= 4 * PARTS[dtype] + 1e-6
+    assert (result.out - out).abs().max() <= 4 * PARTS[dtype] + 1e-6
     assert torch.equal(result.row_max.double(), scores.amax(-1))
     for field, expected in zip(result[2:4], counts_of(scores.float()), strict=True):
         assert torch.equal(field, expected)
@@ -306,12 +295,10 @@ def masks(rows, keys):
 def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
     mask = masks(40, 70)[name].to(DEVICE)
-    scale = 0.25
-    scores = scores_of(q, k, causal, scale)
-    boolean = mask.dtype == torch.bool
-    scores = scores.masked_fill(~mask, -math.inf) if boolean else scores + mask.double()
+    spec = AttentionSpec(0.25, causal, mask)
+    scores = scores_of(q, k, spec)
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
-    result = module.shadow(q, k, v, spec=AttentionSpec(scale, causal, mask), query_ids=rows)
+    result = module.shadow(q, k, v, spec=spec, query_ids=rows)
     scores = scores[:, :, rows]
     # Where every key has the lowest number, all weigh alike.
     alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
@@ -371,8 +358,8 @@ def test_nan_and_infinity_show_and_are_not_counted():
         assert field[0, 0, [0, 2, 3, 4]].tolist() == [0] * 4
         assert (field[0, 0, [1, 5]] > 0).all()
     others = [key for key in range(70) if key != 5]
-    scores = scores_of(q[:, :, [1, 5]], k[:, :, others], False, 1.0)
-    truth = torch.softmax(scores, -1) @ v[:, :, others].double()
+    spec = AttentionSpec(1.0)
+    truth = attend(q[:, :, [1, 5]], k[:, :, others], v[:, :, others], spec).out
     assert (result.out[:, :, [1, 5]] - truth).abs().max() <= 1e-4
 
 

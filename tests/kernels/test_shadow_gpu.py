@@ -8,6 +8,7 @@ import torch
 from guardbit.kernels import audit, backward, delta_bias, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
+from tests.oracle import attend, dense
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,23 +36,6 @@ def inputs(shape, dtype=torch.bfloat16, seed=0):
     return q, k, v, d_out
 
 
-def dense(q, k, v, d_out, causal, scale):
-    """FP64 scores, probabilities, output and gradients; k and v one a query head."""
-    group = q.shape[1] // k.shape[1]
-    leaves = [q.double(), *(x.double().repeat_interleave(group, 1) for x in (k, v))]
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    rows, keys = q.shape[2], k.shape[2]
-    hidden = torch.zeros(rows, keys, dtype=torch.bool, device="cuda")
-    if causal is not False:
-        hidden = torch.ones_like(hidden).triu(1 + (keys - rows if causal is True else 0))
-    dead = hidden.all(-1)[:, None]
-    scores = (leaves[0] @ leaves[1].mT * scale).masked_fill(hidden, -math.inf)
-    probabilities = torch.softmax(scores.masked_fill(dead, 0.0), -1).masked_fill(dead, 0.0)
-    out = probabilities @ leaves[2]
-    gradients = torch.autograd.grad(out, leaves, d_out.double())
-    return scores.detach(), probabilities.detach(), out.detach(), gradients
-
-
 def relative(computed, truth):
     return ((computed - truth).norm() / truth.norm().clamp_min(1e-30)).item()
 
@@ -76,15 +60,17 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
         lengths = {rows, rows + 70} if causal == "top-left" else {rows, rows + 70, (rows + 1) // 2}
         for keys in lengths:
             q, k, v, d_out = inputs((2, 4, 2, rows, keys, width), dtype, seed=rows)
-            scores, probabilities, out, gradients = dense(q, k, v, d_out, causal, scale)
-            result = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal))
+            spec = AttentionSpec(scale, causal)
+            exact = dense(d_out, q, k, v, spec)
+            scores = exact.scores
+            result = shadow.shadow(q, k, v, spec=spec)
             alive = scores.amax(-1) > -math.inf
             # Two parts of P-bar: 17 bits in BF16, 22 in FP16; in FP32 the exponents' rounding.
-            assert relative(result.out, out) <= (6e-6 if dtype == torch.bfloat16 else 1e-6)
+            assert relative(result.out, exact.out) <= (6e-6 if dtype == torch.bfloat16 else 1e-6)
             row_max = scores.amax(-1)
             assert torch.equal(result.row_max == -math.inf, ~alive)
             assert torch.allclose(result.row_max[alive].double(), row_max[alive], atol=1e-5)
-            entropy = torch.special.entr(probabilities).sum(-1)
+            entropy = torch.special.entr(exact.weights).sum(-1)
             assert (result.entropy - entropy).abs().max() <= 1e-5
             # By their definitions; a score on a boundary may fall to its other side, of which a
             # last place of FP32 meets 2^-16 of those of BF16.
@@ -101,9 +87,8 @@ def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
                 assert wrong.sum() <= max(2, 1e-3 * wrong.numel())
 
             heads = [3, 0]
-            spec = AttentionSpec(scale, causal)
             computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=heads)
-            right = gradients[0][:, heads]
+            right = exact.dq[:, heads]
             assert relative(computed, right) <= 3e-6 or right.norm() <= 1e-6
 
 
@@ -122,7 +107,7 @@ def test_chosen_rows_delta_bias_and_repetition(width):
 
     names = ["none", "compensated"] * 2
     result = forward.forward(q, k, v, **options, stabilizers=names)
-    truth = dense(q, k, v, d_out, True, options["scale"])[2]
+    truth = attend(q, k, v, spec).out
     used = result.out.double() + decode_residual(result.out, result.residual)
     error = (d_out.double() * (used - truth)).sum(-1)
     for chosen in (None, rows):
@@ -144,11 +129,10 @@ def test_audit_repeats_its_bits_and_is_far_nearer_than_the_kernels():
     computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
     again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
     assert torch.equal(computed, again)
-    gradients = dense(q, k, v, d_out, True, 0.125)[3]
     names = {"stabilizers": ["none"] * 4}
     result = forward.forward(q, k, v, **options, **names)
     low = backward.backward(d_out, q, k, v, *result, **options, **names)
-    right = gradients[0][:, [2, 1]]
+    right = dense(d_out, q, k, v, spec).dq[:, [2, 1]]
     assert relative(computed, right) <= relative(low.dq[:, [2, 1]], right) / 1000
 
 
@@ -156,7 +140,7 @@ def test_long_sums_do_not_drift():
     # Values of one sign: what tensor cores cut off a long sum has one sign too.
     q, k, v, _ = inputs((1, 1, 1, 256, 32_768, 64))
     q, v = q * 0.1, v.abs() + 1
-    truth = torch.softmax(q.double() @ k.double().mT * 0.125, -1) @ v.double()
+    truth = attend(q, k, v, AttentionSpec(0.125)).out
     out = shadow.shadow(q, k, v, spec=AttentionSpec(0.125)).out
     drift = (out - truth).sum() / truth.sum()
     assert drift.abs() <= 5e-7
