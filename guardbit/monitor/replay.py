@@ -76,7 +76,10 @@ def replay(
             f"the telemetry lacks the columns {missing}; needed are {list(COLUMNS)}, "
             f"given are {list(frame.columns)}"
         )
-    frame = frame.assign(site=frame["site"].astype(object).where(frame["site"].notna(), ""))
+    site = frame["site"]
+    if not isinstance(site.dtype, pd.StringDtype):  # empty columns are read as numbers
+        site = site.astype(object)
+    frame = frame.assign(site=site.where(site.notna(), ""))
     detectors = Detectors(rules)
     detectors.normalised = normalised
     found = detectors.update(samples(frame))

@@ -12,7 +12,7 @@ import copy
 import math
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 import numpy as np
@@ -193,22 +193,31 @@ class Detectors:
         }
 
     def _snapshot(self, step: int, samples: Iterable[Sample]) -> Snapshot:
-        now: dict[str, dict[str, Values]] = {}
+        new: list[Sample] = []
         for sample in samples:
             last_step = self._last_step.setdefault(sample.indicator, {})
             if not sample.values or step <= last_step.get(sample.site, -math.inf):
                 continue
             last_step[sample.site] = step
-            values = np.array(sample.values, np.float64).clip(-OVERFLOW, OVERFLOW)
+            new.append(sample)
+            if len(sample.values) > self._widths.get(sample.site, 0):
+                self._widths[sample.site] = len(sample.values)
+        # All values at once: NumPy takes as long for an array of 12.
+        flat = np.fromiter(chain.from_iterable(sample.values for sample in new), np.float64)
+        flat = flat.clip(-OVERFLOW, OVERFLOW)
+        missing = np.isnan(flat)
+        now: dict[str, dict[str, Values]] = {}
+        end = 0
+        for sample in new:
+            start, end = end, end + len(sample.values)
+            values = _widened(flat[start:end], self._widths[sample.site])
             now.setdefault(sample.indicator, {})[sample.site] = values
-            if len(values) > self._widths.get(sample.site, 0):
-                self._widths[sample.site] = len(values)
-        for indicator, sites in now.items():
-            latest = self._latest.setdefault(indicator, {})
-            for site, values in sites.items():
-                sites[site] = values = _widened(values, self._widths[site])
-                before = _widened(latest.get(site, values), len(values))
-                latest[site] = np.where(np.isnan(values), before, values)
+            latest = self._latest.setdefault(sample.indicator, {})
+            if len(values) > end - start or missing[start:end].any():
+                before = _widened(latest.get(sample.site, values), len(values))
+                latest[sample.site] = np.where(np.isnan(values), before, values)
+            else:
+                latest[sample.site] = values.copy()  # a rule may write to what is of now
         return Snapshot(step, now, self._latest, self.normalised)
 
     def _not_cooling(self, rule: str, step: int, finding: Finding) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ def finite(values: Values) -> list[float]:
 
 def to_plain(values: Values) -> list[float | None]:
     """Returns one plain float a head, None for NaN, as JSON has no NaN."""
+    if not np.isnan(values).any():  # by far the most
+        return values.tolist()
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 

@@ -34,11 +34,10 @@ def bet(
     kept = state.get(site, [])
     wealth = np.array(kept + [[0.0] * len(stakes)] * (len(outcome) - len(kept)))
     played = (wealth + 1.0) * (1.0 + np.array(stakes) * (outcome[:, None] / tolerated - 1.0))
-    seen = ~np.isnan(outcome)
     # Without a limit it would overflow, and a threshold that nothing is to reach would be reached.
-    wealth[seen] = np.minimum(played[seen], MOST_WEALTH)
+    np.copyto(wealth, np.minimum(played, MOST_WEALTH), where=~np.isnan(outcome)[:, None])
     state[site] = wealth.tolist()
-    return wealth.mean(1)
+    return wealth.sum(1) / len(stakes)
 
 
 def settle(state: State, site: str, heads: tuple[int, ...]) -> None:
