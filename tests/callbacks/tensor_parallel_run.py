@@ -2,9 +2,9 @@
 
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER
 
-Trains over gloo, with q, k and v of `ColwiseParallel`, in each of the ways of `WAYS`, and writes
-what each rank saw to FOLDER/WAY/RANK.json. What a step in BF16 rounded away is in
-FOLDER/WAY/rounding-RANK.json.
+with the repository's root in PYTHONPATH. Trains over gloo, with q, k and v of `ColwiseParallel`, in
+each of the ways of `WAYS`, and writes what each rank saw to FOLDER/WAY/RANK.json. What a step in
+BF16 rounded away is in FOLDER/WAY/rounding-RANK.json.
 """
 
 import json
@@ -27,7 +27,9 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import LayoutUnavailable, MonitorSession, Policy
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.detectors import DEFAULT_RULES, Finding
+from tests.oracle import attend
 
 HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
 
@@ -228,10 +230,8 @@ def rounding(folder, way, mesh):
     session.end_step()
     found = {}
     for site, (q, k, v, out, d_out) in seen.items():
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        hidden = torch.ones(q.size(2), k.size(2), dtype=torch.bool).triu(1)
-        p = (q @ k.mT / SIZE**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
-        errors = (d_out * (out - p @ v)).sum(-1)
+        exact = attend(q, k, v, AttentionSpec(SIZE**-0.5, "top-left")).out
+        errors = (d_out * (out - exact)).sum(-1)
         measured = {s.indicator: s.values for s in session.samples if s.site == site}
         found[site] = {
             "own": list(session.instrumentation.candidates[site].own_heads),

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from guardbit import read_events, read_run
+from guardbit.kernels.spec import AttentionSpec
 from tests.callbacks import tensor_parallel_run as script
 from tests.callbacks.several_ranks import launch
+from tests.oracle import attend
 
 REASON = "their shapes do not tell which of the heads are here"
 SITE = "shared.core"
@@ -50,13 +52,10 @@ def expected(way):
             project(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2)
             for project in (layer.q, layer.k)
         )
-        scores = q @ k.transpose(-1, -2) / script.SIZE**0.5
-        is_seen = torch.ones_like(scores, dtype=torch.bool)
-        if way != "dtensor":
-            is_seen = is_seen.tril()
-        logits.append(scores.where(is_seen, 0.0).abs().amax((0, 2, 3)).tolist())
-        p = scores.where(is_seen, -torch.inf).softmax(-1)
-        entropies.append(-torch.special.xlogy(p, p).sum(-1).mean((0, 2)).detach())
+        spec = AttentionSpec(script.SIZE**-0.5, "top-left" if way != "dtensor" else False)
+        exact = attend(q, k, k, spec)
+        logits.append(exact.scores.nan_to_num(neginf=0.0).abs().amax((0, 2, 3)).tolist())
+        entropies.append(torch.special.entr(exact.weights).sum(-1).mean((0, 2)).detach())
     return norms.tolist(), logits, torch.stack(entropies).tolist()
 
 

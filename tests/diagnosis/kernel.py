@@ -11,6 +11,7 @@ from torch import Tensor
 
 from guardbit.diagnosis.head import HeadInputs, head_of_call
 from guardbit.kernels.spec import AttentionSpec
+from tests.oracle import dense
 
 Rounding = Callable[[Tensor], Tensor]
 
@@ -101,17 +102,16 @@ def tiled(tensors: Tensors, error: float = 1e-4, tile: int = 48) -> tuple[Tensor
 
 
 def exact_gradient(tensors: Tensors) -> Tensor:
-    """dQ in FP64 by autograd of the plain formula."""
-    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
-    scores = q @ k.mT / math.sqrt(q.size(-1))
-    hidden = ~torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril()
-    out = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v
-    return torch.autograd.grad(out, q, tensors.d_out.double())[0]
+    """dQ in FP64."""
+    return dense(tensors.d_out, *tensors[:3], spec_of(tensors)).dq
+
+
+def spec_of(tensors: Tensors) -> AttentionSpec:
+    return AttentionSpec(1 / math.sqrt(tensors.q.size(-1)), "top-left")
 
 
 def head_of(tensors: Tensors, out: Tensor | None, dq: Tensor | None, **known: Tensor) -> HeadInputs:
-    spec = AttentionSpec(1 / math.sqrt(tensors.q.size(-1)), "top-left")
-    return head_of_call(*tensors, spec, 0, out=out, dq=dq, **known)
+    return head_of_call(*tensors, spec_of(tensors), 0, out=out, dq=dq, **known)
 
 
 def sound(seed: int = 0, rows: int = 128, width: int = 32) -> Tensors:

@@ -1,4 +1,4 @@
-"""The written-out attention against autograd in FP64 and the project's oracle."""
+"""The written-out attention against attention in FP64 and the project's oracle."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from guardbit.diagnosis.remedies import try_remedies
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec, Documents
 from tests.diagnosis.kernel import exact_gradient, head_of, sound, varied
+from tests.oracle import dense
 
 
 def made(head, arithmetic, chunk_bytes):
@@ -27,44 +28,30 @@ def drawn(length=40, keys=40, heads=4, kv_heads=2, batch=2):
     return [torch.randn(batch, h, n, 16, generator=generator).bfloat16() for h, n in shapes]
 
 
-def by_autograd(q, k, v, d_out, head, scores_to_softmax):
-    """Output and dQ of a head in FP64; the function makes of scores what the softmax gets."""
-    group = q.size(1) // k.size(1)
-    leaf = q[:, head].double().requires_grad_()
-    keys, values = k[:, head // group].double(), v[:, head // group].double()
-    weights = scores_to_softmax(leaf @ keys.mT * 0.3).softmax(-1)[..., : keys.size(1)]
-    out = weights.nan_to_num(0.0) @ values
-    return out.detach(), torch.autograd.grad(out, leaf, d_out[:, head].double())[0].nan_to_num(0.0)
+def exact(q, k, v, d_out, spec, head):
+    """Output and dQ of a head in FP64."""
+    found = dense(d_out, q, k, v, spec)
+    return found.out[:, head], found.dq[:, head]
 
 
-def hidden(seen):
-    return lambda scores: scores.masked_fill(~seen, -math.inf)
-
-
-BACK = torch.arange(40)[:, None] - torch.arange(40)
-OWN = torch.arange(40) >= 17
 PADDING = torch.arange(40) < torch.tensor([33, 40])[:, None, None, None]
 BIAS = torch.randn(1, 4, 40, 40, generator=torch.Generator().manual_seed(3))
 
 SPECS = {
-    "full": (AttentionSpec(0.3), lambda scores: scores),
-    "causal": (AttentionSpec(0.3, True), hidden(BACK >= 0)),
-    "window": (AttentionSpec(0.3, True, window=(4, 0)), hidden((BACK >= 0) & (BACK < 5))),
-    "padding": (AttentionSpec(0.3, mask=PADDING), hidden(PADDING[:, 0])),
-    "additive": (AttentionSpec(0.3, mask=BIAS), lambda scores: scores + BIAS[:, 3].double()),
-    "cap": (AttentionSpec(0.3, softcap=2.0), lambda scores: 2 * (scores / 2).tanh()),
-    "sink": (
-        AttentionSpec(0.3, sinks=torch.tensor([0.0, 1.0, 2.0, 1.5])),
-        lambda scores: torch.cat([scores, torch.full_like(scores[..., :1], 1.5)], -1),
-    ),
-}  # fmt: skip
+    "full": AttentionSpec(0.3),
+    "causal": AttentionSpec(0.3, True),
+    "window": AttentionSpec(0.3, True, window=(4, 0)),
+    "padding": AttentionSpec(0.3, mask=PADDING),
+    "additive": AttentionSpec(0.3, mask=BIAS),
+    "cap": AttentionSpec(0.3, softcap=2.0),
+    "sink": AttentionSpec(0.3, sinks=torch.tensor([0.0, 1.0, 2.0, 1.5])),
+}
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_without_roundings_it_is_attention(name):
-    spec, function = SPECS[name]
-    tensors = drawn()
-    expected = by_autograd(*tensors, 3, function)
+    spec, tensors = SPECS[name], drawn()
+    expected = exact(*tensors, spec, 3)
     found = made(head_of_call(*tensors, spec, 3), EXACT, chunk_bytes=7 * 2 * 40 * 8)
     for one, other in zip(found, expected, strict=True):
         # FP64 sums of 40 terms in another order.
@@ -75,7 +62,7 @@ def test_documents_see_their_own():
     tensors = drawn(batch=1)
     starts = torch.tensor([0, 17, 40], dtype=torch.int32)
     spec = AttentionSpec(0.3, True, documents=Documents(starts, starts, 23, 23))
-    expected = by_autograd(*tensors, 1, hidden((BACK >= 0) & (OWN[:, None] == OWN)))
+    expected = exact(*tensors, spec, 1)
     found = made(head_of_call(*tensors, spec, 1), EXACT, 2**20)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
@@ -83,8 +70,8 @@ def test_documents_see_their_own():
 
 def test_chosen_rows_and_sequences_are_those_of_the_whole():
     tensors, rows = drawn(), torch.tensor([3, 20, 39])
-    spec, function = SPECS["padding"]
-    expected = by_autograd(*tensors, 2, function)
+    spec = SPECS["padding"]
+    expected = exact(*tensors, spec, 2)
     found = made(head_of_call(*tensors, spec, 2, sequences=[1], rows=rows), EXACT, 2**20)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other[1:, rows], rtol=1e-11, atol=1e-13)

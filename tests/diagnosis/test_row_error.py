@@ -10,7 +10,8 @@ import torch
 
 from guardbit.diagnosis.arithmetic import FLASH
 from guardbit.diagnosis.row_error import take_apart
-from tests.diagnosis.kernel import head_of, kernel, peaked
+from tests.diagnosis.kernel import head_of, kernel, peaked, spec_of
+from tests.oracle import attend
 
 ROW = 41
 
@@ -27,10 +28,8 @@ def tensors():
 def test_the_products_add_up_to_the_error_of_delta(tensors):
     out, dq = kernel(tensors)
     found = take_apart(head_of(tensors, out, dq), FLASH, 0, ROW)
-    q, k, v, d_out = (x[0, 0].double().numpy() for x in tensors)
-    scores = q[ROW] @ k[: ROW + 1].T / np.sqrt(q.shape[1])
-    p = np.exp(scores - scores.max())
-    exact = (p / p.sum()) @ v[: ROW + 1]
+    d_out = tensors.d_out[0, 0].double().numpy()
+    exact = attend(*tensors[:3], spec_of(tensors)).out[0, 0, ROW].numpy()
     error = out[0, 0, ROW].double().numpy() - exact
     assert (found.sequence, found.position, found.first) == (0, ROW, 0)
     assert found.out_error == pytest.approx(error, abs=1e-12)  # FP64

@@ -31,6 +31,7 @@ from tests.doctor.faulty_engines import (
     truncate,
     unmasked,
 )
+from tests.oracle import dense
 
 SHAPE = Shape(2, 4, 2, 128, 32)
 
@@ -183,18 +184,15 @@ def test_nothing_is_found_in_sound_engines(shape, mask, dtype):
 def test_softcapped_attention_in_fp64_is_that_of_autograd():
     spec = replace(dense_spec(SHAPE, "causal", torch.bfloat16, "cpu"), softcap=3.0)
     call = make("peaked", SHAPE, spec, torch.bfloat16, "cpu")
-    q, k, v = (x[1].double().requires_grad_() for x in (call.q, call.k, call.v))
-    group = slice(2, 4)  # of key head 1
-    scores = 3 * torch.tanh(q[group] @ k[1].T * spec.scale / 3)
-    scores = scores.masked_fill(torch.ones(128, 128, dtype=torch.bool).triu(1), -torch.inf)
-    out = scores.softmax(-1) @ v[1]
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), call.d_out[1, group].double())
+    found = dense(call.d_out, call.q, call.k, call.v, spec)
+    group, of_key = (1, slice(2, 4)), (1, 1)
     wanted = {
-        "out": out, "lse": scores.logsumexp(-1), "dq": dq[group], "dk": dk[1], "dv": dv[1]
+        "out": found.out[group], "lse": found.lse[group], "dq": found.dq[group],
+        "dk": found.dk[of_key], "dv": found.dv[of_key],
     }  # fmt: skip
-    (exact,) = [exactly(call, unit) for unit in units_of(call, None) if unit == (1, 1)]
+    (exact,) = [exactly(call, unit) for unit in units_of(call, None) if unit == of_key]
     for name, value in wanted.items():
-        torch.testing.assert_close(exact.values[name], value.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(exact.values[name], value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from guardbit.doctor.rival import RIVALS, Rival
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.spec import AttentionSpec, Documents
+from tests.oracle import dense
 
 HEADS = (1, 2)
 
@@ -28,15 +28,8 @@ def call_with(spec, batch=2, rows=40, keys=40):
 
 
 def exact(call):
-    """dQ of `HEADS` in FP64, the whole matrix at once."""
-    q, k, v, d_out = (x.double() for x in (call.q, call.k, call.v, call.d_out))
-    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
-    q.requires_grad_()
-    sizes = (*q.shape[:3], k.size(2))
-    ids = (torch.arange(n) for n in sizes[1:])
-    scores = q @ k.mT * call.spec.scale + mask_tile(call.spec, sizes, *ids).double()
-    (scores.softmax(-1).nan_to_num(0.0) @ v).backward(d_out)
-    return q.grad[:, HEADS]
+    """dQ of `HEADS` in FP64."""
+    return dense(call.d_out, call.q, call.k, call.v, call.spec).dq[:, HEADS]
 
 
 DOCUMENTS = torch.tensor([0, 7, 8, 40], dtype=torch.int32)

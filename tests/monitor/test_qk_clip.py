@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import guardbit
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.qk_clip import Clipping, clip
 from guardbit.records import Sample
+from tests.oracle import scores_of
 
 WIDTH, HEADS, TOKENS = 24, 6, 5
 
@@ -49,8 +51,7 @@ def logits(module, x):
     """FP64 logits of every head, (H, N, N)."""
     wide = module.double()
     q, k, _ = wide.project(x.double())
-    k = k.repeat_interleave(HEADS // k.size(1), 1)
-    result = (q @ k.mT)[0].detach() / math.sqrt(module.size)
+    result = scores_of(q, k, AttentionSpec(module.size**-0.5))[0].detach()
     module.float()
     return result
 

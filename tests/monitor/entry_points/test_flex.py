@@ -18,11 +18,13 @@ from torch.utils.checkpoint import checkpoint
 import guardbit
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch, flex
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import left_alone
 from guardbit.monitor.interception.entry_points.flex import FLEX
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
+from tests.oracle import attend, dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without:UserWarning")
 
@@ -129,29 +131,23 @@ def step(run, inputs):
     return out.detach(), *torch.autograd.grad(out, leaves, inputs[3])
 
 
-def exact_scores(case, q, k):
-    """FP64 scores of every query and key, written out; -inf where a key is not seen."""
-    mask, score, kv_heads, _ = CASES[case]
-    scores = q @ k.repeat_interleave(HEADS // kv_heads, 1).mT / math.sqrt(q.size(3))
+def spec_of(case):
+    """What a case asks for, in the words of `AttentionSpec`."""
+    mask, score, *_ = CASES[case]
     i = torch.arange(LENGTH, device=DEVICE)[:, None]
     j = torch.arange(LENGTH, device=DEVICE)
-    head = torch.arange(HEADS, device=DEVICE)[:, None, None]
-    if score is not None:
-        scores = score(scores, None, head, i, j)
+    added = torch.zeros(HEADS, LENGTH, LENGTH, dtype=torch.float64, device=DEVICE)
+    if score is alibi:
+        added -= SLOPES.double()[:, None, None] * (i - j)
     if mask is not None:
-        scores = scores.masked_fill(~mask(None, None, i, j), -math.inf)
-    return scores
+        added.masked_fill_(~mask(None, None, i, j), -math.inf)
+    return AttentionSpec(32**-0.5, mask=added, softcap=20.0 if score is soft_cap else 0.0)
 
 
 def exact(case, inputs):
-    """Output and gradients in FP64."""
-    group = HEADS // CASES[case][2]
-
-    def run(q, k, v):
-        weights = exact_scores(case, q, k).softmax(-1).nan_to_num(0.0)
-        return weights @ v.repeat_interleave(group, 1)
-
-    return step(run, [x.double() for x in inputs])
+    """All of a case in FP64."""
+    q, k, v, d_out = inputs
+    return dense(d_out, q, k, v, spec_of(case))
 
 
 def error(found, expected):
@@ -190,7 +186,7 @@ def test_switched_heads_get_an_exact_delta_and_nothing_else_changes(mode, case):
     rest = [head for head in range(HEADS) if head not in SWITCHED]
     assert torch.equal(after[1][:, rest], before[1][:, rest]), "dQ of the other heads"
     assert torch.equal(after[3], before[3]), "dV, which delta does not enter"
-    rounded, corrected = (error(x[1], expected[1]) for x in (before, after))
+    rounded, corrected = (error(x[1], expected.dq) for x in (before, after))
     # What is left is the rounding of dS and dQ to BF16, 2^-9 at most each.
     assert (corrected[SWITCHED] < 2 * 2**-9).all()
     assert (corrected[SWITCHED] < rounded[SWITCHED] / 2).all(), (rounded, corrected)
@@ -230,9 +226,7 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
         step(run, inputs)
     finally:
         inst.remove()
-    scores = exact_scores(case, inputs[0].double(), inputs[1].double())
-    seen = scores > -math.inf
-    weights = scores.softmax(-1).nan_to_num(0.0)
+    seen = expected.scores > -math.inf
     first, second = calls
     assert torch.equal(first.dq, plain[1])
     shadow = dispatch.shadow(
@@ -240,20 +234,20 @@ def test_what_the_observer_hears_gives_indicators_as_in_fp64(case):
     )
     # FP32's accuracy, of numbers below 100.
     close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(shadow.out.double(), expected[0], **close)
-    entropy = torch.special.entr(weights).sum(-1)
+    torch.testing.assert_close(shadow.out.double(), expected.out, **close)
+    entropy = torch.special.entr(expected.weights).sum(-1)
     torch.testing.assert_close(shadow.entropy.double(), entropy, **close)
-    largest = scores.abs().where(seen, -math.inf).amax(-1)
+    largest = expected.scores.abs().where(seen, -math.inf).amax(-1)
     torch.testing.assert_close(shadow.largest.double(), largest, **close)
     every = list(range(HEADS))
     dq = dispatch.exact_query_gradient(
         first.d_out, first.q, first.k, first.v, spec=first.spec, head_ids=every, dropout=None
     )
     # Sums of 160 terms that cancel: 1e-5 of the largest.
-    bound = 1e-5 * float(expected[1].abs().max())
-    torch.testing.assert_close(dq.double(), expected[1], rtol=1e-4, atol=bound)
+    bound = 1e-5 * float(expected.dq.abs().max())
+    torch.testing.assert_close(dq.double(), expected.dq, rtol=1e-4, atol=bound)
     # The delta that the backward used, by what it is said to have been taken from.
-    exact_delta = (inputs[3].double() * expected[0]).sum(-1)
+    exact_delta = (inputs[3].double() * expected.out).sum(-1)
     for call, bar in ((first, 2**-7), (second, 1e-4)):
         used = (call.d_out.double() * call.out.double()).sum(-1)
         off = (used - exact_delta).abs()[:, SWITCHED]
@@ -319,10 +313,9 @@ def test_a_loss_that_uses_the_lse_too_keeps_its_own_gradient(mode):
         return torch.autograd.grad((out, aux.lse), leaves, (inputs[3], d_lse))
 
     leaves = [x.double().requires_grad_() for x in inputs[:3]]
-    scores = exact_scores(case, *leaves[:2])
-    out = scores.softmax(-1) @ leaves[2]
+    forward = attend(*leaves, spec_of(case))
     expected = torch.autograd.grad(
-        (out, scores.logsumexp(-1)), leaves, (inputs[3].double(), d_lse.double())
+        (forward.out, forward.lse), leaves, (inputs[3].double(), d_lse.double())
     )
     before = both(run)
     calls = []
@@ -371,7 +364,7 @@ def test_under_activation_checkpointing(mode):
     finally:
         inst.remove()
     assert torch.equal(after[0], before[0])
-    assert (error(after[1], expected[1]) < 2 * 2**-9).all()
+    assert (error(after[1], expected.dq) < 2 * 2**-9).all()
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled by itself"])
@@ -406,7 +399,7 @@ def test_reentrant_checkpointing_and_evaluation(mode):
             assert inst.sites["attention"].stabilizers == [name] * HEADS
             assert torch.equal(after[0], before[0])
             assert torch.equal(after[1], before[1]) == (name == "none")
-            assert name == "none" or (error(after[1], expected[1]) < 2 * 2**-9).all()
+            assert name == "none" or (error(after[1], expected.dq) < 2 * 2**-9).all()
     finally:
         inst.remove()
 
@@ -438,10 +431,9 @@ def test_lengths_that_vary_and_a_bias_that_is_learned(mode):
         leaves = [x[:, :, :length].double().requires_grad_() for x in inputs[:3]]
         slope = bias.detach().double().requires_grad_()
         i, j = torch.arange(length, device=DEVICE)[:, None], torch.arange(length, device=DEVICE)
-        scores = leaves[0] @ leaves[1].mT / math.sqrt(leaves[0].size(3))
-        scores = scores + slope[:, None, None] * (i - j) / length
-        scores = scores.masked_fill((i < j) | (i - j >= length // 2), -math.inf)
-        out = scores.softmax(-1) @ leaves[2]
+        added = slope[:, None, None] * (i - j) / length
+        spec = AttentionSpec(32**-0.5, True, added, window=(length // 2 - 1, -1))
+        out = attend(*leaves, spec).out
         return torch.autograd.grad(out, (*leaves, slope), inputs[3][:, :, :length].double())
 
     inputs, lengths = tensors("causal"), (128, 96)
@@ -585,7 +577,7 @@ def test_the_indicators_of_a_call_are_numbers():
     found = gathered.measured()
     assert len(found) == 10 and all(values.isfinite().all() for values in found.values())
     audited = found["dq_relative_error"][0]
-    rounded = error(step(run, inputs)[1], exact(case, inputs)[1])
+    rounded = error(step(run, inputs)[1], exact(case, inputs).dq)
     # The audit's dQ is FP32's: 1e-4 of an error of a few parts in a thousand.
     torch.testing.assert_close(audited, rounded, rtol=1e-3, atol=1e-6)
 

@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 import guardbit
 from guardbit import MonitorSession, read_run
 from guardbit.catalog import OCCASIONAL
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import multi_head
+from tests.oracle import attend
 
 HEADS, WIDTH = 4, 64
 
@@ -87,9 +89,9 @@ def test_the_observer_hears_of_the_call_as_it_was(mask, padding, checkpointed, x
     hidden = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
     hidden = hidden if mask is None else hidden | mask
     hidden = hidden if padding is None else hidden | padding[:, None, None]
-    p = (q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf).softmax(-1)
+    exact = attend(q, k, v, AttentionSpec(1.0, mask=~hidden))
+    p, out = exact.weights, exact.out
     p.retain_grad()
-    out = p @ v
     out.retain_grad()
     attended = 2.0 * out.transpose(1, 2).flatten(2) @ model.attention.out_proj.weight.double().T
     loss = attended.square().mean()
@@ -121,15 +123,11 @@ def test_of_weights_that_the_loss_uses_no_gradient_is_compared(x, tiny):
     (call,), _, _ = observed(ReturnsWeights(uses_weights=0.1), x, tiny=tiny)
     assert call.dq is None
     # Delta is that of the output alone; as above.
-    delta = (call.d_out.double() * exact_output(call)).sum(-1)
+    exact = attend(call.q, call.k, call.v, AttentionSpec(1.0))
+    delta = (call.d_out.double() * exact.out).sum(-1)
     torch.testing.assert_close(
         (call.d_out * call.out).sum(-1).double(), delta, rtol=1e-4, atol=1e-7
     )
-
-
-def exact_output(call):
-    p = (call.q.double() @ call.k.double().transpose(-1, -2)).softmax(-1)
-    return p @ call.v.double()
 
 
 def test_dropout_is_told_and_leaves_the_random_numbers_alone(x, tiny):

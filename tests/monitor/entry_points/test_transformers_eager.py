@@ -6,8 +6,10 @@ import torch
 import guardbit
 from guardbit import MonitorSession, read_run
 from guardbit.catalog import OCCASIONAL
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.entry_points import transformers_eager
 from guardbit.monitor.measure import Measurement
+from tests.oracle import dense
 
 transformers = pytest.importorskip("transformers")
 
@@ -73,17 +75,12 @@ def with_sinks(model):
 
 def by_hand(call, window, cap, sinks):
     """Scores, P with a column of its sink, and dQ, all in FP64, from q, k, v and dO."""
-    q = call.q.double().requires_grad_()
-    k, v = (x.double().repeat_interleave(2, 1) for x in (call.k, call.v))
-    scores = q @ k.transpose(-1, -2) * call.spec.scale
-    scores = cap * (scores / cap).tanh() if cap else scores
-    # What the model adds: a row that sees no key spreads over all of them.
-    scores = scores.masked_fill(~may_see(window), torch.finfo(torch.float32).min)
-    sinks = torch.full((4,), -torch.inf).double() if sinks is None else sinks
-    logits = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(2, 4, 12, 1)], -1)
-    p = logits.softmax(-1)
-    (dq,) = torch.autograd.grad(p[..., :12] @ v, q, call.d_out.double())
-    return scores.detach(), p.detach(), dq
+    # What the model adds, which leaves nothing of a score: a row that sees no key spreads over all.
+    lowest = torch.finfo(torch.float64).min
+    added = torch.zeros(2, 1, 12, 12, dtype=torch.float64).masked_fill(~may_see(window), lowest)
+    spec = AttentionSpec(call.spec.scale, mask=added, softcap=cap, sinks=sinks)
+    exact = dense(call.d_out, call.q, call.k, call.v, spec)
+    return exact.scores, torch.cat([exact.weights, exact.sink_weights[..., None]], -1), exact.dq
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])

@@ -13,7 +13,9 @@ from guardbit import MonitorSession
 from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
 from guardbit.kernels.engines.efficient import Efficient
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure import Measurement
+from tests.oracle import dense
 
 
 class Attention(nn.Module):
@@ -45,13 +47,8 @@ def tokens():
 
 
 def by_hand(call):
-    """Scores, P and dQ in FP64."""
-    q = call.q.double().requires_grad_()
-    k, v = (x.double().repeat_interleave(4 // x.size(1), 1) for x in (call.k, call.v))
-    hidden = torch.ones(12, 12, dtype=torch.bool, device=q.device).triu(1)
-    scores = (q @ k.mT * 0.5).masked_fill(hidden, -torch.inf)
-    (dq,) = torch.autograd.grad(scores.softmax(-1) @ v, q, call.d_out.double())
-    return scores.detach(), scores.detach().softmax(-1), dq
+    """All of a call in FP64."""
+    return dense(call.d_out, call.q, call.k, call.v, AttentionSpec(0.5, "top-left"))
 
 
 #: The values' width, on a machine with a kernel that takes delta from the output.
@@ -128,12 +125,11 @@ def test_heads_are_switched_where_a_kernel_takes_delta_from_the_output(width, fu
     torch.testing.assert_close(before.d_out, after.d_out, rtol=0, atol=0)
     for head in (0, 3):
         assert torch.equal(before.dq[:, head], after.dq[:, head])
-    _, p, exact_dq = by_hand(before)
-    exact = p @ before.v.double().repeat_interleave(2, 1)
+    exact = by_hand(before)
     errors = [
-        (call.d_out.double() * (call.out.double() - exact)).sum(-1) for call in (before, after)
+        (call.d_out.double() * (call.out.double() - exact.out)).sum(-1) for call in (before, after)
     ]
-    squares = [(call.dq.double() - exact_dq).square().sum((0, 2, 3)) for call in (before, after)]
+    squares = [(call.dq.double() - exact.dq).square().sum((0, 2, 3)) for call in (before, after)]
     for head in (1, 2):
         stock, switched = (error[:, head] for error in errors)
         # Deltas that are carried agree to 1e-5 of |dO| |O|; O itself is rounded by 2^-9.
@@ -161,13 +157,14 @@ def test_what_is_measured_is_of_the_call(width, tiny, monkeypatch):
         session.instrumentation.switch("0", "exact_delta")
     session.close()
     values = {sample.indicator: torch.tensor(sample.values).double() for sample in session.samples}
-    scores, p, dq = by_hand(calls[-1])
+    exact = by_hand(calls[-1])
     # FP32 against FP64.
-    largest = scores.abs().where(scores.isfinite(), 0.0).amax((0, 2, 3))
+    largest = exact.scores.nan_to_num(neginf=0.0).abs().amax((0, 2, 3))
     torch.testing.assert_close(values["max_logit"], largest, rtol=1e-5, atol=0.0)
-    entropy = torch.special.entr(p).sum(-1).mean((0, 2))
+    entropy = torch.special.entr(exact.weights).sum(-1).mean((0, 2))
     torch.testing.assert_close(values["attention_entropy"], entropy, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(calls[-1].dq.double(), dq, rtol=1e-4, atol=1e-5 * dq.abs().max())
+    dq, bound = exact.dq, 1e-5 * exact.dq.abs().max()
+    torch.testing.assert_close(calls[-1].dq.double(), dq, rtol=1e-4, atol=bound)
     assert values["dq_relative_error"].max() < 1e-5
 
 
@@ -185,8 +182,7 @@ def test_the_rounded_output_is_heard_of_where_delta_comes_from_it(tiny, monkeypa
         inst.remove()
     (call,) = calls
     assert call.out.shape == call.d_out.shape == (2, 4, 12, 16)
-    _, p, _ = by_hand(call)
-    exact = p @ call.v.double().repeat_interleave(2, 1)
+    exact = by_hand(call).out
     # PyTorch's math kernel rounds P and O to BF16, an ulp is 2^-8.
     assert 0 < (call.out.double() - exact).abs().max() < 2**-6 * exact.abs().max()
 
@@ -234,6 +230,6 @@ def test_one_key_head_that_is_broadcast(tiny):
         inst.remove()
     (call,) = calls
     assert call.out is None, "its backward takes delta from P"
-    _, _, dq = by_hand(call)
+    dq = by_hand(call).dq
     # FP32 against FP64.
     torch.testing.assert_close(call.dq.double(), dq, rtol=1e-4, atol=1e-5 * dq.abs().max())

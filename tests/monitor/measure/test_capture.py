@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import guardbit
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure import Capture
+from tests.oracle import dense
 
 
 @pytest.fixture
@@ -53,14 +55,9 @@ def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
     torch.testing.assert_close(
         torch.cat(sums), found["h.0.attn.qkv.bias"], rtol=1e-5, atol=1e-7
     )  # FP32 sums of 24 terms in another order
-    scores = call.q.double() @ call.k.double().mT * 0.25
-    weights = scores.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf).softmax(-1)
-    torch.testing.assert_close(call.out.double(), weights @ call.v.double(), rtol=1e-5, atol=1e-6)
-    delta = (call.d_out * call.out).double().sum(-1, keepdim=True)
-    d_scores = weights * (call.d_out.double() @ call.v.double().mT - delta)
-    torch.testing.assert_close(
-        call.dq.double(), d_scores @ call.k.double() * 0.25, rtol=1e-4, atol=1e-8
-    )
+    exact = dense(call.d_out, call.q, call.k, call.v, AttentionSpec(0.25, "top-left"))
+    torch.testing.assert_close(call.out.double(), exact.out, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(call.dq.double(), exact.dq, rtol=1e-4, atol=1e-8)
 
 
 def test_consumers_run_without_autograd_and_autocast(watched, tiny, tokens):

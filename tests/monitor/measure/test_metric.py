@@ -8,12 +8,14 @@ import torch
 
 from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels.runtime import runtime
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import switchable_attention
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView
 from guardbit.numerics import decode_residual
 from tests.callbacks.several_ranks import launch
+from tests.oracle import dense
 
 EPS = 1e-3
 PROBES = plan_for(HEAD_INDICATORS).calls
@@ -49,18 +51,10 @@ def call_of(q, k, v, d_out, stabilizers=None, is_causal=True, dropout_p=0.0):
     return call
 
 
-def exact_attention(call, requires_grad=False):
-    """FP64 scores, probabilities and output of a call, the whole matrix at once."""
-    q, k, v = (x.detach().double() for x in (call.q, call.k, call.v))
-    q.requires_grad_(requires_grad)
-    group = q.size(1) // k.size(1)
-    key, value = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    scores = q @ key.mT * call.spec.scale
-    if call.spec.causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    probabilities = scores.softmax(-1)
-    return q, scores, probabilities, probabilities @ value
+def exact_attention(call, kept=None):
+    """All of a call in FP64."""
+    spec = AttentionSpec(call.spec.scale, call.spec.causal)
+    return dense(call.d_out, call.q, call.k, call.v, spec, kept)
 
 
 def sizes(scores):
@@ -81,7 +75,7 @@ def exact_bias(calls, rows=slice(None)):
         out = call.out.double()
         if call.residual is not None:
             out = out + decode_residual(call.out, call.residual).double()
-        error = out - exact_attention(call)[3]
+        error = out - exact_attention(call).out
         delta = (call.d_out.double() * error).sum(-1)[:, :, rows]
         total = total + torch.stack([delta.sum((0, 2)), delta.abs().sum((0, 2))])
     return total
@@ -96,7 +90,8 @@ def test_indicators_of_several_micro_batches_are_those_of_all_their_rows():
     got = updated(calls)
     rows, ties, ties_bf16, entropy, largest = 0, 0, 0, 0.0, []
     for call in calls:
-        _, scores, probabilities, _ = exact_attention(call)
+        exact = exact_attention(call)
+        scores, probabilities = exact.scores, exact.weights
         # BF16 products are exact in FP32 and sums of 16 of them nearly so: no score crosses EPS.
         top = scores.amax(-1, keepdim=True)
         assert ((top - scores - EPS).abs() > 1e-6).all()
@@ -127,7 +122,7 @@ def test_a_head_whose_scores_are_all_negative_does_not_hide():
     q[:, 1] = -200.0
     k[:, 0] = k[:, 0].abs() + 1.0
     call = call_of(q, k, v, d_out)
-    _, scores, _, _ = exact_attention(call)
+    scores = exact_attention(call).scores
     assert (scores[:, 1].amax((0, 2)) < -100).all()
     got = updated([call])
     expected = sizes(scores).amax((0, 2, 3))
@@ -148,10 +143,10 @@ def test_a_subset_of_rows_is_measured_as_if_there_were_no_others(num_rows):
     torch.testing.assert_close(
         got["delta_bias"][0], bias, rtol=0, atol=1e-3 * bias_abs.max().item()
     )
-    _, scores, probabilities, _ = exact_attention(call)
-    entropy = torch.special.entr(probabilities[:, :, rows]).sum(-1).mean((0, 2))
+    exact = exact_attention(call)
+    entropy = torch.special.entr(exact.weights[:, :, rows]).sum(-1).mean((0, 2))
     torch.testing.assert_close(got["attention_entropy"][0], entropy, rtol=1e-5, atol=1e-6)
-    largest = sizes(scores)[:, :, rows].amax((0, 2, 3))
+    largest = sizes(exact.scores)[:, :, rows].amax((0, 2, 3))
     torch.testing.assert_close(got["max_logit"][0], largest, rtol=1e-6, atol=0)
 
 
@@ -190,8 +185,7 @@ def test_audit_compares_dq_with_autograd_in_fp64():
     errors, exacts = [], []
     for call in calls:
         metric.update(0, CallView(call, None, heads, directions))
-        q, _, _, out = exact_attention(call, requires_grad=True)
-        (dq,) = torch.autograd.grad(out, q, call.d_out.double())
+        dq = exact_attention(call).dq
         exacts.append(dq[:, heads])
         errors.append(call.dq.double()[:, heads] - dq[:, heads])
     got = metric.measured()
@@ -241,7 +235,7 @@ def test_one_number_keeps_its_dimensions():
     metric = AttentionMetric(plan_for(["max_logit"]).calls, 1, 1)
     metric.update(0, CallView(call))
     (largest,) = metric.measured().values()
-    expected = sizes(exact_attention(call)[1]).amax((0, 2, 3))
+    expected = sizes(exact_attention(call).scores).amax((0, 2, 3))
     torch.testing.assert_close(largest, expected[None], rtol=1e-6, atol=0)
 
 
@@ -275,7 +269,7 @@ def test_rows_without_an_allowed_key_do_not_count():
     call = call_of(q, k[:, :, :4], v[:, :, :4], d_out, is_causal=False)
     got = updated([replace(call, spec=replace(call.spec, causal=True))])
     visible = exact_attention(call_of(q[:, :, 8:], k[:, :, :4], v[:, :, :4], d_out[:, :, 8:]))
-    expected = torch.special.entr(visible[2]).sum(-1).mean((0, 2))
+    expected = torch.special.entr(visible.weights).sum(-1).mean((0, 2))
     torch.testing.assert_close(got["attention_entropy"][0], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -362,20 +356,19 @@ def test_dropout_of_our_kernels_is_taken_back():
 
     mask = call.dropout.kept(2, torch.arange(48), slice(0, 48)) * call.dropout.factor
     assert 0.6 < (mask > 0).double().mean() < 0.8
-    q, _, probabilities, _ = exact_attention(call, requires_grad=True)
-    value = call.v.double().repeat_interleave(2, dim=1)[:, [1, 2]]
-    out = (probabilities[:, [1, 2]] * mask.double()) @ value
+    masked = torch.zeros(2, 4, 48, 48, dtype=torch.float64)  # of the heads that are compared
+    masked[:, [1, 2]] = mask.double()
+    exact = exact_attention(call, masked)
+    out = exact.out[:, [1, 2]]
     kernels = call.out.double() + decode_residual(call.out, call.residual).double()
     bias = (call.d_out.double()[:, [1, 2]] * (kernels[:, [1, 2]] - out)).sum(-1)
-    expected, size = bias.sum((0, 2)).detach(), bias.abs().sum((0, 2)).detach()
+    expected, size = bias.sum((0, 2)), bias.abs().sum((0, 2))
     # The shadow's FP32 sums, relative to the absolute sum: 2^-24 times a few, against 2^-9.
     assert ((got["delta_bias"][0, 1:3] - expected).abs() < 1e-3 * size.max()).all()
     assert got["delta_bias"][0, [0, 3]].isnan().all()
-    d_out = call.d_out.double()[:, [1, 2]]
-    (dq,) = torch.autograd.grad(out, q, d_out, retain_graph=True)
+    dq = exact.dq
     error = (call.dq.double() - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
     relative = error / dq[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
     torch.testing.assert_close(got["dq_relative_error"][0, 1:3], relative, rtol=1e-3, atol=0)
-    (other,) = torch.autograd.grad(probabilities[:, [1, 2]] @ value, q, d_out)
-    wrong = (other - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
+    wrong = (exact_attention(call).dq - dq)[:, [1, 2]].square().sum((0, 2, 3)).sqrt()
     assert (error < 0.3 * wrong).all(), "the mask must matter"
