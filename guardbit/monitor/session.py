@@ -16,6 +16,7 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -101,6 +102,10 @@ def _forget_step(session: MonitorSession) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
     session._do_deferred()
+
+
+def _forget_step_of(step: Step) -> None:
+    _forget_step(step._session)
 
 
 def _leave(session: MonitorSession) -> None:
@@ -631,7 +636,7 @@ class MonitorSession(Guarded):
             self._let_go()
 
     def _let_go(self) -> None:
-        self._stages.always("close", lambda: undo_all([self.instrumentation.remove]))
+        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
 
     def _do_deferred(self) -> None:
         """Carries out what was asked for within the step that has ended."""
@@ -948,7 +953,7 @@ class Step(Guarded):
             self._session.begin_batch(self._step)
         return self._session
 
-    @guard.method(_nothing)
+    @guard.method(_nothing, at_last=_forget_step_of)
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._session.end_step()
