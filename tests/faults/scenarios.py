@@ -11,28 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guardbit import MonitorSession, Policy
 from guardbit.monitor import ranks
 from tests.faults.two_processes import average, on_two
+from tests.toys import Attention
 
 WIDTH, HEADS, TOKENS, STEPS = 32, 2, 8, 4
 
 #: Made here: their arguments are checked before there is any training.
 POLICIES = {name: Policy(name, always=True) for name in ("exact_delta", "compensated")}
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 class WithWeights(nn.Module):

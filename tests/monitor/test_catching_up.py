@@ -5,26 +5,15 @@ from dataclasses import dataclass
 import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor import transfer
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
+from tests.toys import Attention
 
 SITE = "0"
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(32, 96, bias=False)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + y.transpose(1, 2).flatten(2)
 
 
 class Late:
@@ -70,7 +59,7 @@ class Run:
 
     def __init__(self, **settings):
         torch.manual_seed(0)
-        self.model = nn.Sequential(Attention()).bfloat16()
+        self.model = nn.Sequential(Attention(bias=False, has_out=False)).bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.session = MonitorSession(self.model, strict=True, **settings)
         self.alarmed, self.ran = {}, {}

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import guardbit
@@ -17,21 +16,14 @@ from guardbit.dashboards.report import contents
 from guardbit.monitor import interception
 from guardbit.monitor.measure import NoAttentionSeenError
 from guardbit.store import read_metadata
+from tests import toys
 
 
-class Attention(nn.Module):
+class Attention(toys.Attention):
     """Written with PyTorch's function; others compute the same otherwise."""
 
     def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(32, 96)
-
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return x + self.attend(q, k, v).transpose(1, 2).flatten(2)
+        super().__init__(has_out=False)
 
 
 class WrittenOutAttention(Attention):

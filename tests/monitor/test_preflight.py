@@ -16,14 +16,15 @@ from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.finding import Preflight
 from guardbit.kernels.engines.cpu_flash import CPUFlash
 from guardbit.monitor import examinations, preflight
-from tests.monitor.test_snapshots import Attention, Model
+from tests.monitor.test_snapshots import model_of
+from tests.toys import Attention
 
 
 class Masked(Attention):
     """Attention with a mask of its own; it draws numbers, counts its calls, and keeps a mean."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(4, is_fused=False, bias=False)
         self.calls = 0
         self.register_buffer("mean", torch.zeros(()))
 
@@ -31,16 +32,13 @@ class Masked(Attention):
         self.calls += 1
         self.mean += x.mean()
         x = x + torch.randn_like(x) * random.random() * np.random.rand()  # noqa: NPY002
-        q, k, v = (
-            p(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        q, k, v = self.project(x)
         seen = torch.arange(x.size(1)) < torch.tensor([[x.size(1)], [9]])
         y = F.scaled_dot_product_attention(q, k, v, seen[:, None, None], scale=scale)
-        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+        return x + self.out(y.transpose(1, 2).flatten(2))
 
 
-def train(path=None, model=Model, steps=3, watched=True, **settings):
+def train(path=None, model=model_of, steps=3, watched=True, **settings):
     """Trains; returns the model and what the generators draw next."""
     torch.manual_seed(0)
     random.seed(0)
@@ -62,7 +60,7 @@ def train(path=None, model=Model, steps=3, watched=True, **settings):
     return model, (torch.rand(1).item(), random.random(), np.random.rand())  # noqa: NPY002
 
 
-@pytest.mark.parametrize("model", [Model, lambda: nn.Sequential(Masked(), Masked())])
+@pytest.mark.parametrize("model", [model_of, lambda: nn.Sequential(Masked(), Masked())])
 def test_training_keeps_its_bits_and_what_was_found_is_in_the_store(tmp_path, model):
     plain, drawn = train(model=model, watched=False)
     examined, drawn_too = train(tmp_path, model=model, preflight=30)
@@ -122,7 +120,7 @@ def test_a_batch_is_examined_before_training_and_leaves_no_trace(tmp_path):
 
 def test_what_is_broken_is_told_before_the_first_step_and_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(Preflight, "is_broken", True)
-    model = Model().bfloat16()
+    model = model_of().bfloat16()
     session = MonitorSession(model, dirpath=tmp_path, strict=True)
     monkeypatch.setattr(examinations, "summary", lambda found: "it is so")
     session.preflight(torch.randn(2, 24, 32).bfloat16(), 1)
@@ -170,7 +168,7 @@ def test_the_models_own_mask_scale_and_arguments_are_examined(monkeypatch):
 
 def test_what_cannot_be_examined_is_said(monkeypatch):
     monkeypatch.setattr(preflight, "Examiner", Spy)
-    session = MonitorSession(Model(), strict=True)
+    session = MonitorSession(model_of(), strict=True)
     session.preflight(torch.randn(2, 24, 32))
     assert Spy.last.refused == [
         ("2,4,4,24,16 causal", "it is in torch.float32, and only BF16 and FP16 are examined")
@@ -179,7 +177,7 @@ def test_what_cannot_be_examined_is_said(monkeypatch):
 
 
 def test_a_forward_that_fails_ends_nothing(tmp_path, caplog):
-    model = Model().bfloat16()
+    model = model_of().bfloat16()
     session = MonitorSession(model, dirpath=tmp_path)
     assert session.preflight(torch.randn(2, 24, 7).bfloat16()) is None
     assert "preflight" in session.stages_off and "preflight" in caplog.text
@@ -192,4 +190,4 @@ def test_a_forward_that_fails_ends_nothing(tmp_path, caplog):
 @pytest.mark.parametrize("wrong", [-1, math.inf, "yes", None])
 def test_a_wrong_setting_is_refused_in_a_sentence(wrong):
     with pytest.raises(ValueError, match=r"preflight is .*; it must be True, False, or a number"):
-        MonitorSession(Model(), preflight=wrong)
+        MonitorSession(model_of(), preflight=wrong)

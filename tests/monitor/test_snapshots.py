@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from guardbit import MonitorSession, read_events
 from guardbit.diagnosis.diagnosis import diagnose
@@ -17,34 +15,13 @@ from guardbit.monitor import snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
+from tests.toys import Attention, Model
 
 SITE = "layers.1"
 
 
-class Attention(nn.Module):
-    dropout = 0.0
-
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 64, bias=False) for _ in range(3))
-        self.o_proj = nn.Linear(64, 32, bias=False)
-
-    def forward(self, x):
-        q, k, v = (
-            p(x).unflatten(-1, (4, 16)).transpose(1, 2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
-        return x + self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-
-    def forward(self, x):
-        return self.layers[1](self.layers[0](x))
+def model_of():
+    return Model(*(Attention(4, is_fused=False, bias=False) for _ in range(2)))
 
 
 @dataclass(frozen=True)
@@ -63,7 +40,7 @@ class AtStep:
 def train(steps=8, *, dtype=torch.bfloat16, session=None, batch=2, length=24):
     """Trains a model; returns it and what its heads were given, by step."""
     torch.manual_seed(0)
-    model = Model().to(dtype)
+    model = model_of().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     watched = None if session is None else session(model)
     given = {}
@@ -184,7 +161,7 @@ def test_heads_are_kept_on_demand(tmp_path):
 
 
 def test_impossible_demands_are_refused(tmp_path):
-    model = Model()
+    model = model_of()
     session = MonitorSession(model, dirpath=tmp_path)
     with session.step(0):
         model(torch.randn(1, 4, 32)).sum().backward()
@@ -193,16 +170,16 @@ def test_impossible_demands_are_refused(tmp_path):
     with pytest.raises(IndexError, match=r"head 9 of layers\.1 does not exist; it has 4"):
         session.snapshot(SITE, [9])
     session.close()
-    off = MonitorSession(Model(), snapshot_megabytes=0, dirpath=tmp_path / "off")
+    off = MonitorSession(model_of(), snapshot_megabytes=0, dirpath=tmp_path / "off")
     with pytest.raises(ValueError, match="no snapshots are kept"):
         off.snapshot(SITE, [0])
     off.close()
     with pytest.raises(ValueError, match="snapshot_megabytes is -1; it must be a number from 0"):
-        MonitorSession(Model(), snapshot_megabytes=-1)
+        MonitorSession(model_of(), snapshot_megabytes=-1)
 
 
 def test_other_ranks_keep_nothing_and_refuse_nothing(monkeypatch):
-    session = MonitorSession(Model())
+    session = MonitorSession(model_of())
     monkeypatch.setattr("guardbit.monitor.ranks.rank", lambda: 1)
     session.snapshot(SITE, [0])
     monkeypatch.undo()
@@ -215,7 +192,7 @@ def test_other_ranks_keep_nothing_and_refuse_nothing(monkeypatch):
 )
 def test_what_cannot_be_diagnosed_is_told_in_the_metadata(tmp_path, monkeypatch, settings, why):
     settings = dict(settings)
-    monkeypatch.setattr(Attention, "dropout", settings.pop("dropout", 0.0))
+    monkeypatch.setattr(Attention, "dropout_p", settings.pop("dropout", 0.0))
     train(session=monitored(tmp_path), **settings)
     assert not snapshot_files(tmp_path)
     assert why in read_metadata(tmp_path)["snapshots"]

@@ -5,7 +5,6 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,31 +15,10 @@ from guardbit.kernels.runtime import runtime
 from guardbit.monitor import running
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
+from tests.toys import Attention, Model
 
 SITE = "layers.0"
 MASK = torch.ones(12, 12, dtype=torch.bool).tril()
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dropout_p, self.mask = 0.0, None
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        mask, causal = self.mask, self.mask is None
-        y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout_p, is_causal=causal)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Attention()])
-
-    def forward(self, x):
-        return self.layers[0](x)
 
 
 class Run:
@@ -48,7 +26,7 @@ class Run:
 
     def __init__(self, path, **settings):
         torch.manual_seed(0)
-        self.path, self.model, self.step = path, Model(), 0
+        self.path, self.model, self.step = path, Model(Attention()), 0
         settings = {"every_n_train_steps": 1000, "dirpath": path, "strict": True, **settings}
         self.session = MonitorSession(self.model, **settings)
         self.run = self.model
@@ -295,14 +273,14 @@ def test_a_later_run_of_the_process_tells_what_it_relies_on(tmp_path, monkeypatc
 
 def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
     assert runtime.keeps_residuals
-    plain = instrument(Model())
+    plain = instrument(Model(Attention()))
     assert runtime.keeps_residuals
     plain.remove()
     expected = [("exact_delta", False), (None, False), ("compensated", True), ("row_max", True)]
     sessions = []
     for name, kept in expected:
         sessions.append(
-            MonitorSession(Model(), policy=Policy(name, scope="head") if name else None)
+            MonitorSession(Model(Attention()), policy=Policy(name, scope="head") if name else None)
         )
         assert runtime.keeps_residuals == kept
     for session, kept in zip(reversed(sessions), (True, False, False, True), strict=True):
@@ -313,7 +291,7 @@ def test_room_is_kept_where_a_policy_or_nobody_may_ask_for_compensated():
 
 @pytest.mark.parametrize("refused", ["model", "setting"])
 def test_a_session_that_is_refused_leaves_the_room_alone(refused):
-    model = nn.ReLU() if refused == "model" else Model()
+    model = nn.ReLU() if refused == "model" else Model(Attention())
     settings = {} if refused == "model" else {"every_n_train_steps": 0}
     with pytest.raises(ValueError):
         MonitorSession(model, **settings)

@@ -6,27 +6,17 @@ from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import CommonMode, Detectors, Finding
 from guardbit.monitor.policy import Policy
 from guardbit.records import Role, Sample
+from tests.toys import Attention
 
 
-class Attention(nn.Module):
-    """Heads of 16, two if not told otherwise."""
-
-    def __init__(self, heads=2):
-        super().__init__()
-        self.qkv = nn.Linear(16 * heads, 48 * heads)
-        self.dropout = 0.0
-
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (-1, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, is_causal=True)
-        return x + y.transpose(1, 2).flatten(-2)
+def attention(heads=2):
+    return Attention(heads, width=16 * heads, has_out=False)
 
 
 ALARM, ADVISORY = Role(), Role(is_advisory=True)
@@ -60,7 +50,7 @@ class Names:
 
 def session_of(folder, state=None, **settings):
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(), Attention()).bfloat16()
+    model = nn.Sequential(attention(), attention()).bfloat16()
     session = MonitorSession(model, every_n_train_steps=500, dirpath=folder, strict=True,
                              indicators=["max_logit", "dq_coherent_error"], **settings)  # fmt: skip
     if state is not None:
@@ -142,7 +132,7 @@ def test_a_run_that_has_switched_all_heads_from_the_start_is_not_advised_to_do_s
 @pytest.mark.parametrize("scope", ["head", "layer", "model"])
 def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, scope):
     model, session = session_of(tmp_path, rules=(Names(500),), policy=Policy(scope=scope))
-    model[1].dropout = 1.0  # of such calls none can be switched
+    model[1].dropout_p = 1.0  # of such calls none can be switched
     states = run(model, session, STEPS)
     session.close()
     assert {site for _, site, _ in events(tmp_path, "refusal")} == {"1"}
@@ -220,7 +210,7 @@ def test_an_advisory_is_recorded_and_audited_and_is_no_alarm(tmp_path):
 
 def test_of_many_advised_heads_two_a_module_are_audited_besides(tmp_path):
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(6)).bfloat16()
+    model = nn.Sequential(attention(6)).bfloat16()
     session = MonitorSession(
         model, every_n_train_steps=500, rules=(Advises(),), dirpath=tmp_path, strict=True
     )

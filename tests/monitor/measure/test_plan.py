@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession
@@ -12,23 +11,13 @@ from guardbit.catalog import HEAD_INDICATORS
 from guardbit.kernels import dispatch
 from guardbit.monitor.measure import gradient_audit, rows, weights
 from guardbit.monitor.sites import Site
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(32, 96, bias=False)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + y.transpose(1, 2).flatten(2)
+from tests.toys import Attention
 
 
 def measured(wanted, steps=2):
     """The samples of the last of some steps, each of which is sampled, as site -> values."""
     torch.manual_seed(0)
-    model = nn.Sequential(Attention(), Attention()).bfloat16()
+    model = nn.Sequential(*(Attention(bias=False, has_out=False) for _ in range(2))).bfloat16()
     session = MonitorSession(
         model, every_n_train_steps=1, indicators=wanted, num_audited_heads=2, strict=True
     )

@@ -4,46 +4,22 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Role
+from tests.toys import Attention, Model
 
 SITES = ["layers.0", "layers.1"]
 
 
-class Attention(nn.Module):
-    masked: ClassVar = {"is_causal": True}
-
-    def __init__(self, heads=2, kv_heads=2):
-        super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads
-        self.q_proj = nn.Linear(32, 16 * heads, bias=False)
-        self.k_proj = nn.Linear(32, 16 * kv_heads, bias=False)
-        self.v_proj = nn.Linear(32, 16 * kv_heads, bias=False)
-        self.o_proj = nn.Linear(16 * heads, 32, bias=False)
-
-    def forward(self, x):
-        split = lambda y, heads: y.unflatten(-1, (heads, 16)).transpose(1, 2)  # noqa: E731
-        q = split(self.q_proj(x), self.heads)
-        k, v = (split(p(x), self.kv_heads) for p in (self.k_proj, self.v_proj))
-        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **self.masked)
-        return x + self.o_proj(y.transpose(1, 2).flatten(2))
+def attention(heads=2):
+    return Attention(heads, 2, is_fused=False, bias=False)
 
 
-class Model(nn.Module):
+def model_of():
     """Two attention layers, the second with twice the heads and grouped keys."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([Attention(), Attention(4, 2)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return Model(attention(), attention(4))
 
 
 class Loop:
@@ -53,7 +29,7 @@ class Loop:
 
     def __init__(self, **settings):
         torch.manual_seed(0)
-        self.model = Model().bfloat16()
+        self.model = model_of().bfloat16()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.session = MonitorSession(self.model, **settings)
         self.losses = {}

@@ -21,11 +21,11 @@ from tests.monitor.session.plain_loop import (
     Always,
     Loop,
     LossAtStep,
-    Model,
     events_of,
     sampled,
     switches,
 )
+from tests.toys import Model
 
 
 def test_the_verdict_says_once_more_what_became_of_the_loss(tmp_path):
@@ -50,7 +50,7 @@ def test_a_site_that_is_called_later_is_described_then(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, policy=Policy("compensated", scope="head"))
     second = loop.model.layers[1]
     # The first cannot be switched; one that can be is enough.
-    loop.model.layers[0].masked = {"dropout_p": 1.0}
+    loop.model.layers[0].dropout_p = 1.0
     loop.model.layers = loop.model.layers[:1]
     loop.run([0], close=False)
     assert list(read_metadata(tmp_path)["sites"]) == SITES[:1]

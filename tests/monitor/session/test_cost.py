@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from guardbit.kernels.runtime import runtime
-from tests.monitor.session.plain_loop import Loop, Model, sampled
+from tests.monitor.session.plain_loop import Loop, sampled
+from tests.toys import Model
 
 
 class Operations(TorchDispatchMode):
@@ -104,10 +105,9 @@ def test_a_call_with_other_heads_gives_no_switched_head_back():
     loop.session.instrumentation.switch("layers.0", "row_max", heads=[1])
     layer, site = loop.model.layers[0], loop.session.instrumentation.sites["layers.0"]
     for step, heads in enumerate([2, 1, 2, 2], start=1):
-        layer.o_proj.forward = lambda y: y.new_zeros(*y.shape[:2], 32)
+        layer.out.forward = lambda y: y.new_zeros(*y.shape[:2], 32)
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
             projection.forward = lambda x, width=16 * heads: x[..., :width]
-        layer.heads = layer.kv_heads = heads
         loop.run([step], close=False)
     assert site.launches["forward", "row_max"] == 3
 

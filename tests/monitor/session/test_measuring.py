@@ -10,7 +10,7 @@ from guardbit.kernels import dispatch
 from guardbit.monitor.replay import normalised_sites, replay
 from guardbit.monitor.transfer import Transfer
 from guardbit.store import read_metadata
-from tests.monitor.session.plain_loop import NORMS, SITES, Always, Attention, Loop, events_of
+from tests.monitor.session.plain_loop import NORMS, SITES, Always, Loop, attention, events_of
 
 
 def test_numbers_of_any_dtype_come_to_the_host_in_their_order():
@@ -71,8 +71,7 @@ def test_a_site_whose_number_of_heads_changes_is_left_out_until_it_is_counted_ag
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, strict=True)
     loop.run([0], close=False)
     layer = loop.model.layers[1]
-    layer.heads, layer.kv_heads = 2, 2
-    for name in ("q_proj", "o_proj"):
+    for name in ("q_proj", "out"):
         weight = getattr(layer, name).weight
         weight.data = weight.data[:32] if name == "q_proj" else weight.data[:, :32]
         weight.grad = None
@@ -89,12 +88,10 @@ def test_weights_that_qk_norm_makes_harmless_raise_no_alarm(tmp_path, normed):
     """The logits are not known: they are not measured."""
     loop = Loop(every_n_train_steps=50, dirpath=tmp_path)
     loop.session.close()
-    loop.model.layers.extend([Attention(), Attention()]).bfloat16()
+    loop.model.layers.extend([attention(), attention()]).bfloat16()
     for layer in loop.model.layers:
         norm = nn.RMSNorm(16) if normed else nn.Identity()
-        layer.q_proj = nn.Sequential(
-            layer.q_proj, nn.Unflatten(-1, (layer.heads, 16)), norm, nn.Flatten(2)
-        )
+        layer.q_proj = nn.Sequential(layer.q_proj, nn.Unflatten(-1, (-1, 16)), norm, nn.Flatten(2))
     loop.model.bfloat16()
     loop.session = MonitorSession(
         loop.model, every_n_train_steps=50, dirpath=tmp_path, indicators=[*NORMS, "loss"]

@@ -10,8 +10,8 @@ from tests.callbacks.several_ranks import launch
 from tests.monitor.session.plain_loop import (
     LOUD,
     SITES,
-    Model,
     events_of,
+    model_of,
     sampled,
     values,
 )
@@ -82,7 +82,7 @@ def test_two_ranks_judge_the_same_samples_and_survive_an_error_of_one(tmp_path, 
     with torch.no_grad():
         x = 0.1 + 0.01 * torch.arange(12)[:, None].expand(1, 12, 32)
         torch.manual_seed(0)
-        layer = Model().bfloat16().layers[0]
+        layer = model_of().bfloat16().layers[0]
         q, k = (
             p(x.bfloat16()).float().unflatten(-1, (2, 16)) for p in (layer.q_proj, layer.k_proj)
         )

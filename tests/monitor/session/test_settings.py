@@ -5,14 +5,15 @@ import torch
 
 from guardbit import MonitorSession
 from guardbit.monitor.policy import Policy
-from tests.monitor.session.plain_loop import Attention, Loop, Model, sampled, values
+from tests.monitor.session.plain_loop import Loop, model_of, sampled, values
+from tests.toys import Attention
 
 
 @pytest.mark.parametrize("dirpath", ["", "thesis.txt", 3])
 def test_what_is_no_place_for_a_run_is_refused_at_once(tmp_path, monkeypatch, dirpath):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.txt").write_text("")
-    model = Model()
+    model = model_of()
     with pytest.raises(ValueError, match=r"^dirpath is "):
         MonitorSession(model, dirpath=dirpath)
     MonitorSession(model).close()
@@ -20,7 +21,7 @@ def test_what_is_no_place_for_a_run_is_refused_at_once(tmp_path, monkeypatch, di
 
 @pytest.mark.parametrize("policy", [None, Policy("compensated", scope="head")])
 def test_a_guard_that_can_switch_nothing_says_so(monkeypatch, caplog, policy):
-    monkeypatch.setattr(Attention, "masked", {"dropout_p": 1.0})
+    monkeypatch.setattr(Attention, "dropout_p", 1.0)
     Loop(every_n_train_steps=1, policy=policy).run(range(2))
     told = [line for line in caplog.messages if "no alarm can switch" in line]
     assert len(told) == (policy is not None)
@@ -73,7 +74,7 @@ def test_what_is_no_loss_turns_off_the_losses_alone(tmp_path, caplog, loss):
     ],
 )
 def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
-    model = Model()
+    model = model_of()
     with pytest.raises(ValueError, match=message):
         MonitorSession(model, **settings)
     MonitorSession(model).close()

@@ -1,0 +1,85 @@
+"""Toy transformers to watch: attention with what most tests vary, and a model of such layers."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    """Causal self-attention of tokens (B, N, width).
+
+    Attributes:
+        mask: What queries see in place of the causal mask, as PyTorch's function takes it.
+        dropout_p: Probability with which an entry of P is dropped.
+    """
+
+    mask: Tensor | None = None
+    dropout_p = 0.0
+
+    def __init__(
+        self,
+        heads: int = 2,
+        kv_heads: int | None = None,
+        *,
+        head_dim: int = 16,
+        width: int = 32,
+        is_fused: bool = True,
+        bias: bool = True,
+        has_out: bool = True,
+        is_residual: bool = True,
+    ) -> None:
+        """Makes the projections.
+
+        Args:
+            heads: Query heads.
+            kv_heads: Key heads; None for as many.
+            head_dim: Features of a head.
+            width: Features of a token.
+            is_fused: Whether one projection `qkv` stands for `q_proj`, `k_proj` and `v_proj`.
+            bias: Whether projections have one.
+            has_out: Whether there is a projection `out`; heads then need not fill the width.
+            is_residual: Whether the input is added to what comes out.
+        """
+        super().__init__()
+        self.head_dim, self.is_residual = head_dim, is_residual
+        kv_heads = heads if kv_heads is None else kv_heads
+        self.sizes = [head_dim * number for number in (heads, kv_heads, kv_heads)]
+        if is_fused:
+            self.qkv = nn.Linear(width, sum(self.sizes), bias)
+        else:
+            self.q_proj, self.k_proj, self.v_proj = (
+                nn.Linear(width, size, bias) for size in self.sizes
+            )
+        self.out = nn.Linear(self.sizes[0], width, bias) if has_out else nn.Identity()
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Returns q, k and v, (B, heads, N, head_dim)."""
+        if hasattr(self, "qkv"):
+            parts = self.qkv(x).split(self.sizes, -1)
+        else:
+            parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+        return [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in parts]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Returns the output of the heads, (B, heads, N, head_dim)."""
+        return F.scaled_dot_product_attention(
+            q, k, v, self.mask, self.dropout_p, self.mask is None, enable_gqa=q.size(1) != k.size(1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.out(self.attend(*self.project(x)).transpose(1, 2).flatten(2))
+        return x + y if self.is_residual else y
+
+
+class Model(nn.Module):
+    """Layers, one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
