@@ -42,8 +42,8 @@ class Attention(nn.Module):
             is_residual: Whether the input is added to what comes out.
         """
         super().__init__()
-        self.head_dim, self.is_residual = head_dim, is_residual
         kv_heads = heads if kv_heads is None else kv_heads
+        self.head_dim, self.is_grouped, self.is_residual = head_dim, kv_heads != heads, is_residual
         self.sizes = [head_dim * number for number in (heads, kv_heads, kv_heads)]
         if is_fused:
             self.qkv = nn.Linear(width, sum(self.sizes), bias)
@@ -64,11 +64,12 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the output of the heads, (B, heads, N, head_dim)."""
         return F.scaled_dot_product_attention(
-            q, k, v, self.mask, self.dropout_p, self.mask is None, enable_gqa=q.size(1) != k.size(1)
+            q, k, v, self.mask, self.dropout_p, self.mask is None, enable_gqa=self.is_grouped
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.out(self.attend(*self.project(x)).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, *how: object) -> Tensor:
+        """Attends; `how` goes on to an `attend` that takes more than q, k and v."""
+        y = self.out(self.attend(*self.project(x), *how).transpose(1, 2).flatten(2))
         return x + y if self.is_residual else y
 
 
@@ -79,7 +80,7 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *how: object) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, *how)
         return x

@@ -9,26 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from tests.toys import Attention
+
 WIDTH, HEADS, LAYERS, CONTEXT, VOCABULARY = 32, 2, 2, 16, 48
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x):
-        b, n, _ = x.shape
-        q, k, v = self.c_attn(x).view(b, n, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(b, n, WIDTH))
+def attention():
+    return Attention(HEADS, head_dim=WIDTH // HEADS, width=WIDTH, bias=False, is_residual=False)
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH), attention()
         self.ln_2, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):

@@ -63,7 +63,7 @@ class Watcher(pl.Callback):
             self.switched.append(trainer.global_step)
 
     def on_train_batch_end(self, trainer, module, *_):
-        weight = module.net.h[1].attn.c_attn.weight.detach()
+        weight = module.net.h[1].attn.qkv.weight.detach()
         weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
         # nanoGPT's layout: the first third is W_Q, head by head.
         heads = weight[: tiny.WIDTH].double().unflatten(0, (tiny.HEADS, -1))

@@ -13,27 +13,16 @@ from guardbit import MonitorSession
 from guardbit.diagnosis.diagnosis import diagnose
 from guardbit.diagnosis.storage import read_snapshots
 from guardbit.diagnosis.text import sentences
+from tests.toys import Attention
 
 SITES, HEADS = ("blocks.0.attn", "blocks.1.attn"), (0, 1, 2, 3)
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x):
-        b, n, c = x.shape
-        q, k, v = self.qkv(x).view(b, n, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, n, c))
 
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
-        self.attn = Attention()
+        self.attn = Attention(4, width=64, bias=False, is_residual=False)
         self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
     def forward(self, x):

@@ -4,28 +4,16 @@ import re
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import guardbit
 from guardbit.kernels import alignment, op
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
+from tests.toys import Attention
 
 
 def code_of_a_step(device):
     """The graphs of forward and backward, as Inductor wrote them."""
-    model = Attention().to(device)
+    model = Attention(4, width=64, is_residual=False).to(device)
     inst = guardbit.instrument(model)
     try:
         x = torch.randn(2, 32, 64, device=device)

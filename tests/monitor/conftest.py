@@ -7,27 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests import toys
+
 WIDTH, HEADS, VOCABULARY = 64, 4, 32
 HEAD = WIDTH // HEADS
 
 
-class Attention(nn.Module):
+class Attention(toys.Attention):
     def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def attend(self, x):
-        batch, length, _ = x.shape
-        q, k, v = (
-            y.view(batch, length, HEADS, HEAD).transpose(1, 2)  # (B, H, N, D)
-            for y in self.qkv(x).split(WIDTH, dim=2)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(y.transpose(1, 2).reshape(batch, length, WIDTH))
-
-    def forward(self, x):
-        return self.attend(x)
+        super().__init__(HEADS, width=WIDTH, is_residual=False)
 
 
 class Block(nn.Module):

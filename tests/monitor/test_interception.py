@@ -156,9 +156,8 @@ def test_calls_outside_are_left_alone(tiny, tokens, instrument):
 
 def test_aliases_are_covered(tiny, tokens, instrument):
     class Aliased(tiny.Attention):
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            return self.proj(alias(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return alias(q, k, v, is_causal=True)
 
     model = tiny.GPT(attention=Aliased)
     before = tiny.step(model, tokens)
@@ -246,9 +245,8 @@ def keeps_in_a_closure(tiny):
 @pytest.mark.parametrize("keeps", [keeps_in_a_dict, keeps_as_a_default, keeps_in_a_closure])
 def test_references_inside_methods_and_dicts_are_covered(keeps, tiny, tokens, instrument):
     class Attention(keeps(tiny)):
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            return self.proj(self.attend_with(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return self.attend_with(q, k, v, is_causal=True)
 
     model = tiny.GPT(attention=Attention)
     before = tiny.step(model, tokens)
@@ -266,9 +264,8 @@ def test_references_inside_methods_and_dicts_are_covered(keeps, tiny, tokens, in
 @pytest.mark.parametrize("keeps", [keeps_static, keeps_plain, keeps_own, keeps_partial])
 def test_references_that_modules_and_classes_keep_are_covered(keeps, tiny, tokens, instrument):
     class Attention(keeps(tiny)):
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            return self.proj(self.attend_with(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return self.attend_with(q, k, v, is_causal=True)
 
     model = tiny.GPT(attention=Attention)
     kept = model.h[0].attn.attend_with
@@ -456,13 +453,8 @@ class SometimesDouble(nn.Module):
         super().__init__()
 
         class Attention(tiny.Attention):
-            def forward(self, x, dtype):
-                q, k, v = (
-                    y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-                )
-                q, k, v = (y.to(dtype) for y in (q, k, v))
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
-                return x + self.proj(y.transpose(1, 2).flatten(2))
+            def attend(self, q, k, v, dtype):
+                return super().attend(q.to(dtype), k.to(dtype), v.to(dtype)).float()
 
         self.embed = nn.Embedding(32, 64)
         self.h = nn.ModuleList(Attention() for _ in range(2))
@@ -470,7 +462,7 @@ class SometimesDouble(nn.Module):
     def forward(self, tokens, dtype=torch.float32):
         x = self.embed(tokens)
         for attention in self.h:
-            x = attention(x, dtype)
+            x = x + attention(x, dtype)
         return x.square().mean()
 
 
@@ -679,7 +671,7 @@ def test_compiled_hugging_face(tiny, instrument):
 def test_graph_breaks_inside_attention(tiny, tokens, instrument):
     class Broken(tiny.Attention):
         def forward(self, x):
-            y = self.attend(x)
+            y = super().forward(x)
             torch._dynamo.graph_break()
             return y + 0 * x
 
@@ -788,7 +780,7 @@ def test_an_interrupted_forward_leaves_nothing(error, tiny, tokens, instrument):
         fails = False
 
         def forward(self, x):
-            y = self.attend(x)
+            y = super().forward(x)
             if self.fails:
                 raise error("stop")
             return y

@@ -4,7 +4,6 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession, read_events
@@ -14,37 +13,17 @@ from guardbit.monitor.interception.calls import CAPTURED
 from guardbit.monitor.policy import Policy
 from guardbit.records import Alarm
 from guardbit.store import read_metadata
+from tests import toys
 
 #: A batch that attention computes in FP64, which no stabilizer takes.
 WIDE = True
 SITE = "layers.1"
 
 
-class Attention(nn.Module):
-    def __init__(self, heads=2):
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x, wide=None):
-        q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
-        )
-        if wide:
-            q, k, v = q.double(), k.double(), v.double()
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-
-    def forward(self, x, wide=None):
-        for layer in self.layers:
-            x = layer(x, wide)
-        return x
+class Attention(toys.Attention):
+    def attend(self, q, k, v, wide=None):
+        inputs = (x.double() if wide else x for x in (q, k, v))
+        return super().attend(*inputs).to(q.dtype)
 
 
 class Run:
@@ -52,7 +31,7 @@ class Run:
 
     def __init__(self, path, **settings):
         torch.manual_seed(0)
-        self.path, self.model = path, Model()
+        self.path, self.model = path, toys.Model(Attention(), Attention())
         settings = {"every_n_train_steps": 1000, "dirpath": path, "strict": True, **settings}
         self.session = MonitorSession(self.model, **settings)
         self.run, self.step = self.model, 0
@@ -226,14 +205,14 @@ def test_compiled_calls_that_keep_the_native_kernel(run, how):
 def test_a_switch_that_does_not_fit_the_heads_is_reported_and_kept(run):
     run.steps(None)
     run.session.switch(SITE, "compensated")
-    run.model.layers[1].heads = 1
+    run.model.layers[1].head_dim = 32
     run.steps(None)
     assert run.switched_launches() == 0
     assert run.stabilizers() == ["none"]
     assert run.events("switch")[-1] == (1, SITE, (0, 1), "none")
     assert "it has 1 heads now, and the switch was made for 2" in run.reasons("switch")[-1]
     assert run.session.state_dict()["stabilizers"] == {SITE: ["compensated"] * 2}
-    run.model.layers[1].heads = 2
+    run.model.layers[1].head_dim = 16
     run.steps(None)
     assert run.switched_launches() == 1
     assert run.events("switch")[-1] == (2, SITE, (0, 1), "compensated")

@@ -10,30 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guardbit.monitor.session import MonitorSession
+from tests.toys import Attention
 
 pytestmark = pytest.mark.gpu
 
 WIDTH, HEADS, LAYERS, CONTEXT, VOCABULARY = 128, 2, 3, 128, 64
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, n, _ = x.shape
-        q, k, v = self.c_attn(x).view(b, n, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.c_proj(y.transpose(1, 2).reshape(b, n, WIDTH))
-
-
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte = nn.Embedding(VOCABULARY, WIDTH)
-        self.h = nn.ModuleList(Attention() for _ in range(LAYERS))
+        self.h = nn.ModuleList(
+            Attention(HEADS, head_dim=WIDTH // HEADS, width=WIDTH, bias=False)
+            for _ in range(LAYERS)
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:

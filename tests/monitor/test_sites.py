@@ -240,7 +240,7 @@ def test_settling_leaves_no_trace(tiny, tokens):
             self.drop, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(64)
 
         def forward(self, x):
-            return self.attend(self.norm(self.drop(x).mT).mT)
+            return super().forward(self.norm(self.drop(x).mT).mT)
 
     model = tiny.GPT(attention=Noisy)
     inst = guardbit.instrument(model)
@@ -404,10 +404,8 @@ def test_bad_switches_are_named_and_change_nothing(arguments, error, message, in
 
 def test_a_pattern_passes_over_what_cannot_be_switched(tiny, tokens):
     class Double(tiny.Attention):
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            y = F.scaled_dot_product_attention(q.double(), k.double(), v.double()).float()
-            return self.proj(y.transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return super().attend(q.double(), k.double(), v.double()).float()
 
     model = tiny.GPT()
     model.h[0].attn = Double()
@@ -428,11 +426,8 @@ def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
     class SometimesDouble(tiny.Attention):
         dtype = torch.float32
 
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            q, k, v = (y.to(self.dtype) for y in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).float()
-            return self.proj(y.transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return super().attend(*(y.to(self.dtype) for y in (q, k, v))).float()
 
     model = tiny.GPT()
     model.h[0].attn = SometimesDouble()
@@ -470,10 +465,8 @@ def test_a_switch_takes_effect_at_the_next_call(model, inst, tiny, tokens):
 
 def test_switched_gradients_are_those_of_our_kernels(tiny, tokens):
     class Ours(tiny.Attention):
-        def attend(self, x):
-            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            y = guardbit.flash_attention(q, k, v, causal="top-left", stabilizer="compensated")
-            return self.proj(y.transpose(1, 2).flatten(2))
+        def attend(self, q, k, v):
+            return guardbit.flash_attention(q, k, v, causal="top-left", stabilizer="compensated")
 
     ours, model = tiny.GPT(attention=Ours), tiny.GPT()
     model.load_state_dict(ours.state_dict())

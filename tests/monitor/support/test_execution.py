@@ -141,7 +141,7 @@ def attention_of(tiny, mode: Mode) -> type[nn.Module]:
 
     class Inside(tiny.Attention):
         def forward(self, x):
-            return checkpoint(self.attend, x, **mode.options)
+            return checkpoint(super().forward, x, **mode.options)
 
     return Inside
 
