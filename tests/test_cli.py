@@ -355,7 +355,8 @@ def test_live_shows_folders_only_and_says_where(
     live = pytest.importorskip("guardbit.dashboards.live", reason="the extra `live` is missing")
     (tmp_path / "run.csv").write_text(HEADER)
     check_refused(invoke("live", tmp_path / "run.csv"), "live shows the folder of a run")
-    monkeypatch.setattr(live.LiveServer, "run", lambda self: self._socket.close())
+    run = live.LiveServer.run
+    monkeypatch.setattr(live.LiveServer, "run", lambda self: (self.stop(), run(self)))
     result = invoke("live", tmp_path / "not_yet")
     assert result.exit_code == 0
     assert re.search(r"http://127\.0\.0\.1:\d+/[\w-]{24}/", result.stdout)

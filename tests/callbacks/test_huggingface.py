@@ -167,12 +167,12 @@ class ReaderGone(io.StringIO):
 
 
 def test_a_console_or_a_look_for_reporters_that_fails_does_not_end_the_run(tmp_path, monkeypatch):
-    def fails(monitor):
+    def fails():
         raise RuntimeError("a frame of other code")
 
     console = ReaderGone()
     monkeypatch.setattr(sys, "stdout", console)
-    monkeypatch.setattr(huggingface, "_reporters_beside", fails)
+    monkeypatch.setattr(huggingface.inspect, "currentframe", fails)
     train(tmp_path, HuggingFaceMonitor(4), save_strategy="no")
     assert console.refused == 2, "at the start and at the end"
     assert set(read_run(tmp_path / "guardbit")["step"]) >= {0, 4, 8}

@@ -491,18 +491,19 @@ def test_what_triton_cannot_take_is_refused_and_auto_goes_round_it(monkeypatch):
     message = "backend 'triton' takes bfloat16 and float16, but q is torch.float32; use 'auto' or"
     with pytest.raises(ValueError, match=message):
         flash_attention(Q, K, K, backend="triton")
-    device = torch.device("cuda", 0)
-    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=device)
-    monkeypatch.setattr(dispatch, "_capability", lambda _: (7, 5))
-    message = "needs compute capability 8.0 or newer, but cuda:0 has 7.5; use 'auto' or 'torch'"
+    # What a device can is asked for once in a process: of these two by no other test.
+    old, new = torch.device("cuda", 97), torch.device("cuda", 98)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {old: (7, 5), new: (8, 0)}.get)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float16, device=old)
+    message = "needs compute capability 8.0 or newer, but cuda:97 has 7.5; use 'auto' or 'torch'"
     with pytest.raises(ValueError, match=message):
         dispatch.on_triton("triton", on_gpu)
     assert not dispatch.on_triton("auto", on_gpu)
-    monkeypatch.setattr(dispatch, "_capability", lambda _: (8, 0))
+    on_gpu.device = new
     assert dispatch.on_triton("auto", on_gpu)
     assert not dispatch.on_triton("torch", on_gpu)
     assert not dispatch.on_triton(
-        "auto", SimpleNamespace(is_cuda=True, dtype=torch.float32, device=device)
+        "auto", SimpleNamespace(is_cuda=True, dtype=torch.float32, device=new)
     )
 
 

@@ -8,6 +8,7 @@ from guardbit import MonitorSession, read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor import unseen
 from guardbit.monitor.interception.entry_points import transformers_bloom
+from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
 
 transformers = pytest.importorskip("transformers")
@@ -73,11 +74,12 @@ def test_the_observer_hears_of_the_call_as_it_was(checkpointed, tiny):
     torch.testing.assert_close(call.dq.double(), expected, rtol=1e-4, atol=1e-4 * expected.std())
 
 
-def test_indicators_are_of_the_scores_that_the_model_has(tmp_path):
-    model, calls = build(), []
+def test_indicators_are_of_the_scores_that_the_model_has(tmp_path, monkeypatch):
+    model, calls, consume = build(), [], Measurement.consume
+    monkeypatch.setattr(
+        Measurement, "consume", lambda self, call: (calls.append(call), consume(self, call))
+    )
     session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path, strict=True)
-    measure = session._measurement.consume
-    session._capture._consume = lambda call: (calls.append(call), measure(call))
     for step in range(2):
         with session.step(step):
             model(**batch()).loss.backward()

@@ -7,7 +7,6 @@ import guardbit
 from guardbit import MonitorSession, read_run
 from guardbit.catalog import OCCASIONAL
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.entry_points import transformers_eager
 from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
 
@@ -135,10 +134,16 @@ def test_a_function_that_does_something_else_is_not_watched(tiny, monkeypatch):
 
 
 def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypatch):
-    def fails(*_):
-        raise RuntimeError("on purpose")
+    from transformers.models.llama import modeling_llama
 
-    monkeypatch.setattr(transformers_eager, "_plain", fails)
+    original = modeling_llama.eager_attention_forward
+
+    def fails_alone(module, query, *args, **kwargs):
+        if len(query) == 1:  # the batch has two sequences
+            raise RuntimeError("on purpose")
+        return original(module, query, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", fails_alone)
     model = build("Llama")
     before = tiny.step(model, **batch())
     session = MonitorSession(model, every_n_train_steps=1)
@@ -147,7 +152,7 @@ def test_a_function_that_fails_alone_costs_no_more_than_its_watch(tiny, monkeypa
     assert "could not be tried on its own: on purpose" in (
         session.instrumentation.sites[SITE].unwatched
     )
-    assert session._stages.off == set()
+    assert session.stages_off == set()
     session.close()
 
 

@@ -1,5 +1,7 @@
 """Disks that are full, and folders that cannot be read or written to."""
 
+import functools
+
 import pytest
 
 from guardbit import MonitorSession, read_events, read_run
@@ -19,6 +21,8 @@ from tests.monitor.session.plain_loop import (
 
 
 def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, caplog):
+    # It is to be written more than once a step.
+    monkeypatch.setattr(journal, "RunWriter", functools.partial(RunWriter, flush_every=20))
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path, rules=(Always(),))
     loop.session.begin_batch(0)
     with monkeypatch.context() as patch:
@@ -31,7 +35,6 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     loop.run([1], close=False)
     assert list(read_metadata(tmp_path)["sites"]) == SITES
     assert len(events_of(tmp_path, "alarm")) == 201
-    monkeypatch.setattr(loop.session._journal._writer, "_flush_every", 20)  # less than a step's
     with monkeypatch.context() as patch:
         patch.setattr("guardbit.store.writing.publish", full_disk)
         loop.run([2], close=False)

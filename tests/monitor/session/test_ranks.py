@@ -53,7 +53,7 @@ WORKER = textwrap.dedent(
     detectors = loop.session.state_dict()["detectors"]
     loop.session.close()
     with open(f"{folder}/{rank}.json", "w") as file:
-        json.dump([stabilizers, sorted(loop.session._stages.off), detectors], file)
+        json.dump([stabilizers, sorted(loop.session.stages_off), detectors], file)
     torch.distributed.destroy_process_group()
     """
 )
