@@ -12,9 +12,10 @@ import guardbit
 from guardbit import guard
 from guardbit.guard import Guarded, is_door
 from guardbit.kernels import flex, library, native, op
+from guardbit.monitor.bracket import StepBracket
 from guardbit.monitor.interception import checkpointing, tracing, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.session import MonitorSession, Step
+from guardbit.monitor.session import MonitorSession
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
 #: own code, in which calls of GuardBit's are doors.
@@ -53,8 +54,8 @@ def test_every_method_that_training_calls_is_a_door(kind):
 
 
 def test_a_step_begins_and_ends_at_doors():
-    assert is_door(Step.__enter__)
-    assert is_door(Step.__exit__)
+    assert is_door(StepBracket.__enter__)
+    assert is_door(StepBracket.__exit__)
 
 
 @pytest.mark.parametrize("base", [pl.Callback, TrainerCallback])

@@ -29,24 +29,31 @@ from guardbit.guard import Guarded, refusing, undo_all
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
+from guardbit.monitor.acting import Acting
+from guardbit.monitor.bracket import StepBracket
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.examinations import Examinations
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.findings import Findings, event_of
-from guardbit.monitor.journal import OFF, Journal, leave_word, metadata_of
+from guardbit.monitor.findings import Findings
+from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
-    NoAttentionSeenError,
     Sent,
-    joined,
     largest,
 )
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.qk_clip import Clipping
+from guardbit.monitor.sampling import Sampling
 from guardbit.monitor.schedule import Schedule, checked_step
-from guardbit.monitor.settings import PREFLIGHT_SECONDS, SNAPSHOT_MEGABYTES, Settings
+from guardbit.monitor.settings import (
+    PREFLIGHT_SECONDS,
+    SNAPSHOT_MEGABYTES,
+    Settings,
+    check_folder,
+    check_policy,
+    warn_of_settings,
+)
 from guardbit.monitor.sites import Instrumentation, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
@@ -63,11 +70,6 @@ _POLICY_SETTINGS = (
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
-
-#: Heads of an attention module that advisories have audited at each sampled step, besides one in
-#: turn.
-MOST_ADVISED = 2
-
 
 # What callers get after an error, see `guard.method`.
 
@@ -102,10 +104,6 @@ def _forget_step(session: MonitorSession) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
     session._do_deferred()
-
-
-def _forget_step_of(step: Step) -> None:
-    _forget_step(step._session)
 
 
 def _leave(session: MonitorSession) -> None:
@@ -215,8 +213,8 @@ class MonitorSession(Guarded):
                 preflight=preflight,
                 on_alarm=on_alarm,
             )
-            _check_policy(policy)
-            _check_folder(dirpath)
+            check_policy(policy)
+            check_folder(dirpath)
         try:
             self._set_up(model, settings, policy, dry_run)
         except BaseException:
@@ -240,7 +238,8 @@ class MonitorSession(Guarded):
         self.alarms: list[Alarm] = []
         self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
-        self._warn_of_settings()
+        if ranks.rank() == 0:
+            warn_of_settings(self.indicators, self.policy, self.detectors)
         with refusing():
             self.instrumentation: Instrumentation = instrument(model, settings.sites)
         self.instrumentation.keep_residuals(
@@ -273,7 +272,6 @@ class MonitorSession(Guarded):
             lambda why: self._journal.note({"snapshots": why}),
         )
         self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
-        self._clipping = Clipping(dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._checkpoint = Checkpoint(
             self._schedule,
@@ -288,6 +286,16 @@ class MonitorSession(Guarded):
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
             rival,
         )  # fmt: skip
+        self._sampling = Sampling(
+            self.instrumentation, self._measurement, self._exchange, self.detectors,
+            self._switching, self._telling, self._journal, self._stages, self.record,
+            is_guarded=self.policy is not None,
+        )  # fmt: skip
+        self._acting = Acting(
+            self.instrumentation, self._measurement, self._snapshots, self.detectors,
+            self._findings, self._switching, self.policy, dry_run, self.record,
+            self._telling.announce,
+        )  # fmt: skip
         self._examinations = Examinations(
             model, self.instrumentation, self._schedule, self._journal, self.record,
             settings.preflight_seconds,
@@ -299,29 +307,9 @@ class MonitorSession(Guarded):
         self._deferred: list[Callable[[], None]] = []
         self.instrumentation.listen(self._capture_failed)
 
-    def _warn_of_settings(self) -> None:
-        """Warns of settings that go badly together."""
-        if ranks.rank() > 0:
-            return
-        quiet = self.policy.quiet_steps if self.policy else None
-        if quiet is not None and quiet <= self.detectors.cool_down_steps:
-            log.warning(
-                "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
-                " still diverge will be switched back",
-                quiet,
-                self.detectors.cool_down_steps,
-            )
-        unjudged = self.detectors.unjudged(self.indicators)
-        if unjudged:
-            log.warning(
-                "some rules cannot raise an alarm, because indicators that they need are not"
-                " measured: %s",
-                "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
-            )
-
     # --- the run's events ------------------------------------------------------------------------
 
-    @guard.method(lambda session: Step(session, None))
+    @guard.method(lambda session: StepBracket(session, None))
     def step(self, step: int) -> AbstractContextManager[MonitorSession]:
         """Brackets one optimizer step of a plain training loop.
 
@@ -331,7 +319,7 @@ class MonitorSession(Guarded):
         Raises:
             ValueError: If the step is no whole number from 0.
         """
-        return Step(self, step)
+        return StepBracket(self, step)
 
     @guard.method(_nothing)
     def begin_batch(self, step: int) -> None:
@@ -519,61 +507,30 @@ class MonitorSession(Guarded):
         return _WATCHING not in self._stages.off
 
     def _measure(self, step: int) -> None:
-        columns = self.attempt("metrics", self._columns) or {}
-        sent = self.attempt("samples", lambda: self._measurement.send(columns, step))
-        self._unjudged = step, sent
+        self._unjudged = step, self._sampling.send(step, self.loss_scale)
 
     def _judge_and_act(self, step: int, sent: Sent | None) -> list[Alarm]:
-        samples: list[Sample] = []
-        if sent is not None:
-            samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
-        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
-        # calls cannot be switched is no reason not to switch the next ones.
-        known = self._exchange.share(samples, self._schedule.last_ended or 0)
-        self._switching.refusals = known.refusals
-        self._switching.asked_elsewhere = known.asked_elsewhere
-        if ranks.world_size() > 1:
-            self.attempt("metrics", lambda: self._describe(known.metadata))
-        samples = self.samples = joined(known.samples)
+        ended = self._schedule.last_ended or 0
+        samples = self.samples = self._sampling.receive(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
         self.attempt("oddities", lambda: self._telling.oddities(step, samples, self.loss_scale))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
-        self.attempt("alarms", lambda: self._tell(found))
+        self.attempt("alarms", lambda: self._acting.tell(found))
 
         def decide() -> None:
-            self.attempt("policy", lambda: self._decide(alarms, step))
-            self.attempt("clip", lambda: self._clip(samples))
+            now = self._schedule.last_ended or 0
+            self.attempt("policy", lambda: self._acting.decide(alarms, step, now))
+            self.attempt("clip", lambda: self._acting.clip(samples))
 
         if self._schedule.is_within_step:
             self._deferred.append(decide)  # a forward and its recomputation must be alike
         else:
             decide()
-        self.attempt("verdict", lambda: self._judge(alarms))
+        self.attempt("verdict", lambda: self._acting.judge(alarms, ended))
         return alarms
-
-    def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
-        self._journal.describe(facts, self.policy is not None)
-        self.detectors.normalised = frozenset(
-            name for name, known in facts.items() if known["normalises_queries"]
-        )
-
-    def _tell(self, found: list[Alarm]) -> None:
-        """Records alarms and advisories; their heads are audited at each sampled step from now.
-
-        Of advisories only a few: many heads may be named in a sound run, and an audit costs time.
-        """
-        for alarm in found:
-            suspects = self._measurement.suspects.setdefault(alarm.site, set())
-            room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
-            suspects.update(alarm.heads if room is None else alarm.heads[: max(0, room)])
-            self._findings.add(alarm)
-            self._snapshots.alarm(alarm.site, alarm.heads)
-            self.record(event_of(alarm, self._switching.already(alarm)))
-            if not alarm.role.is_advisory:
-                self._telling.announce(alarm)
 
     @guard.method(_nothing, at_last=_forget_step)
     def abandon_step(self) -> None:
@@ -603,7 +560,7 @@ class MonitorSession(Guarded):
             for last in (
                 self._telling.close,
                 lambda: self._journal.close(end),
-                self._write_what_is_left,
+                lambda: self._sampling.write_what_is_left(self._schedule.last_ended or 0),
                 self._tell_what_ran_last,
                 self._drop_calls,
                 self._switching.remember,  # gone from the model in a moment
@@ -614,14 +571,6 @@ class MonitorSession(Guarded):
     def _drop_calls(self) -> None:
         self._capture.disarm()
         self._measurement.discard()
-
-    def _write_what_is_left(self) -> None:
-        step = self._schedule.last_ended or 0
-        left = self.attempt("samples", lambda: self._measurement.send({}, step))
-        if left is not None:
-            self._journal.add(
-                self.attempt("samples", lambda: self._measurement.receive(left)) or []
-            )
 
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
@@ -719,20 +668,7 @@ class MonitorSession(Guarded):
         if ranks.rank() > 0:
             return
         with refusing():
-            if not self._snapshots.is_on:
-                raise ValueError(
-                    "no snapshots are kept: the session has no dirpath, or room for none"
-                )
-            found = self.instrumentation.sites.get(site)
-            if found is None:
-                known = ", ".join(self.instrumentation.sites) or "none yet"
-                raise ValueError(f"there is no attention module {site!r}; known are {known}")
-            for head in heads:
-                if not 0 <= head < found.num_heads:
-                    raise IndexError(
-                        f"head {head} of {site} does not exist; it has {found.num_heads}"
-                    )
-        self._snapshots.want(site, heads)
+            self._snapshots.want(site, heads)
 
     @guard.method(_nothing)
     def preflight(self, batch: Any, seconds: float = PREFLIGHT_SECONDS) -> Preflight | None:
@@ -822,50 +758,6 @@ class MonitorSession(Guarded):
         self.instrumentation.rest(not (is_sampled and wanted))
         return is_sampled and wanted
 
-    def _columns(self) -> dict[tuple[str, str], Tensor]:
-        try:
-            columns = self._measurement.columns(
-                self.loss_scale, usable="capture" not in self._stages.off
-            )
-        except NoAttentionSeenError as error:
-            # A step may call no attention: one that was skipped, or that of a discriminator.
-            why = self._telling.why_nothing
-            if self._stages.strict:
-                raise NoAttentionSeenError(why) from error
-            if self._telling.first("unseen"):
-                self.record(Event(self._schedule.step or 0, "monitor_error", "", (), why))
-            return {}
-        self._exchange.metadata = metadata_of(self.instrumentation.sites)
-        self._exchange.tell_what_is_lacking()
-        if ranks.world_size() == 1:  # else once they know of one another's
-            self._describe(self._exchange.metadata)
-        return columns
-
-    # --- acting ----------------------------------------------------------------------------------
-
-    def _decide(self, alarms: list[Alarm], step: int) -> None:
-        self._switching.decide(
-            alarms,
-            step,
-            self._schedule.last_ended or 0,
-            self.detectors.restless(),
-            self._findings.way_back,
-        )
-
-    def _clip(self, samples: list[Sample]) -> None:
-        policy = self.policy
-        if policy is not None and policy.qk_clip is not None and policy.clipping is not None:
-            sites, (_, why) = self.instrumentation.sites, policy.clipping
-            self._clipping.act(sites, samples, policy.qk_clip, why)
-
-    def _judge(self, alarms: list[Alarm]) -> None:
-        step = self._schedule.last_ended or 0
-        event = self._findings.judge(alarms, self._measurement.num_sites, step)
-        if event is not None:
-            self.record(event)
-
-    # --- reporting -------------------------------------------------------------------------------
-
     # --- faults ----------------------------------------------------------------------------------
 
     def _contain(self, error: Exception, where: str) -> None:
@@ -939,42 +831,6 @@ class MonitorSession(Guarded):
         with suppress(Exception):
             self._drop_calls()
         self._stages.fail("capture", error)
-
-
-class Step(Guarded):
-    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
-
-    def __init__(self, session: MonitorSession, step: int | None) -> None:
-        self._session, self._step = session, step
-
-    @guard.method(lambda step: step._session)
-    def __enter__(self) -> MonitorSession:
-        if self._step is not None:  # else it could not begin, and nevertheless ends
-            self._session.begin_batch(self._step)
-        return self._session
-
-    @guard.method(_nothing, at_last=_forget_step_of)
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._session.end_step()
-        else:
-            self._session.abandon_step()
-
-    def _contain(self, error: Exception, where: str) -> None:
-        """See `guard.Contains`."""
-        self._session._contain(error, where)
-
-
-def _check_policy(policy: object) -> None:
-    if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
-
-
-def _check_folder(dirpath: object) -> None:
-    if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
-        raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
-    if dirpath is not None and os.path.isfile(dirpath):
-        raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
 
 
 def _failed_elsewhere() -> None:

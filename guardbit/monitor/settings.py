@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,8 @@ from guardbit.catalog import INDICATORS
 from guardbit.doctor.rival import Rival
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import levels_of
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.stages import log
 from guardbit.records import Alarm
 
 #: Seconds after which an examination begins nothing more, unless it is told otherwise.
@@ -131,3 +134,52 @@ class Settings:
                 f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0"
                 " on"
             )
+
+
+def check_policy(policy: object) -> None:
+    """Refuses what is no policy.
+
+    Raises:
+        ValueError: Naming what it is.
+    """
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
+
+
+def check_folder(dirpath: object) -> None:
+    """Refuses what is no folder for a run.
+
+    Raises:
+        ValueError: Naming what it is.
+    """
+    if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
+        raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
+    if dirpath is not None and os.path.isfile(dirpath):
+        raise ValueError(f"dirpath is {os.fspath(dirpath)!r}, a file; a run needs a folder")
+
+
+def warn_of_settings(
+    indicators: Collection[str], policy: Policy | None, detectors: Detectors
+) -> None:
+    """Warns of settings that go badly together.
+
+    Args:
+        indicators: What is measured.
+        policy: What alarms lead to, if anything.
+        detectors: What raises them.
+    """
+    quiet = policy.quiet_steps if policy else None
+    if quiet is not None and quiet <= detectors.cool_down_steps:
+        log.warning(
+            "quiet_steps is %d, but a lasting alarm is repeated only every %d steps: heads that"
+            " still diverge will be switched back",
+            quiet,
+            detectors.cool_down_steps,
+        )
+    unjudged = detectors.unjudged(indicators)
+    if unjudged:
+        log.warning(
+            "some rules cannot raise an alarm, because indicators that they need are not"
+            " measured: %s",
+            "; ".join(f"{rule} lacks {', '.join(names)}" for rule, names in unjudged.items()),
+        )

@@ -7,7 +7,7 @@ the sampled steps after it. Training is not changed by it: what is kept are copi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -59,25 +59,34 @@ class Snapshots:
         self._held: dict[tuple[str, int], KeptHead] = {}
         self._told: set[str] = set()
 
-    @property
-    def is_on(self) -> bool:
-        """Whether anything can be kept here."""
-        return self._folder is not None
-
     def alarm(self, site: str, heads: Iterable[int]) -> None:
         """Keeps heads at the next `STEPS` sampled steps, after their first alarm."""
         new = {(site, head) for head in heads} - self._alarmed
         self._alarmed |= new
         self._wanted |= dict.fromkeys(sorted(new), STEPS)
 
-    def want(self, site: str, heads: Iterable[int]) -> None:
-        """Keeps heads at the next sampled step."""
+    def want(self, site: str, heads: Sequence[int]) -> None:
+        """Keeps heads at the next sampled step.
+
+        Raises:
+            ValueError: If there is no such site or no folder, or snapshots are off.
+            IndexError: If a head is out of range.
+        """
+        if self._folder is None:
+            raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
+        found = self._instrumentation.sites.get(site)
+        if found is None:
+            known = ", ".join(self._instrumentation.sites) or "none yet"
+            raise ValueError(f"there is no attention module {site!r}; known are {known}")
+        for head in heads:
+            if not 0 <= head < found.num_heads:
+                raise IndexError(f"head {head} of {site} does not exist; it has {found.num_heads}")
         for head in heads:
             self._wanted.setdefault((site, head), 1)
 
     def consume(self, call: AttentionCall) -> None:
         """Takes an attention call of a sampled step; of each head the first one of a step."""
-        if not self._wanted or not self.is_on:
+        if not self._wanted or self._folder is None:
             return
         sites = self._instrumentation.sites
         found = next((site for site in sites.values() if site.number == call.site), None)
