@@ -7,13 +7,15 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Causal self-attention of tokens (B, N, width).
+    """Self-attention of tokens (B, N, width).
 
     Attributes:
-        mask: What queries see in place of the causal mask, as PyTorch's function takes it.
+        is_causal: Whether queries see the keys up to their own place only.
+        mask: What queries see instead, as PyTorch's function takes it.
         dropout_p: Probability with which an entry of P is dropped.
     """
 
+    is_causal = True
     mask: Tensor | None = None
     dropout_p = 0.0
 
@@ -63,8 +65,9 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Returns the output of the heads, (B, heads, N, head_dim)."""
+        causal = self.is_causal and self.mask is None
         return F.scaled_dot_product_attention(
-            q, k, v, self.mask, self.dropout_p, self.mask is None, enable_gqa=self.is_grouped
+            q, k, v, self.mask, self.dropout_p, causal, enable_gqa=self.is_grouped
         )
 
     def forward(self, x: Tensor, *how: object) -> Tensor:

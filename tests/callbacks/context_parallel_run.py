@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,6 +23,7 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import LayoutUnavailable, MonitorSession
+from tests.toys import Attention
 
 HEADS, SIZE, WIDTH, TOKENS, STEPS = 4, 16, 32, 16, 3
 
@@ -32,25 +32,14 @@ HEADS, SIZE, WIDTH, TOKENS, STEPS = 4, 16, 32, 16, 3
 WAYS = ("math", "allgather", "alltoall")
 
 
-class Attention(nn.Module):
-    def __init__(self, is_causal):
-        super().__init__()
-        self.is_causal = is_causal
-        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * SIZE, bias=False) for _ in "qkv")
-        self.out = nn.Linear(HEADS * SIZE, WIDTH, bias=False)
-
-    def forward(self, x):
-        q, k, v = (
-            project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.is_causal)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
 def model_of(way):
     torch.manual_seed(0)
-    return nn.Sequential(*(Attention(way != "math") for _ in range(2)))
+    model = nn.Sequential(
+        *(Attention(HEADS, head_dim=SIZE, width=WIDTH, is_fused=False, bias=False) for _ in "01")
+    )
+    for layer in model:
+        layer.is_causal = way != "math"
+    return model
 
 
 def batch(step):
@@ -116,7 +105,7 @@ def train(folder, way, mesh):
         refusal = str(error)
     try:
         weight = session.instrumentation.sites["1"].query_weight(3)
-        is_right = torch.equal(weight, model[1].q.weight[3 * SIZE :])
+        is_right = torch.equal(weight, model[1].q_proj.weight[3 * SIZE :])
     except LayoutUnavailable as error:
         is_right = str(error)
     session.close()

@@ -22,31 +22,22 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from guardbit import MonitorSession
+from tests.toys import Attention
 
 SIZE, WIDTH, STEPS = 16, 34, 3
+NAMES = ("q_proj", "k_proj", "v_proj")
 WANTED = ("w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm")
 
 
-class Separate(nn.Module):
+class Separate(Attention):
     """W_Q and W_K of their own, `(out, in)`."""
 
     def __init__(self, heads, key_heads, biased=False):
-        super().__init__()
-        self.q = nn.Linear(WIDTH, heads * SIZE, bias=biased)
-        self.k, self.v = (nn.Linear(WIDTH, key_heads * SIZE, bias=biased) for _ in "kv")
-        self.out = nn.Linear(heads * SIZE, WIDTH)
-
-    def forward(self, x):
-        q, k, v = (
-            project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+        super().__init__(heads, key_heads, head_dim=SIZE, width=WIDTH, is_fused=False, bias=biased)
 
     def by_hand(self, weights):
         """W_Q and W_K by head, from whole weights by name."""
-        return [weights[name].unflatten(0, (-1, SIZE)) for name in ("q.weight", "k.weight")]
+        return [weights[f"{name}.weight"].unflatten(0, (-1, SIZE)) for name in NAMES[:2]]
 
 
 class Fused(nn.Module):
@@ -90,7 +81,7 @@ def model_of(name, mesh):
     model = nn.Sequential(MODELS[name]())
     data = mesh["data"]
     if mesh.ndim == 2:
-        plan = {n: ColwiseParallel() for n in "qkv"} | {"out": RowwiseParallel()}
+        plan = {n: ColwiseParallel() for n in NAMES} | {"out": RowwiseParallel()}
         parallelize_module(model[0], mesh["heads"], plan)
     along_second = name == "sharded along the second axis"
     place = (lambda p: Shard(1) if p.ndim > 1 else None) if along_second else None

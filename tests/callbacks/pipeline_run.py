@@ -13,29 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from guardbit import MonitorSession, Policy
 from guardbit.monitor.detectors import Finding
+from tests.toys import Attention
 
 SIZE, WIDTH, STEPS = 16, 32, 3
 HEADS = (2, 4)  # of the two stages
 
 
-class Attention(nn.Module):
-    def __init__(self, heads):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, heads * SIZE, bias=False) for _ in range(3))
-        self.out = nn.Linear(heads * SIZE, WIDTH, bias=False)
-
-    def forward(self, x):
-        q, k, v = (
-            project(x).unflatten(-1, (-1, SIZE)).transpose(1, 2)
-            for project in (self.q, self.k, self.v)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
+def attention(heads):
+    return Attention(heads, head_dim=SIZE, width=WIDTH, is_fused=False, bias=False)
 
 
 class Stage(nn.Module):
@@ -44,7 +33,7 @@ class Stage(nn.Module):
         torch.manual_seed(rank)
         self.layers = nn.ModuleDict()
         if rank < len(HEADS):
-            self.layers[str(rank)] = Attention(HEADS[rank])
+            self.layers[str(rank)] = attention(HEADS[rank])
 
     def forward(self, x):
         for layer in self.layers.values():
@@ -99,7 +88,7 @@ def watch(folder, rank, steps, state=None):
 def watch_same_names(folder, rank, seed):
     """A module that all ranks call by the same name; its weights depend on the seed."""
     torch.manual_seed(seed)
-    model = nn.ModuleDict({"layer": Attention(2)})
+    model = nn.ModuleDict({"layer": attention(2)})
     path = folder if rank == 0 else None
     session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True)
     for step in range(2):

@@ -46,7 +46,8 @@ def test_norms_are_right_and_nothing_else_is_reported_of_the_heads(runs, way):
     model = script.model_of(way).double()
     expected = {}
     for site, layer in enumerate(model):
-        q, k = (x.weight.detach().unflatten(0, (script.HEADS, -1)) for x in (layer.q, layer.k))
+        projections = layer.q_proj, layer.k_proj
+        q, k = (x.weight.detach().unflatten(0, (script.HEADS, -1)) for x in projections)
         for name, matrices in zip(NORMS, (q, k, q.mT @ k), strict=True):
             expected[str(site), name] = torch.linalg.matrix_norm(matrices, 2).tolist()
     for rank in seen(runs / way):

@@ -33,11 +33,12 @@ def test_the_store_has_the_sites_of_all_stages(run):
 
     for rank, site in enumerate(layers):
         layer = script.Stage(rank).double().layers[str(rank)]
-        norms = torch.linalg.matrix_norm(layer.q.weight.unflatten(0, (-1, script.SIZE)), 2)
+        norms = torch.linalg.matrix_norm(layer.q_proj.weight.unflatten(0, (-1, script.SIZE)), 2)
         for step in range(script.STEPS):
             x = script.batch(step).double()
             q, k = (
-                p(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2) for p in (layer.q, layer.k)
+                p(x).unflatten(-1, (-1, script.SIZE)).transpose(1, 2)
+                for p in (layer.q_proj, layer.k_proj)
             )
             scores = scores_of(q, k, AttentionSpec(script.SIZE**-0.5, "top-left"))
             largest = scores.nan_to_num(neginf=0.0).abs().amax((0, 2, 3))
