@@ -237,7 +237,8 @@ def apart(function: Callable[[], Any], seconds: float = PATIENCE) -> Any:
     with last_words:
         if not answer:
             last_words.seek(0)
-            where = [line for line in last_words.read().decode().splitlines() if "File" in line][:3]
+            *_, current = last_words.read().decode().rpartition("Current thread")
+            where = [line for line in current.splitlines() if "File" in line][:4]
             raise ChildProcessError(f"the process died: {_how_ended(status)}; {' '.join(where)}")
     found = pickle.loads(answer)
     if isinstance(found, BaseException):
