@@ -31,7 +31,7 @@ _CANNOT = {
 OFF = "the monitor is off, training goes on"
 
 #: Failures in a row after which the store gives up: what is pending fills the memory.
-_PATIENCE = 100
+PATIENCE = 100
 
 
 class _Start(NamedTuple):
@@ -209,7 +209,7 @@ class Journal:
 
     def _bear(self, error: OSError) -> None:
         """Keeps pending what could not be written, unless that has happened too often."""
-        if self._stages.strict or self._failures >= _PATIENCE:
+        if self._stages.strict or self._failures >= PATIENCE:
             self._is_closed, self._writer = True, None
             self._events.clear()
             self._samples.clear()
@@ -252,7 +252,7 @@ class Journal:
 
     def close(self, end: RunEnd = "finished") -> None:
         """Writes what is pending and how the run ended; what is recorded later is only logged."""
-        self._failures = _PATIENCE  # there is no later try
+        self._failures = PATIENCE  # there is no later try
         start = self._start
         if start is not None and self._writer is None and self._is_kept():
             self._stages.attempt("store", lambda: self._try_to_open(start))

@@ -67,7 +67,8 @@ def test_the_token_is_long_and_new_every_time(tmp_path):
     for _ in range(4):
         server = LiveServer(RunWatcher(tmp_path))
         tokens.add(path_of(server).strip("/"))
-        server._socket.close()
+        server.stop()
+        server.run()
     assert len(tokens) == 4
     assert all(len(token) >= 24 for token in tokens)  # 18 random bytes
     # An access log would write it into whatever file takes the output.

@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="the extra `live` is not installed")
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.live import RunWatcher
 from guardbit.records import Event, Sample
-from guardbit.store import RunWriter
+from guardbit.store import RunFollower, RunWriter
 
 
 def measured(values):
@@ -44,14 +44,23 @@ def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
     assert signed == deltas | audits | {"w_q_push", "w_q_push_cumulative", "compared_w_q_push"}
 
 
-def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path):
+def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path, monkeypatch):
+    followers = []
+
+    class Kept(RunFollower):
+        def __init__(self, *args):
+            super().__init__(*args)
+            followers.append(self)
+
+    monkeypatch.setattr("guardbit.dashboards.live.watcher.RunFollower", Kept)
     watcher = RunWatcher(tmp_path)
+    (follower,) = followers
     with recorder(tmp_path, ill_from=150) as writer:
         read = []
         for round_ in range(20):  # merges after every eighth
             writer.record(range(10 * round_, 10 * round_ + 10))
             watcher.look()
-            read.append(watcher._follower.bytes_found)
+            read.append(follower.bytes_found)
             assert watcher.state(-1, None)["last_step"] == 10 * round_ + 9
         # A merge is read once more; reading all at every look would be 210 rounds' worth.
         assert sum(read) < 3 * 20 * read[0]

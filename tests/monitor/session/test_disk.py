@@ -1,6 +1,7 @@
 """Disks that are full, and folders that cannot be read or written to."""
 
 import functools
+import weakref
 
 import pytest
 
@@ -51,27 +52,50 @@ def test_a_full_disk_costs_no_samples_once_it_has_room(tmp_path, monkeypatch, ca
     assert not any("is off" in line for line in caplog.messages)
 
 
+class Why(str):
+    """A sentence that shows whether somebody still has it."""
+
+
+def record_a_refusal(loop):
+    """Returns a weak reference to the event's sentence."""
+    why = Why("for a test")
+    loop.session.record(Event(5, "refusal", SITES[0], (0,), why))
+    return weakref.ref(why)
+
+
+class NoText:
+    """What no file takes."""
+
+
 def test_a_disk_that_stays_full_turns_the_store_off(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(journal, "_PATIENCE", 3)
+    monkeypatch.setattr(journal, "PATIENCE", 3)
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
     with monkeypatch.context() as patch:
         patch.setattr(RunWriter, "flush", full_disk)
-        loop.run(range(1, 6), close=False)
+        loop.run([1], close=False)
+        kept = [record_a_refusal(loop)]
+        loop.run(range(2, 6), close=False)
     assert sum("pending for another try" in line for line in caplog.messages) == 1
     assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
     assert loop.session.samples[0].step == 5, "the steps are watched all the same"
-    loop.session.switch("*", "compensated")
-    assert loop.session._journal._events == [], "nothing is kept any more"
+    kept.append(record_a_refusal(loop))
+    caplog.clear()
+    assert [why() for why in kept] == [None, None], "nothing is kept any more"
     loop.run([6])
     assert sampled(tmp_path) == [0]
 
 
 def test_an_event_that_cannot_be_written_at_all_keeps_nothing(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path).run([0], close=False)
+    kept = []
     for _ in range(3):
-        loop.session.record(Event(0, "alarm", SITES[0], (0,), b"no text"))
+        why = NoText()
+        kept.append(weakref.ref(why))
+        loop.session.record(Event(0, "alarm", SITES[0], (0,), why))
+        del why
     assert sum("'store' failed and is off" in line for line in caplog.messages) == 1
-    assert len(loop.session._journal._events) == 1
+    caplog.clear()
+    assert [why() is None for why in kept] == [False, True, True]
     loop.run([1])
     assert sampled(tmp_path) == [0]
 
