@@ -41,18 +41,17 @@ def counts_of(scores, eps=1e-3):
     ]
 
 
-def check(result, scores, v, dtype):
-    """Compares with FP64 scores and the definitions."""
+def check(result, q, k, v, spec, rows=slice(None)):
+    """Compares with FP64 and the definitions, of the rows that were chosen."""
+    exact = attend(q, k, v, spec)
+    scores, weights, truth = (x[:, :, rows] for x in (exact.scores, exact.weights, exact.out))
     alive = scores.amax(-1) > -math.inf
-    weights = torch.softmax(scores.masked_fill(~alive[..., None], 0.0), -1)
-    v = v.double().repeat_interleave(scores.shape[1] // v.shape[1], 1)
-    truth = (weights @ v) * alive[..., None]
     assert [x.dtype for x in result] == [torch.float32] * 2 + [torch.int64] * 2 + [
         torch.float32
     ] * 2
     # The parts of P-bar, and exponents whose FP32 scores are rounded.
     largest = scores[alive].abs().masked_fill(scores[alive].isinf(), 0.0).max().item()
-    bar = (PARTS[dtype] + 2.0**-22 * (1 + largest)) * v.abs().max().item()
+    bar = (PARTS[q.dtype] + 2.0**-22 * (1 + largest)) * v.abs().max().item()
     assert (result.out - truth).abs().max() <= bar
     assert torch.equal(result.row_max == -math.inf, ~alive)
     row_max = scores.amax(-1)
@@ -89,8 +88,8 @@ SHAPES = [
 def test_agrees_with_fp64(shape, dtype, causal):
     q, k, v, _ = inputs(shape, dtype)
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
-    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
-    check(result, scores_of(q, k, AttentionSpec(0.25, causal)), v, dtype)
+    spec = AttentionSpec(0.25, causal)
+    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
@@ -127,9 +126,10 @@ def test_maxima_alone_show_what_is_not_finite():
 def test_chosen_rows_are_those_of_all(causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
-    every = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal))
-    some = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, causal), query_ids=rows)
-    check(some, scores_of(q, k, AttentionSpec(0.25, causal))[:, :, rows], v, q.dtype)
+    spec = AttentionSpec(0.25, causal)
+    every = shadow.shadow(q, k, v, spec=spec)
+    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
+    check(some, q, k, v, spec, rows)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
         # the processor. 130 FP32 terms of size 1 or less: 130 half units of 2^-24 at most, 8e-6.
@@ -222,12 +222,8 @@ def test_eps_is_the_width_of_a_tie(eps):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_scale(scale, dtype):
     q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
-    check(
-        shadow.shadow(q, k, v, spec=AttentionSpec(scale, True)),
-        scores_of(q, k, AttentionSpec(scale, True)),
-        v,
-        dtype,
-    )
+    spec = AttentionSpec(scale, True)
+    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -296,10 +292,10 @@ def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
     mask = masks(40, 70)[name].to(DEVICE)
     spec = AttentionSpec(0.25, causal, mask)
-    scores = scores_of(q, k, spec)
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
     result = module.shadow(q, k, v, spec=spec, query_ids=rows)
-    scores = scores[:, :, rows]
+    exact = attend(q, k, v, spec)
+    scores, out = exact.scores[:, :, rows], exact.out[:, :, rows]
     # Where every key has the lowest number, all weigh alike.
     alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
     seen = scores > -3e4
@@ -308,10 +304,7 @@ def test_dense_masks(module, name, causal):
     largest = scores.abs().masked_fill(~seen, -math.inf).amax(-1)
     expected = largest[kept][None, None]
     torch.testing.assert_close(parts[5].double(), expected, rtol=1e-6, atol=1e-6)
-    groups = v.double().repeat_interleave(2, 1)[:, :, None].expand(2, 4, len(rows), 70, 16)
-    weights = torch.softmax(parts[6], -1).nan_to_num(0.0)
-    truth = (weights[0, 0, :, None] @ groups[kept])[:, 0]
-    assert (parts[0][0, 0] - truth).abs().max() <= 1e-4
+    assert (parts[0][0, 0] - out[kept]).abs().max() <= 1e-4
     alive = parts[6].amax(-1) > -math.inf
     assert torch.equal(parts[1] == -math.inf, ~alive)
     assert torch.allclose(parts[1][alive].double(), parts[6].amax(-1)[alive], rtol=1e-6, atol=1e-6)
@@ -320,7 +313,8 @@ def test_dense_masks(module, name, causal):
     if name == "lowest" and not causal:
         every = alike & (scores > -math.inf).all(-1)
         assert every.any()
-        assert (result.out[every] - groups.mean(3)[every]).abs().max() <= 1e-4
+        mean = v.double().mean(2).repeat_interleave(2, 1)[:, :, None].expand_as(out)
+        assert (result.out[every] - mean[every]).abs().max() <= 1e-4
         assert (result.largest[alike] == -math.inf).all()
 
 

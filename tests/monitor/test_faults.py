@@ -27,6 +27,7 @@ from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.measure import Capture, Measurement
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.policy import Policy
+from tests import toys
 
 ERRORS = [
     MemoryError(),
@@ -279,19 +280,18 @@ def test_a_strict_session_raises(entry, monkeypatch):
 # --- Ctrl-C --------------------------------------------------------------------------------------
 
 
-class Interrupted(nn.Module):
+class Interrupted(toys.Attention):
     """Attention that is interrupted after its call, while `on` holds."""
 
     def __init__(self, interrupt):
-        super().__init__()
-        self.qkv, self.interrupt, self.on = nn.Linear(32, 96), interrupt, False
+        super().__init__(has_out=False)
+        self.interrupt, self.on = interrupt, False
 
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v)
+    def attend(self, q, k, v):
+        y = super().attend(q, k, v)
         if self.on:
             raise self.interrupt
-        return x + y.transpose(1, 2).flatten(2)
+        return y
 
 
 def others_attention(x):
