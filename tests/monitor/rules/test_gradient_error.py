@@ -2,6 +2,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from guardbit.monitor.detectors import Detectors, GradientError
 from guardbit.records import Role, Sample
@@ -30,6 +31,27 @@ def test_it_fires_in_the_audit_that_its_docstring_names(error, audit):
 def test_errors_of_the_sound_runs_never_fire():
     # The largest that any audit of theirs found, in every audit.
     assert Detectors((GradientError(),)).update(audits([[0.019]] * 5000)) == []
+
+
+def saturating(entropy):
+    """Audits of two heads that are wrong altogether, the second of this entropy from step 20 on."""
+    entropies = [Sample(0, "a", 0, "attention_entropy", (1.0, 1.0))]
+    entropies.append(Sample(20, "a", 0, "attention_entropy", (1.0, entropy)))
+    return [*audits([[1e8, 1e8]] * 40), *entropies]
+
+
+def test_errors_of_a_saturated_head_do_not_count():
+    # Exact dQ of BF16's one-hot P is 0, so that any error is large beside it.
+    assert torch.tensor(1 - 2.0**-9 + 1e-6).bfloat16() == 1
+    found = Detectors((GradientError(),)).update(saturating(2.0**-9 - 1e-6))
+    assert {alarm.heads for alarm in found} == {(0,)}
+    found = Detectors((GradientError(),)).update(saturating(2.0**-9))
+    assert {alarm.heads for alarm in found} == {(0, 1)}
+
+
+def test_a_head_whose_entropy_is_not_measured_counts():
+    found = Detectors((GradientError(),)).update(saturating(math.nan))
+    assert {alarm.heads for alarm in found} == {(0, 1)}
 
 
 def test_false_alarms_come_no_oftener_than_it_says():

@@ -15,6 +15,11 @@ from guardbit.monitor.detectors.rules.common import check_thresholds, heads_wher
 from guardbit.monitor.detectors.values import State, Values
 from guardbit.records import Role
 
+#: Mean entropy of attention, in nats, below which a head is saturated. The largest P of a row is at
+#: least 1 minus its entropy, so BF16 rounds P to one-hot: the exact dQ has vanished, and its error,
+#: as a part of it, says nothing. Heads of the failing runs come to this after their first alarm.
+SATURATED = 2.0**-9
+
 
 @dataclass(frozen=True, slots=True)
 class GradientError:
@@ -25,6 +30,7 @@ class GradientError:
     The sign is that of the direction, which is arbitrary, so the size counts, up to 1: the whole
     gradient. Where it is measured, `w_q_push` counts as well, with its sign: a smaller error that
     keeps pushing the norm up. The rule measures the cause, whatever the logits, and needs no peers.
+    The size does not count where attention is saturated, see `SATURATED`.
 
     `tolerated`: in the sound runs no audit finds more than 0.019, and no head's mean is above
     0.007. A head is audited in turn, one of its module at a sampled step, at every sampled step
@@ -63,10 +69,10 @@ class GradientError:
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
         """Returns the audited heads whose errors are large beyond reasonable doubt."""
-        sizes = {
-            site: np.minimum(np.abs(errors), 1.0)
-            for site, errors in snapshot.of("dq_coherent_error").items()
-        }
+        sizes = {}
+        for site, errors in snapshot.of("dq_coherent_error").items():
+            is_saturated = snapshot.last_of("attention_entropy", site, len(errors)) < SATURATED
+            sizes[site] = np.where(is_saturated, np.nan, np.minimum(np.abs(errors), 1.0))
         # From -1..1 to 0..1, as bets need it.
         pushes = {
             site: (np.clip(values, -1.0, 1.0) + 1.0) / 2.0
