@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,12 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from guardbit import AttentionMonitor
-from guardbit.diagnosis.storage import KeptHead, read_snapshots, write_snapshots
+from guardbit.diagnosis.storage import (
+    KeptHead,
+    read_snapshots,
+    snapshot_files,
+    write_snapshots,
+)
 
 #: Heads of a run that are kept all through it: the first alarmed ones.
 MOST = 4
@@ -49,7 +55,7 @@ def pack_heads(folder: Path, target: Path, samples: int) -> None:
         folder: Of the run.
         target: Folder to write to.
         samples: How many at most, spread over the run. A sequence of 1,024 tokens in a head of 64
-            takes 0.8 MB.
+            takes 0.6 MB.
     """
     kept = read_snapshots(folder)
     if not kept or not samples:
@@ -58,6 +64,17 @@ def pack_heads(folder: Path, target: Path, samples: int) -> None:
     mine = [one for one in kept if (one.site, one.head) == (first.site, first.head)]
     for place in np.unique(np.linspace(0, len(mine) - 1, samples).round().astype(int)):
         write_snapshots(target, mine[place].step, [_of_one_sequence(mine[place])])
+    for path in snapshot_files(target).values():
+        deflate(path)
+
+
+def deflate(path: Path) -> None:
+    """Compresses a snapshot; PyTorch reads such an archive as any other."""
+    with zipfile.ZipFile(path) as stored:
+        parts = {name: stored.read(name) for name in stored.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as smaller:
+        for name, content in parts.items():
+            smaller.writestr(name, content)
 
 
 def _of_one_sequence(kept: KeptHead) -> KeptHead:
