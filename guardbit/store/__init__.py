@@ -25,16 +25,14 @@ of hidden steps stay on disk.
 """
 
 from guardbit.store.files import RUN_FOLDER
+from guardbit.store.finding import folder_of_run, is_run, runs_below
 from guardbit.store.following import RunFollower
 from guardbit.store.reading import (
-    folder_of_run,
-    is_run,
     read_clock,
     read_end,
     read_events,
     read_metadata,
     read_run,
-    runs_below,
 )
 from guardbit.store.writing import RunWriter
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -132,3 +132,18 @@ def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_columns(names: Iterable[str], path: Path) -> None:
+    """Checks that a table has the columns of a run.
+
+    Raises:
+        ValueError: If it lacks some.
+    """
+    names = list(names)
+    missing = [name for name in COLUMNS if name not in names]
+    if missing:
+        raise ValueError(
+            f"{path} lacks the columns {', '.join(missing)}: a run has {', '.join(COLUMNS)}, "
+            f"this has {', '.join(map(str, names)) or 'none'}"
+        )

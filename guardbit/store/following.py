@@ -21,7 +21,8 @@ from guardbit.store.files import (
     SessionKey,
     list_folder,
 )
-from guardbit.store.reading import clock_of, end_of, folder_of_run, last_steps, warn_of_rows
+from guardbit.store.finding import folder_of_run
+from guardbit.store.reading import clock_of, end_of, last_steps, warn_of_rows
 
 #: Rows handed over at a time.
 _BATCH = 1 << 16

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +15,6 @@ import pyarrow.parquet as pq
 
 from guardbit.records import RunEnd
 from guardbit.store.bounds import (
-    MAX_CSV,
     MAX_EVENT,
     MAX_JSON,
     OUT_OF_BOUNDS,
@@ -28,24 +24,22 @@ from guardbit.store.bounds import (
     good_rows,
     within_bounds,
 )
+from guardbit.store.csv_file import read_csv
 from guardbit.store.files import (
     COLUMNS,
     EVENT_COLUMNS,
     KEY,
-    RUN_FOLDER,
     SCHEMA,
     UNREADABLE,
     Listing,
     Segment,
     SessionKey,
-    list_folder,
+    check_columns,
 )
+from guardbit.store.finding import existing, is_run, list_run
 from guardbit.store.tensorboard import is_tensorboard_log, read_tensorboard
 
 Part = TypeVar("Part")
-
-#: Levels below a folder at which runs are looked for, how many are, and how many an error names.
-_DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
 
 #: How often a reader tries again when the merge of a live writer has removed a file.
 _READ_ATTEMPTS = 10
@@ -88,11 +82,11 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
         UserWarning: A segment cannot be read (cut short, say), rows are beyond the bounds of
             `guardbit.store.bounds`, or the last line of a CSV is cut short; they are left out.
     """
-    path = _existing(path)
+    path = existing(path)
     if is_tensorboard_log(path) and not is_run(path):
         return _tidy(_bounded(read_tensorboard(path), path))
     if path.is_file():
-        return _tidy(_bounded(_read_csv(path), path))
+        return _tidy(_bounded(read_csv(path), path))
     parts = [
         part.loc[part["step"] <= last_step]
         for part, last_step in _read_segments(path, "samples", _load_samples)
@@ -119,7 +113,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
         UserWarning: A segment cannot be read (cut short, say), or some of its events, and they
             are left out. Kinds of events this version does not know are kept.
     """
-    path = _existing(path)
+    path = existing(path)
     rows: list[dict[str, Any]] = []
     if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
         for events, last_step in _read_segments(path, "events", _load_events):
@@ -146,10 +140,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Warns:
         UserWarning: A session's file cannot be read and is left out.
     """
-    path = _existing(path)
+    path = existing(path)
     metadata: dict[str, Any] = {}
     if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
-        sessions = _list_run(path).sessions
+        sessions = list_run(path).sessions
         for key in sorted(sessions):
             metadata |= _load_session(sessions[key])["metadata"]
     return metadata
@@ -172,10 +166,10 @@ def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
     Warns:
         UserWarning: The session's file cannot be read.
     """
-    path = _existing(path)
+    path = existing(path)
     if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
         return None
-    return end_of(_list_run(path))
+    return end_of(list_run(path))
 
 
 def end_of(listing: Listing) -> RunEnd | None:
@@ -201,10 +195,10 @@ def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
     Warns:
         UserWarning: A session's file cannot be read.
     """
-    path = _existing(path)
+    path = existing(path)
     if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
         return []
-    return clock_of(_list_run(path))
+    return clock_of(list_run(path))
 
 
 def clock_of(listing: Listing) -> list[tuple[int, float]]:
@@ -216,66 +210,6 @@ def clock_of(listing: Listing) -> list[tuple[int, float]]:
             if step <= last_step:
                 ticks[step] = seconds
     return sorted(ticks.items())
-
-
-def is_run(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the folder of a run."""
-    path = Path(path)
-    if not path.is_dir():
-        return False
-    listing = list_folder(path)
-    return bool(listing.sessions) or any(listing.segments.values())
-
-
-def folder_of_run(path: str | os.PathLike[str]) -> Path:
-    """Returns the folder of the run: `path`, or the one in this log directory."""
-    path = Path(path)
-    inner = path / RUN_FOLDER
-    if is_run(path) or not is_run(inner):
-        return path
-    # A TensorBoard log with some samples is better than a run with none.
-    is_empty = not any(list_folder(inner).segments.values())
-    return path if is_empty and is_tensorboard_log(path) else inner
-
-
-def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The runs below a folder, each as the folder that people call it by; by name.
-
-    Folders of a run are not searched, links are not followed, and what cannot be read is passed
-    over.
-    """
-    found: list[Path] = []
-    for place, inner, _ in os.walk(folder):
-        inner.sort()
-        path = Path(place)
-        depth = len(path.relative_to(folder).parts)
-        if depth and is_run(folder_of_run(path)):
-            found.append(path)
-            inner.clear()
-        elif depth >= _DEEPEST_RUN or len(found) >= _MOST_RUNS:
-            inner.clear()
-    return found
-
-
-def _existing(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
-    if not (path.is_file() or path.is_dir()):
-        raise ValueError(f"there is no run at {path}: it is neither a file nor a folder")
-    return folder_of_run(path)
-
-
-def _list_run(folder: Path) -> Listing:
-    if not is_run(folder):
-        state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
-        runs = [str(run.relative_to(folder)) for run in runs_below(folder)]
-        if runs:
-            shown = ", ".join(runs[:_NAMED_RUNS])
-            more = f" and {len(runs) - _NAMED_RUNS} more" if len(runs) > _NAMED_RUNS else ""
-            state = f"is none itself, but holds {shown}{more}"
-        raise ValueError(f"there is no run at {folder}: the folder {state}")
-    return list_folder(folder)
 
 
 def _load_session(path: Path) -> dict[str, Any]:
@@ -312,7 +246,7 @@ def _read_segments(
 ) -> list[tuple[Part, float]]:
     """Reads all segments of a kind in the order of writing, each with its last valid step."""
     for attempt in range(_READ_ATTEMPTS):
-        listing = _list_run(folder)
+        listing = list_run(folder)
         parts: list[tuple[Part, float]] = []
         try:
             for key, last_step in last_steps(listing):
@@ -354,7 +288,7 @@ def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -
 def _load_samples(path: Path) -> pd.DataFrame:
     check_file(path)
     with pq.ParquetFile(path) as file:
-        _check_columns(file.schema_arrow.names, path)
+        check_columns(file.schema_arrow.names, path)
         table = file.read(columns=COLUMNS).cast(SCHEMA)
     good = good_rows(table)
     if not good.all():
@@ -403,69 +337,6 @@ def _load_events(path: Path) -> list[dict[str, Any]]:
             stacklevel=2,
         )
     return events
-
-
-def _read_csv(path: Path) -> pd.DataFrame:
-    if not path.name.endswith((".csv", ".csv.gz")):
-        raise ValueError(
-            f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"
-        )
-    try:
-        with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as file:
-            text = file.read(MAX_CSV + 1)
-        if len(text) > MAX_CSV:
-            raise ValueError(f"it is larger than {MAX_CSV >> 30} GiB")
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise ValueError(f"cannot read a run from {path}: {error}") from error
-    whole, newline, last = text.rpartition(b"\n")
-    if newline and last:
-        # The last line has no end: its writer was killed, or is still writing it.
-        try:
-            if last.count(b",") >= text.partition(b"\n")[0].count(b","):
-                return _parse_csv(text, path)
-        except ValueError:
-            pass
-        text = whole + newline
-        warnings.warn(
-            f"left out line {text.count(newline) + 1} of {path}, the last one, which is cut short",
-            stacklevel=3,
-        )
-    return _parse_csv(text, path)
-
-
-def _parse_csv(text: bytes, path: Path) -> pd.DataFrame:
-    try:
-        # A site may be called "NA" or "null", so only values can be missing.
-        table = pd.read_csv(
-            io.BytesIO(text),
-            keep_default_na=False,
-            na_values={"value": ["", "nan", "NaN"]},
-            dtype={"site": "str", "indicator": "str", "value": "float64"},
-        )
-    except ValueError as error:
-        raise ValueError(f"cannot read a run from {path}: {str(error).strip()}") from error
-    _check_columns(table.columns, path)
-    table = table.loc[:, COLUMNS]
-    for name in ("step", "layer", "head"):
-        numbers = pd.Series(pd.to_numeric(table[name], errors="coerce"))
-        broken = numbers.mod(1).ne(0) | numbers.abs().ge(2**63)
-        if broken.any():
-            raise ValueError(
-                f"cannot read a run from {path}: {name} must be a whole number in every row, "
-                f"row {broken.argmax() + 1} below the header has {table[name][broken].iloc[0]!s}"
-            )
-        table[name] = numbers.astype("int64")
-    return table
-
-
-def _check_columns(names: Iterable[str], path: Path) -> None:
-    names = list(names)
-    missing = [name for name in COLUMNS if name not in names]
-    if missing:
-        raise ValueError(
-            f"{path} lacks the columns {', '.join(missing)}: a run has {', '.join(COLUMNS)}, "
-            f"this has {', '.join(map(str, names)) or 'none'}"
-        )
 
 
 def _tidy(frame: pd.DataFrame) -> pd.DataFrame:
