@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from guardbit.kernels.runtime import runtime
+from guardbit.kernels.site_state import Clock
 from guardbit.monitor.interception.calls import Heads, StepCalls
 from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
@@ -217,8 +218,10 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
     if num_heads and number in _traced_inputs:
         # The module itself was traced, so records of another one of its type do not count.
         refusal = _traced_refusals.get(number)
-    else:
+    elif num_heads or _has_begun(state.clock):
         refusal = _traced(_traced_refusals, number, module)
+    else:
+        refusal = None
     if num_heads and refusal is not None and not refusal.with_gradients:
         refusal = None
     if not num_heads and refusal is None:
@@ -253,6 +256,16 @@ def ran(number: int, module: nn.Module) -> bool:
         module: The module.
     """
     return number in entries.numbers or _traced(_traced_inputs, number, module) is not None
+
+
+def _has_begun(clock: Clock) -> bool:
+    """Whether a model has run, as far as that shows: a step is over, or one of its sites was traced.
+
+    Before that, what was traced of modules of its types was traced in another model, which may have
+    other heads.
+    """
+    numbers = (number for number in _traced_refusals if isinstance(number, int))
+    return clock.done >= 0 or any(runtime.site(number).clock is clock for number in numbers)
 
 
 def _traced(noted: dict[int | type, T], number: int, module: nn.Module) -> T | None:

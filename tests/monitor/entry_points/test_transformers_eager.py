@@ -172,6 +172,25 @@ def test_compiled_it_is_not_watched_and_says_so(tiny):
         torch._dynamo.reset()
 
 
+def test_what_was_compiled_in_another_model_is_not_known_of_one_that_has_not_run(tiny):
+    torch._dynamo.reset()
+    inst = guardbit.instrument(first := build("Llama"))
+    try:
+        run = torch.compile(first, backend="aot_eager", fullgraph=True)
+        tiny.step(first, **batch(), run=run)
+        assert {site.num_heads for site in inst.sites.values()} == {4}
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+    inst = guardbit.instrument(other := build("Llama", num_attention_heads=2))
+    try:
+        assert inst.sites == {}
+        tiny.step(other, **batch())
+        assert {site.num_heads for site in inst.sites.values()} == {2}
+    finally:
+        inst.remove()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_indicators_are_of_the_scores_that_the_model_has(name, monkeypatch):
     """Soft cap, window, padding and sinks among them, against FP64."""
