@@ -259,7 +259,7 @@ def ran(number: int, module: nn.Module) -> bool:
 
 
 def _has_begun(clock: Clock) -> bool:
-    """Whether a model has run, as far as that shows: a step is over, or one of its sites was traced.
+    """Whether the model has run, as far as that shows: a step is over, or a site of it was traced.
 
     Before that, what was traced of modules of its types was traced in another model, which may have
     other heads.
