@@ -11,7 +11,7 @@ from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels.engines.cpu_flash import CPUFlash
 from guardbit.monitor.oddities import first_nonfinite
 from guardbit.records import Sample
-from tests.monitor.test_snapshots import Model
+from tests.toys import Attention, Model
 
 SITES = ("layers.0", "layers.1")
 
@@ -19,7 +19,7 @@ SITES = ("layers.0", "layers.1")
 def run(path, change=lambda model: None, steps=3, loss_scale=1.0, **settings):
     """Trains a model of two layers for some steps; returns its advisories and its parameters."""
     torch.manual_seed(0)
-    model = Model().bfloat16()
+    model = Model(*(Attention(4, is_fused=False, bias=False) for _ in range(2))).bfloat16()
     change(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     session = MonitorSession(model, every_n_train_steps=1, dirpath=path, strict=True, **settings)
