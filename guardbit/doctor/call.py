@@ -102,6 +102,12 @@ def parse_window(mask: str) -> int | None:
     return None
 
 
+def _window(shape: Shape, mask: str) -> int | None:
+    """What `parse_window` returns, but no more than there are keys: kernels take 32 bits."""
+    window = parse_window(mask)
+    return None if window is None else min(window, shape.length)
+
+
 def document_lengths(length: int) -> tuple[int, ...]:
     """Returns lengths of packed documents that fill a sequence: one token, few, and many."""
     lengths, rest = [], length
@@ -128,7 +134,7 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
         ValueError: If it is no mask.
     """
     scale = 1 / math.sqrt(shape.head_dim)
-    window = parse_window(mask)
+    window = _window(shape, mask)
     if mask == "full":
         return AttentionSpec(scale)
     if mask == "causal":
@@ -163,7 +169,7 @@ def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Sh
     Returns:
         None where no packed sequences say the same.
     """
-    scale, window = 1 / math.sqrt(shape.head_dim), parse_window(mask)
+    scale, window = 1 / math.sqrt(shape.head_dim), _window(shape, mask)
     if mask in ("padding", "additive"):
         return None
     lengths: Sequence[int] = (shape.length,)

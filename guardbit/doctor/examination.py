@@ -96,7 +96,7 @@ class Examination:
         if noted.race:
             return
         if kind in COUNTED and noted.off:
-            self._look_at_mask(call, exacts, found)
+            self._look_at_mask(call, [gap for gap in found if gap.tensor in noted.off])
         if noted.nonfinite:
             return
         if kind == DRAWN:
@@ -179,7 +179,7 @@ class Examination:
                 heads = self._truncated.setdefault(gap.tensor, set())
                 heads.update(_heads(gap, torch.ones_like(gap.ratio, dtype=torch.bool), call))
 
-    def _look_at_mask(self, call: Call, exacts: Sequence[Exact], found: Sequence[Gap]) -> None:
+    def _look_at_mask(self, call: Call, found: Sequence[Gap]) -> None:
         if self._readings:
             return
         worst = max(found, key=lambda gap: gap.ratio.max().item()).unit

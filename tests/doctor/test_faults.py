@@ -130,6 +130,18 @@ def test_a_wrong_mask_is_named_beside_a_nan():
     assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
 
 
+@pytest.mark.parametrize("mask", ["causal", "padding"])
+def test_a_wrong_mask_is_named_beside_a_nan_of_another_head(mask):
+    class Both(Written):
+        def backward(self, *given):
+            return nan_in_head(super().backward(*given))  # of head 3
+
+    engine = Both("both", hide=one_key_more, hide_backward=one_key_more)  # in head 1
+    broken = [finding for finding in examine(engine, mask).findings() if finding.is_broken]
+    assert [finding.fault for finding in broken] == ["nonfinite", "mask"]
+    assert re.search("query 40 of head 1 sees key .* which is hidden", broken[1].why)
+
+
 def test_an_ignored_carrier_is_found_and_is_no_break():
     (finding,) = examine(Wrapped("carrier", out=own_output), "causal").findings()
     assert (finding.fault, finding.is_broken) == ("carrier", False)
