@@ -98,6 +98,7 @@ def test_what_ops_run_is_a_door():
     assert is_door(op._differentiable)
     assert is_door(native.run_forward)
     assert is_door(native.run_backward)
+    assert is_door(library._differentiable)
     assert is_door(library._attention)
     assert is_door(library._attention_backward)
     assert all(map(is_door, (flex._begin, flex._lse_gradient, flex._observe)))

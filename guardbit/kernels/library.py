@@ -330,6 +330,8 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
     return gradients
 
 
+# Once more after an error, for the reason given in `guardbit.kernels.op`.
+@guard.again(runtime.tell_fault)
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     inputs = [x for x in arguments[:4] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ class Runtime:
         self._owner = _NOBODY
         self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
         self.keeps_residuals = True
-        self._wishes: list[bool] = []
+        self._wishes: dict[Hashable, bool] = {}
         self.random_offset = 0
         self.on_fault: Callable[[Exception], None] = _log_fault
 
@@ -192,22 +192,20 @@ class Runtime:
         with suppress(ValueError):
             self.call_listeners.remove(listener)
 
-    def keep_residuals(self, is_wanted: bool) -> Callable[[], None]:
+    def keep_residuals(self, asker: Hashable, is_wanted: bool | None) -> None:
         """Says whether compiled calls may be asked for "compensated".
 
-        Memory is reserved if any caller says so, or if there is no caller; with dropout always.
+        Memory is reserved if any asker says so, or if none has said; with dropout always.
 
-        Returns:
-            A function that takes it back.
+        Args:
+            asker: Who says it.
+            is_wanted: Whether they may be; None takes back what was said, if it was.
         """
-        self._wishes.append(is_wanted)
-        self.keeps_residuals = any(self._wishes)
-
-        def take_back() -> None:
-            self._wishes.remove(is_wanted)
-            self.keeps_residuals = any(self._wishes) or not self._wishes
-
-        return take_back
+        if is_wanted is None:
+            self._wishes.pop(asker, None)
+        else:
+            self._wishes[asker] = is_wanted
+        self.keeps_residuals = any(self._wishes.values()) or not self._wishes
 
     def tell_fault(self, error: Exception) -> None:
         """Tells whoever wants to know that a part of GuardBit failed in a call."""

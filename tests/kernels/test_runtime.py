@@ -82,13 +82,21 @@ def test_a_module_that_was_removed_counts_as_none(own):
 
 
 def test_room_is_kept_as_long_as_one_wants_it_or_nobody_has_said(own):
-    refuse = own.keep_residuals(False)
+    own.keep_residuals("refuses", False)
     assert not own.keeps_residuals
-    want = own.keep_residuals(True)
+    own.keep_residuals("wants", True)
     assert own.keeps_residuals
-    want()
+    own.keep_residuals("wants", None)
     assert not own.keeps_residuals
-    refuse()
+    own.keep_residuals("refuses", None)
+    assert own.keeps_residuals
+
+
+def test_who_gives_room_up_twice_leaves_it_to_the_others(own):
+    for asker, is_wanted in (("one", True), ("other", True), ("refuses", False)):
+        own.keep_residuals(asker, is_wanted)
+    own.keep_residuals("one", None)
+    own.keep_residuals("one", None)
     assert own.keeps_residuals
 
 

@@ -235,7 +235,9 @@ class Instrumentation:
 
         Their graphs have room for it if any model of the process may be asked, or if none has said.
         """
-        self._installed.append(runtime.keep_residuals(is_wanted))
+        asker = object()
+        self._installed.append(functools.partial(runtime.keep_residuals, asker, None))
+        runtime.keep_residuals(asker, is_wanted)
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
         """Reports errors of GuardBit inside a forward to a listener, until `remove`."""
