@@ -196,17 +196,31 @@ def carry_exact_delta(
     *,
     spec: AttentionSpec,
     head_ids: Sequence[int],
+    into: Tensor | None = None,
 ) -> Tensor:
-    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`."""
+    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`.
+
+    Args:
+        d_out: Gradient of the output.
+        q: Queries.
+        k: Keys.
+        v: Values.
+        out: The output.
+        lse: The forward's.
+        spec: What the call asks for.
+        head_ids: The heads whose rows carry their delta.
+        into: Where their rows are written; None for a copy of `out`.
+    """
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
-        return delta.carry_exact_delta(d_out, q, k, v, out, lse, spec=spec, head_ids=head_ids).out
+        settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids, "into": into}
+        return delta.carry_exact_delta(d_out, q, k, v, out, lse, **settings).out
     with torch.autocast(q.device.type, enabled=False):
         exact = reference.exact_delta(
             d_out, q, k, v, lse, spec=spec, head_ids=head_ids, unseeing=math.nan
         )  # fmt: skip
-        carried = torch.empty_like(out).copy_(out)
+        carried = torch.empty_like(out).copy_(out) if into is None else into
         reference.write_carrier(carried, d_out, exact, head_ids)
     return carried
 

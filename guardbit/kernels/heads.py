@@ -19,6 +19,7 @@ from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
 from guardbit.kernels.constants import device_constant
+from guardbit.kernels.deltas import DELTAS
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
@@ -251,18 +252,19 @@ def backward(
 
 
 def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
-    carried = {"exact_delta", "compensated"} if shared else {"exact_delta"}
+    carried = {*DELTAS, "compensated"} if shared else DELTAS.keys()
     return tuple("none" if name in carried else name for name in names)
 
 
 def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
     """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
     carried, state = ran.out, call.state
-    if plan.exact:
-        carried = dispatch.carry_exact_delta(
-            d_out, call.q, call.k, call.v, ran.out, ran.lse, spec=call.spec, head_ids=plan.exact
+    for name, head_ids in plan.deltas:
+        into = None if carried is ran.out else carried
+        carried = DELTAS[name](
+            d_out, call.q, call.k, call.v, ran.out, ran.lse, call.spec, head_ids, into
         )
-        state.launches["backward", "exact_delta"] += 1
+        state.launches["backward", name] += 1
     if plan.compensated and ran.shared:
         assert ran.residual is not None
         into = None if carried is ran.out else carried

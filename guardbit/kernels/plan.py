@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from guardbit.kernels.deltas import DELTAS
 from guardbit.kernels.engines import Engine, LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS
@@ -29,13 +30,13 @@ class Plan(NamedTuple):
     Attributes:
         names: One stabilizer a head.
         own: The heads whose forward our kernel computes.
-        exact: The heads whose backward gets an exact delta.
+        deltas: Those of `DELTAS` that run, each with the heads whose backward gets it.
         compensated: The heads whose forward keeps the rounding residual of O.
     """
 
     names: tuple[str, ...]
     own: tuple[int, ...]
-    exact: tuple[int, ...]
+    deltas: tuple[tuple[str, tuple[int, ...]], ...]
     compensated: tuple[int, ...]
 
     @property
@@ -58,7 +59,8 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
         return tuple(head for head, name in enumerate(names) if name in kinds)
 
     own = heads(*OWN_FORWARD) if native else tuple(range(len(names)))
-    return Plan(names, own, heads("exact_delta"), heads("compensated"))
+    deltas = tuple((name, heads(name)) for name in DELTAS if name in names)
+    return Plan(names, own, deltas, heads("compensated"))
 
 
 @dataclass(slots=True)
@@ -135,11 +137,13 @@ def _resolved(
     if not stabilized:
         return asked, False, ""
     if engine is None:
-        if call.spec.dropout_p == 0 or "exact_delta" not in asked:
+        deltas = [name for name in DELTAS if name in asked]
+        if call.spec.dropout_p == 0 or not deltas:
             return asked, False, ""
         # Our backward knows what our forward dropped, and its compensated delta is as exact.
-        names = tuple("compensated" if name == "exact_delta" else name for name in asked)
-        return names, False, "compensated runs instead of exact_delta, which knows no dropout"
+        names = tuple("compensated" if name in deltas else name for name in asked)
+        why = (f"compensated runs instead of {name}, which knows no dropout" for name in deltas)
+        return names, False, "; ".join(why)
     if call.spec.dropout_p > 0:
         shared = False
         obstacle = (
@@ -150,7 +154,7 @@ def _resolved(
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
         is_plain = call.library is None and not _beyond_ours(call)
-        if shared and (stabilized == {"exact_delta"} or (keeps_residual and is_plain)):
+        if shared and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
             return asked, True, ""
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
     settled = {
@@ -165,18 +169,18 @@ def _settled(
     name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
 ) -> tuple[str, str]:
     """Returns what runs instead of one stabilizer, and why, or the stabilizer itself and ""."""
-    if name == "none" or name in KEY_SHIFTS or (name == "exact_delta" and shared):
+    if name == "none" or name in KEY_SHIFTS or (name in DELTAS and shared):
         return name, ""
     beyond = _beyond_ours(call)
     takes = f"takes {_none_of(beyond)}" if beyond else ""
     if call.library is not None:
         takes = f"does not take the place of {call.library.title}"
-    if name == "exact_delta":
+    if name in DELTAS:
         if takes:
-            return "none", f"exact_delta is not possible: {obstacle}; no kernel takes its place"
+            return "none", f"{name} is not possible: {obstacle}; no kernel takes its place"
         if not keeps_residual:
-            return "none", f"exact_delta is not possible: {obstacle}"
-        return "compensated", f"compensated runs instead of exact_delta: {obstacle}"
+            return "none", f"{name} is not possible: {obstacle}"
+        return "compensated", f"compensated runs instead of {name}: {obstacle}"
     if takes:
         if name == "compensated" and shared:
             return "exact_delta", f"exact_delta runs instead of compensated, which {takes}"
