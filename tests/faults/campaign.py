@@ -28,11 +28,11 @@ COLUMNS = ["seed", "scenario", "error", "point", "result", "detail"]
 
 def _refer(scenario: str, answers: Any) -> None:
     """Finds out what a scenario does when nothing fails."""
-    from tests.faults.running import reference_of, warm_up
+    from tests.faults.running import counts_of, reference_of
 
     try:
-        warm_up()
-        answers.put((scenario, pickle.dumps(reference_of(scenario)), ""))
+        known = pickle.dumps((reference_of(scenario), counts_of(scenario)))
+        answers.put((scenario, known, ""))
     except Exception as error:
         answers.put((scenario, b"", repr(error)))
 
@@ -40,11 +40,11 @@ def _refer(scenario: str, answers: Any) -> None:
 def _work(
     seeds: Any, results: Any, references: dict[str, bytes], scenarios: list[str], deadline: float
 ) -> None:
-    from tests.faults.running import inject, plan_of, references_known, warm_up
+    from tests.faults.running import counts_known, inject, plan_of, references_known
 
     try:
-        warm_up()
-        references_known.update((name, pickle.loads(x)) for name, x in references.items())
+        for name, known in references.items():
+            references_known[name], counts_known[name] = pickle.loads(known)
         while time.time() < deadline:
             seed = seeds.get()
             if seed is None:
@@ -58,7 +58,7 @@ def _work(
 
 def _references(scenarios: list[str]) -> dict[str, bytes]:
     """Runs each scenario without a fault; those that cannot run here are left out, and told."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     answers = context.Queue()
     processes = [
         context.Process(target=_refer, args=(name, answers), daemon=True) for name in scenarios
@@ -81,19 +81,18 @@ def run(
     first: int, count: int, workers: int, minutes: float, path: Path, scenarios: list[str]
 ) -> list[list[str]]:
     """Runs the injections that the CSV lacks; returns all rows."""
+    from tests.faults.running import warm_up
+
     done: dict[int, list[str]] = {}
     if path.exists():
         with path.open(newline="") as file:
             done = {int(row[0]): row for row in list(csv.reader(file))[1:]}
+    # Forks share what this imports. It has no threads before it puts something in a queue.
+    warm_up()
     references = _references(scenarios)
     scenarios = [name for name in scenarios if name in references]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     seeds, results = context.Queue(), context.Queue()
-    for seed in range(first, first + count):
-        if seed not in done:
-            seeds.put(seed)
-    for _ in range(workers):
-        seeds.put(None)
     deadline = time.time() + 60 * minutes
     processes = [
         context.Process(
@@ -103,6 +102,11 @@ def run(
     ]
     for process in processes:
         process.start()
+    for seed in range(first, first + count):
+        if seed not in done:
+            seeds.put(seed)
+    for _ in range(workers):
+        seeds.put(None)
     is_new = not path.exists()
     with path.open("a", newline="") as file:
         writer = csv.writer(file)

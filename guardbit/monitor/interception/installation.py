@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -53,8 +53,7 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    _put_in_place(found)
-    _replace_everywhere({id(checkpointing.original_checkpoint): checkpointing.checkpoint})
+    _put_in_place(found, {id(checkpointing.original_checkpoint): checkpointing.checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     _restore.append(functools.partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
@@ -74,19 +73,19 @@ def _look_again() -> None:
     _num_imported = len(sys.modules)
     found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
     if found:
-        _put_in_place(found)
+        _put_in_place(found, {})
         for module in list(site_modules.values()):
             redirect_references(module)
 
 
-def _put_in_place(found: list[EntryPoint]) -> None:
+def _put_in_place(found: list[EntryPoint], others: Mapping[int, Any]) -> None:
     _installed.extend(found)
     for entry in found:
         if entry.put_in_place is not None:
             _restore.append(entry.put_in_place())
     entries = [entry for entry in found if entry.put_in_place is None]
     stand_ins = {id(entry.original): entry.stand_in for entry in entries}
-    _replace_everywhere(stand_ins)
+    _replace_everywhere({**stand_ins, **others})
     for entry in entries:
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
