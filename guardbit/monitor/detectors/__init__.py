@@ -18,33 +18,19 @@ from typing import Any
 import numpy as np
 
 from guardbit.catalog import INDICATORS
+from guardbit.monitor.detectors import rules
 from guardbit.monitor.detectors.evidence import measured_errors
 from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, role_of
-from guardbit.monitor.detectors.rules import (
-    DEFAULT_RULES,
-    CommonMode,
-    GradientError,
-    HeadGrowth,
-    LossDeparture,
-    ModelLogits,
-)
+
+# What the rules are, their folder says, and it alone.
+from guardbit.monitor.detectors.rules import *  # noqa: F403
+from guardbit.monitor.detectors.rules import DEFAULT_RULES, CommonMode
 from guardbit.monitor.detectors.rules.common import heads_where
 from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
-__all__ = [
-    "DEFAULT_RULES",
-    "CommonMode",
-    "Detectors",
-    "Finding",
-    "GradientError",
-    "HeadGrowth",
-    "LossDeparture",
-    "ModelLogits",
-    "Rule",
-    "Snapshot",
-    "role_of",
-]
+__all__ = ["Detectors", "Finding", "Rule", "Snapshot", "role_of"]
+__all__ += rules.__all__
 
 
 #: Of `CommonMode` as it is by default: a rule of that kind need not be among the run's.
