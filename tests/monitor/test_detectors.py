@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -192,7 +193,8 @@ def test_the_number_of_the_step_does_not_matter(start):
         found = Detectors().update(moved)
         return [(alarm.step - start, alarm.site, alarm.heads, alarm.rule) for alarm in found]
 
-    assert {rule for *_, rule in alarms(0)} == {rule.name for rule in DEFAULT_RULES}
+    fired, rules = {rule for *_, rule in alarms(0)}, {rule.name for rule in DEFAULT_RULES}
+    assert fired == rules, f"mixed_run must have trouble that {rules - fired} sees"
     assert alarms(start) == alarms(0)
 
 
@@ -338,6 +340,14 @@ def test_bad_arguments_are_refused():
         Detectors(cool_down_steps=-1)
     with pytest.raises(ValueError, match=r"is of the rules \['gradient_error'\]"):
         Detectors((HeadGrowth(),)).load_state_dict(Detectors((GradientError(),)).state_dict())
+
+
+def test_the_docs_say_when_each_rule_fires():
+    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text("utf-8")
+    (table,) = re.findall(r"^## Rules\n\n((?:\|.*\n)+)", page, re.M)
+    rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    rules = [rule.name for rule in DEFAULT_RULES]
+    assert rows == rules, f"the table of rules in docs/detectors.md has rows for {rules}"
 
 
 # What makes no rule.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from guardbit.monitor.detectors import DEFAULT_RULES
+from guardbit.monitor.detectors import DEFAULT_RULES, role_of
 from guardbit.monitor.findings import event_of
 from guardbit.records import SUBJECTS, Alarm, Role
 from guardbit.store.migration import migrated
@@ -20,8 +20,17 @@ def test_an_advisory_is_none_of_the_alarms():
     assert event_of(Alarm(7, "h.0", (1,), "r", "w", Role(is_advisory=True))).kind == "advisory"
 
 
+#: The rules whose alarms did not say what they judge; a rule that came later has none of these.
+JUDGED = {
+    "common_mode": "head",
+    "head_growth": "head",
+    "gradient_error": "head",
+    "model_logits": "model",
+    "loss_departure": "loss",
+}
+
+
 def test_earlier_versions_are_migrated_to_the_roles_that_the_rules_have():
-    for rule in DEFAULT_RULES:
-        role = getattr(rule, "role", Role())
-        event = migrated({"kind": "alarm", "rule": rule.name, "verdict": ""})
-        assert event["judges"] == role.judges
+    for rule, judges in JUDGED.items():
+        assert migrated({"kind": "alarm", "rule": rule, "verdict": ""})["judges"] == judges
+    assert {rule.name: role_of(rule).judges for rule in DEFAULT_RULES}.items() >= JUDGED.items()
