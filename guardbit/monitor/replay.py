@@ -69,7 +69,8 @@ def replay(
         Alarms and verdict.
 
     Raises:
-        ValueError: If a column is missing or a site has a negative head.
+        ValueError: If a column is missing, a row lacks its step or its layer, or a site has a
+            negative head.
     """
     if missing := [column for column in COLUMNS if column not in frame.columns]:
         raise ValueError(
@@ -108,12 +109,17 @@ def samples(frame: pd.DataFrame) -> Iterator[Sample]:
         frame: As for `replay`, with "" as the site of the whole run.
 
     Raises:
-        ValueError: If a site has a negative head, or one beyond `MAX_HEADS`.
+        ValueError: If a row lacks its step or its layer, or if a site has a negative head, or one
+            beyond `MAX_HEADS`.
     """
     if frame.empty:
         return
+    for name in ("step", "layer"):
+        if frame[name].isna().any():
+            raise ValueError(f"the telemetry has rows without a {name}")
     site, sites = pd.factorize(frame["site"], sort=True)
-    indicator, indicators = pd.factorize(frame["indicator"], sort=True)
+    # A row that names no indicator is of none: by default pandas numbers it -1, which is the last.
+    indicator, indicators = pd.factorize(frame["indicator"], sort=True, use_na_sentinel=False)
     columns = [frame[name].to_numpy() for name in ("step", "layer", "head", "value")]
     order = np.lexsort((indicator, columns[1], site, columns[0]))
     site, indicator = site[order], indicator[order]
@@ -131,7 +137,8 @@ def samples(frame: pd.DataFrame) -> Iterator[Sample]:
     places = zip(*keys[:, starts].tolist(), strict=True)
     ends = [*starts[1:].tolist(), len(value)]
     sites, indicators = list(sites), list(indicators)
-    heads, values = np.where(is_module, head, 0).tolist(), value.astype(float).tolist()
+    heads = np.where(is_module, head, 0).astype(np.int64).tolist()
+    values = value.astype(float).tolist()
     for (at, its_layer, its_site, what), start, end in zip(
         places, starts.tolist(), ends, strict=True
     ):

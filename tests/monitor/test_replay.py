@@ -1,4 +1,5 @@
 import functools
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from guardbit.monitor.detectors import (
 from guardbit.monitor.replay import replay, samples
 from guardbit.records import Sample
 
+COLUMNS = ["step", "site", "layer", "head", "indicator", "value"]
 RUNS = Path(__file__).parents[1] / "data" / "runs"
 FAILS = "fails-sdpa-lr1.5e-3"
 DIVERGES = ("lrdiverges-fp32out-lr3e-3", "lrdiverges-sdpa-lr3e-3")
@@ -232,15 +234,42 @@ def test_samples_hold_one_value_a_head():
         (20, "b", 1, 0, "max_logit", 1.0),
         (10, "", -1, -1, "loss", 0.5),
     ]
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+    frame = pd.DataFrame(rows, columns=COLUMNS)
     loss, logits = samples(frame)
     assert loss == Sample(10, "", -1, "loss", (0.5,))
     assert (logits.step, logits.site, logits.layer) == (20, "b", 1)
     np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
 
 
+def test_a_missing_head_of_the_whole_run_makes_the_heads_of_modules_no_fractions():
+    rows = [
+        (20, "b", 1, 2, "max_logit", 3.0),
+        (20, "b", 1, 0, "max_logit", 1.0),
+        (20, "", -1, None, "loss", 0.5),
+    ]
+    loss, logits = samples(pd.DataFrame(rows, columns=COLUMNS))
+    assert loss == Sample(20, "", -1, "loss", (0.5,))
+    np.testing.assert_array_equal(logits.values, [1.0, np.nan, 3.0])
+
+
+@pytest.mark.parametrize("missing", [None, math.nan])
+def test_a_row_without_an_indicator_is_of_no_other(missing):
+    rows = [(20, "b", 1, 0, missing, 3.0), (20, "b", 1, 0, "max_logit", 1.0)]
+    found = samples(pd.DataFrame(rows, columns=COLUMNS))
+    (values,) = [sample.values for sample in found if sample.indicator == "max_logit"]
+    assert values == (1.0,)
+
+
+@pytest.mark.parametrize("name", ["step", "layer"])
+def test_a_row_without_a_place_is_refused(name):
+    frame = pd.DataFrame([(20, "b", 1, 0, "max_logit", 1.0)] * 2, columns=COLUMNS)
+    frame[name] = [math.nan, 20]
+    with pytest.raises(ValueError, match=f"rows without a {name}"):
+        replay(frame)
+
+
 def test_of_an_empty_run_nothing_is_known():
-    frame = pd.DataFrame(columns=["step", "site", "layer", "head", "indicator", "value"])
+    frame = pd.DataFrame(columns=COLUMNS)
     assert replay(frame).verdict == "unclear"
 
 
@@ -250,9 +279,8 @@ def test_a_missing_column_is_named():
 
 
 def test_a_negative_head_is_refused():
-    columns = ["step", "site", "layer", "head", "indicator", "value"]
     with pytest.raises(ValueError, match="head -1 of site 'a' at step 10"):
-        replay(pd.DataFrame([(10, "a", 0, -1, "max_logit", 1.0)], columns=columns))
+        replay(pd.DataFrame([(10, "a", 0, -1, "max_logit", 1.0)], columns=COLUMNS))
 
 
 @pytest.mark.parametrize("indicators, verdict, named", [

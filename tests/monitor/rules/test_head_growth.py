@@ -215,3 +215,16 @@ def test_bounded_logits_leave_the_norm():
     free, capped = alarms(math.inf), alarms(50.0)
     assert [alarm.site for alarm in capped] == ["a"] == [alarm.site for alarm in free]
     assert free[0].step < capped[0].step <= 2000
+
+
+def test_a_head_that_came_after_the_last_norm_is_named_by_its_logits():
+    detectors, alarms = Detectors((HeadGrowth(),)), []
+    for step, log in zip(STEPS, 5.0 * AGE, strict=True):
+        samples = [
+            Sample(step, site, layer, "max_logit", (20.0, 20.0 * math.exp(log) * (site == "a")))
+            for layer, site in enumerate("abc")
+        ]
+        if step == 0:  # of one head; after that its weights were not to be had
+            samples = [Sample(0, "a", 0, "w_q_spectral_norm", (1.0,))]
+        alarms += detectors.update(samples)
+    assert [(alarm.site, alarm.heads) for alarm in alarms] == [("a", (1,))]

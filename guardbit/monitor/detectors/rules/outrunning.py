@@ -93,8 +93,9 @@ def outrun(
 
 def restart(state: State, site: str, heads: tuple[int, ...]) -> None:
     """Sets the leads of heads to 0, so that they are named again only if they go on growing."""
-    columns = state["sites"].get(site)
-    for head in heads if columns else ():
+    columns = state["sites"].get(site, {"lead": []})
+    # A head that came later may not have been measured by this state's indicator since.
+    for head in (head for head in heads if head < len(columns["lead"])):
         columns["lead"][head] = 0.0
         for name in ("log", "clock", "step"):
             columns[f"first_{name}"][head] = columns[name][head]
