@@ -115,7 +115,7 @@ def samples(frame: pd.DataFrame) -> Iterator[Sample]:
     if frame.empty:
         return
     for name in ("step", "layer"):
-        if frame[name].isna().any():
+        if pd.isna(frame[name].to_numpy()).any():
             raise ValueError(f"the telemetry has rows without a {name}")
     site, sites = pd.factorize(frame["site"], sort=True)
     # A row that names no indicator is of none: by default pandas numbers it -1, which is the last.
