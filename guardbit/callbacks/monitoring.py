@@ -290,9 +290,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         session = self.session
         if session is None:
             return
-        # For the same Trainer's next fit, which goes on from here.
-        self._restored = self.state_dict()
-        end(self, how)
+        try:
+            # For the same Trainer's next fit, which goes on from here.
+            self._restored = self.state_dict()
+        finally:
+            end(self, how)
         with suppress(Exception):  # of a handler of the user's
             rank_zero_info(last_line(how, session, self._place))
 

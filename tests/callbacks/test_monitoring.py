@@ -25,7 +25,7 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadat
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS, OCCASIONAL, of_probe
 from guardbit.monitor import transfer
-from guardbit.monitor.detectors import Finding
+from guardbit.monitor.detectors import Detectors, Finding
 from guardbit.store import read_end
 
 pytestmark = [
@@ -618,6 +618,16 @@ def test_a_run_that_ends_early_says_how(trains, tmp_path, error, end):
     with pytest.raises(error):
         trains.fit(Ends(), AttentionMonitor(2, dirpath=tmp_path))
     assert read_end(tmp_path) == end
+
+
+def test_a_run_whose_state_cannot_be_taken_says_how_it_ended(trains, tmp_path, monkeypatch):
+    def fails(detectors):
+        raise OSError("no state")
+
+    monkeypatch.setattr(Detectors, "state_dict", fails)
+    with pytest.raises(OSError, match="no state"):
+        trains.fit(AttentionMonitor(2, dirpath=tmp_path, strict=True))
+    assert read_end(tmp_path) == "finished"
 
 
 @pytest.mark.parametrize(
