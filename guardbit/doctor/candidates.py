@@ -24,12 +24,7 @@ BACKENDS = (
 )
 
 #: The modules of libraries, by the names of their engines.
-MODULES = {
-    "varlen_attn": "torch.nn.attention.varlen",
-    "flash_attn": "flash_attn.flash_attn_interface",
-    "flash_attn_3": "flash_attn_interface",
-    "flash_attn_4": "flash_attn.cute.interface",
-}
+MODULES = {name: engine.home for name, engine in LIBRARIES.items() if engine.home}
 
 
 class Candidates(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,4 +90,10 @@ def test_what_an_engine_cannot_do_is_said_and_raises_nothing(name, spec, why):
 def test_an_unknown_engine_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match=r"compare is 'flsh'; it must be one of flash, cudnn"):
         Rival("flsh")
-    assert math.prod(len(name) for name in RIVALS)
+
+
+def test_the_docs_name_every_engine_to_compare_with():
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
+    (sentence,) = re.findall(r"^`compare` takes ([^.]*)\.", page, re.M)
+    named = re.findall(r"`(\w+)`", sentence)
+    assert named == list(RIVALS), f"docs/doctor.md: `compare` takes {', '.join(RIVALS)}"

@@ -20,6 +20,11 @@ from tests.flash_stand_in import versions_3_and_4 as v3
 from tests.flash_stand_in.aten import aten_kernels
 
 
+def is_of(engine):
+    """Whether it stands in for an engine, by its name."""
+    return engine == "varlen_attn" or "flash_attn" in engine
+
+
 def modules():
     """Name -> module, of all three and of their kernels in the hub."""
     ops = getattr(torch.ops, v2.NAMESPACE)

@@ -33,11 +33,9 @@ class _FlashAttn(LibraryEngine):
     """What the three have in common.
 
     Attributes:
-        home: The module with the functions.
         needs: Parameters that the forward must have; without them this engine does not know it.
     """
 
-    home: str
     needs: frozenset[str]
 
     def find_home(self) -> str:

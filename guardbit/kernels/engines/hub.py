@@ -24,6 +24,7 @@ class HubFlashAttn2(FlashAttn2):
     """FlashAttention 2 of the hub, whose forward and backward are ops by themselves."""
 
     label = "kernels/flash_attn_2"
+    home = ""
 
     def find_home(self) -> str:
         """See `FlashAttn2.find_home`."""
@@ -39,6 +40,7 @@ class HubFlashAttn3(FlashAttn3):
     """FlashAttention 3 of the hub."""
 
     label = "kernels/flash_attn_3"
+    home = ""
 
     def find_home(self) -> str:
         """See `FlashAttn3.find_home`."""
@@ -49,6 +51,7 @@ class HubFlashAttn4(FlashAttn4):
     """FlashAttention 4 of the hub."""
 
     label = "kernels/flash_attn_4"
+    home = ""
 
     def find_home(self) -> str:
         """See `FlashAttn4.find_home`."""

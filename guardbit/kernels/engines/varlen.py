@@ -27,10 +27,11 @@ class Varlen(LibraryEngine):
     """
 
     label = "varlen_attn"
+    home = "torch.nn.attention.varlen"
 
     def why_missing(self, is_packed: bool) -> str | None:
         """See `LibraryEngine.why_missing`."""
-        runs_on_cudnn = found("torch.nn.attention.varlen", "_should_use_cudnn")
+        runs_on_cudnn = found(self.home, "_should_use_cudnn")
         if runs_on_cudnn is not None and torch.cuda.is_available() and runs_on_cudnn(0):
             return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
         return super().why_missing(is_packed)

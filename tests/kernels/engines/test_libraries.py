@@ -20,8 +20,8 @@ from tests import flash_stand_in
 from tests.oracle import dense
 from tests.oracle import packed as packed_on
 
-#: Those that `tests.flash_stand_in` stands in for; an engine of another kind has a test of its own.
-ENGINES = tuple(name for name in LIBRARIES if name == "varlen_attn" or "flash_attn" in name)
+#: An engine of another kind has a test of its own.
+ENGINES = tuple(name for name in LIBRARIES if flash_stand_in.is_of(name))
 TAKE_SINKS = tuple(name for name in ENGINES if name.endswith("flash_attn_4"))
 
 
