@@ -6,6 +6,7 @@ import torch.nn.attention.flex_attention as flex_home
 
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests.monitor.entry_points.library_models import install
+from tests.monitor.support.conftest import COMMAND
 from tests.monitor.support.functions import (
     CASES,
     STAND_IN,
@@ -99,5 +100,7 @@ def test_inference(entry, report):
 
 def test_the_table_has_a_row_for_each(committed):
     names = [f"`{each.name}`" for each in (*CASES, *CACHED)]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in committed[TITLE]] == names
-    assert {entry.name for entry in ENTRY_POINTS} <= {case.name for case in (*CASES, *CACHED)}
+    rows = [row.split(" | ")[0].removeprefix("| ") for row in committed[TITLE]]
+    assert rows == names, f"docs/support.md has other rows than there are cases; run {COMMAND}"
+    without = {entry.name for entry in ENTRY_POINTS} - {case.name for case in (*CASES, *CACHED)}
+    assert not without, f"{without} has no case in tests/monitor/support/functions.py"
