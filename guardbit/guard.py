@@ -179,8 +179,19 @@ def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
     """
 
     def decorate(inside: Any) -> Any:
-        second = inside if is_needed else function(contain)(inside)
-        return function(contain, otherwise=second)(inside)
+        @functools.wraps(inside)
+        def door(*args: Any, **kwargs: Any) -> Any:
+            # Both tries have the same frames above them: some look for their caller's.
+            for attempt in range(1, _TRIES + 1):
+                try:
+                    return inside(*args, **kwargs)
+                except Exception as error:
+                    if _passes(error) or (is_needed and attempt == _TRIES):
+                        raise
+                    _contained(error, contain)
+            return None
+
+        return _marked(door)
 
     return decorate
 

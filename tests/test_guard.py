@@ -1,6 +1,7 @@
 """The doors between training and GuardBit: all entries have one, and what each lets pass."""
 
 import inspect
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -173,6 +174,30 @@ def test_a_void_object_does_nothing():
     door._is_void = True
     assert door.enter(KeyError()) == "otherwise"
     assert door.told == []
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_second_try_has_the_same_frames_above_it(is_needed):
+    told, callers, errors = [], [], []
+
+    @guard.again(told.append, is_needed)
+    def look():
+        callers.append(sys._getframe(2))
+        if errors:
+            raise errors.pop()
+        return "found"
+
+    errors[:] = [KeyError("once")]
+    assert look() == "found"
+    assert callers == [sys._getframe()] * 2 and len(told) == 1
+    errors[:] = [KeyError("twice"), KeyError("once")]
+    if is_needed:
+        with pytest.raises(KeyError, match="twice"):
+            look()
+        assert len(told) == 2  # the last is for the caller to tell
+    else:
+        assert look() is None
+        assert len(told) == 3
 
 
 def test_a_stand_in_calls_the_original_after_errors_before_and_after_it():

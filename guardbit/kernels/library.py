@@ -22,6 +22,7 @@ from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.dispatch import is_direct
 from guardbit.kernels.engines import LibraryEngine, library_engine
+from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.plan import Call
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
@@ -155,7 +156,16 @@ def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
 
 @guard.again(runtime.tell_fault)
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the forward.
+    """Runs the forward, see `_attend`."""
+    return drawing_once(partial(_attend, *arguments), arguments[0].device, _draws(arguments))
+
+
+def _draws(arguments: tuple[Any, ...]) -> bool:
+    return Numbers(*arguments[7:]).dropout_p > 0
+
+
+def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Computes the outputs.
 
     The last two outputs are for the backward, so that both agree whatever is switched in between.
     `kernels`, INT64 `(1 + H,)` on the CPU, says whether the engine takes another delta, and the
@@ -335,7 +345,14 @@ def _release(ctx: Any, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | N
 def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     inputs = [x for x in arguments[:4] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
-        return _Attention.apply(*arguments[:4], arguments[4:])
+        run = partial(_Attention.apply, *arguments[:4], arguments[4:])
+    else:
+        run = partial(_below_autograd, *arguments)
+    draws = _draws(arguments) and is_direct(*arguments[:3])
+    return drawing_once(run, arguments[0].device, draws)
+
+
+def _below_autograd(*arguments: Any) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
         return _forward(*arguments)
 

@@ -10,6 +10,7 @@ is tried once more.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from guardbit.kernels import execution, heads
 from guardbit.kernels.alignment import aligned
 from guardbit.kernels.engines import scaled_dot_product_attention
 from guardbit.kernels.engines.base import Drawn
-from guardbit.kernels.engines.random import drawing_again, generator_of
+from guardbit.kernels.engines.random import drawing_again, drawing_once, generator_of
 from guardbit.kernels.execution import NUM_KERNEL_FACTS, Request, empty_random_outputs
 from guardbit.kernels.runtime import runtime
 
@@ -111,14 +112,10 @@ def _by_pytorch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, request: R
 def run_forward(*arguments: Any) -> tuple[Tensor, ...]:
     """Runs the forward, see `execution.run_forward`."""
     request = Request(*arguments)
-    drawn = None
-    if request.dropout_p > 0:
-        drawn = generator_of(request.q.device).get_state()
+    run = partial(execution.run_forward, *arguments)
     try:
-        return execution.run_forward(*arguments)
+        return drawing_once(run, request.q.device, request.dropout_p > 0)
     except Exception as error:
-        if drawn is not None:
-            generator_of(request.q.device).set_state(drawn)
         state = runtime.site(int(request.site))
         if {*state.running} - {"none"}:
             state.fall_back(error)

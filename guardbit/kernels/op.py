@@ -21,6 +21,7 @@ from guardbit import guard
 from guardbit.kernels import dispatch, engines, heads
 from guardbit.kernels.alignment import promise_aligned_outputs
 from guardbit.kernels.engines import Drawn, Inputs
+from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.execution import (
     NUM_KERNEL_FACTS,
     Request,
@@ -199,8 +200,12 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
                 "guardbit.flash_attention cannot be differentiated by torch.func; use"
                 " `Tensor.backward`, `torch.autograd.grad` or F.scaled_dot_product_attention"
             )
-        return _Attention.apply(q, k, v, mask, arguments[4:])
-    return _below_autograd(Request(*arguments))
+        run = partial(_Attention.apply, q, k, v, mask, arguments[4:])
+    else:
+        run = partial(_below_autograd, Request(*arguments))
+    # A compiler that traces the op draws nothing.
+    draws = Request(*arguments).dropout_p > 0 and dispatch.is_direct(q, k, v)
+    return drawing_once(run, q.device, draws)
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):

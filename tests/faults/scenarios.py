@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from guardbit import MonitorSession, Policy
 from guardbit.monitor import ranks
@@ -33,6 +34,15 @@ class WithWeights(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attention(x, x, x)[0]
+
+
+class Dropping(Attention):
+    """Drops entries of P, and computes its attention again in the backward."""
+
+    dropout_p = 0.2
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint.checkpoint(super().attend, q, k, v, use_reentrant=False)
 
 
 def model_of(layer: type[nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -110,13 +120,21 @@ def _train(
             optimizer.zero_grad()
 
 
-def plain(run: Run) -> None:
-    run.model = model_of(Attention)
-    session = run.session()
+def _plain(run: Run, layer: type[nn.Module], **options: Any) -> None:
+    run.model = model_of(layer)
+    session = run.session(**options)
     with _closing(run):
         _train(run, session, range(STEPS))
         if session is not None:
             session.close()
+
+
+def plain(run: Run) -> None:
+    _plain(run, Attention)
+
+
+def dropout(run: Run) -> None:
+    _plain(run, Dropping)
 
 
 def resumed(run: Run) -> None:
@@ -136,17 +154,10 @@ def resumed(run: Run) -> None:
 
 
 def with_weights(run: Run) -> None:
-    run.model = model_of(WithWeights)
-    session = run.session(num_rows=2)
-    with _closing(run):
-        _train(run, session, range(STEPS))
-        if session is not None:
-            session.close()
+    _plain(run, WithWeights, num_rows=2)
 
 
 def checkpointed(run: Run) -> None:
-    from torch.utils import checkpoint
-
     run.model = model_of(Attention)
     session = run.session()
 
@@ -309,4 +320,5 @@ SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
     "hugging face": (huggingface, 6),
     "two processes": (two_processes, 6),
     "compiled": (compiled, 1),
+    "dropout": (dropout, 8),
 }

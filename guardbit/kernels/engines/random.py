@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels.engines.base import Drawn
+
+T = TypeVar("T")
 
 _STATE_BYTES = {"cpu": torch.default_generator.get_state().numel(), "cuda": 16}
 
@@ -66,8 +69,27 @@ def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
         return
     generator = generator_of(device)
     present = generator.get_state()
-    generator.set_state(drawn.generator_state)
     try:
+        generator.set_state(drawn.generator_state)
         yield
     finally:
         generator.set_state(present)
+
+
+def drawing_once(function: Callable[[], T], device: torch.device, draws: bool) -> T:
+    """Calls a function; if it raises, whatever is tried instead draws the same numbers.
+
+    Args:
+        function: The function.
+        device: Where it draws.
+        draws: Whether it draws.
+    """
+    if not draws:
+        return function()
+    generator = generator_of(device)
+    present = generator.get_state()
+    try:
+        return function()
+    except Exception:
+        generator.set_state(present)
+        raise

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import guardbit
 from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from guardbit.kernels import library
 from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
@@ -126,6 +127,27 @@ def test_dropout_is_watched_and_not_switched(borrower, tiny):
         assert tiny.equal(tiny.step(model, x), before)
         assert inst.sites["0"].refusal is None
         assert inst.stabilizers()["0"] == ["none"] * 4
+    finally:
+        inst.remove()
+
+
+@pytest.mark.parametrize("fails", ["_attend", "_attention"])
+def test_a_second_try_drops_the_same_entries(fails, borrower, tiny, monkeypatch):
+    model, x = build(by_name(FUNC), dropout_p=0.3)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    computed, errors = getattr(library, fails), [MemoryError("on purpose")]
+
+    def compute(*arguments):
+        found = computed(*arguments)
+        if errors:
+            raise errors.pop()
+        return found
+
+    monkeypatch.setattr(library, fails, compute)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        assert not errors
     finally:
         inst.remove()
 

@@ -26,7 +26,7 @@ from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.engines.random import generator_of
+from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import attention_at_site
@@ -209,14 +209,8 @@ def before(
         return _around(entry, found, args, kwargs)
     compute = functools.partial(_computed, found)
     hand_back = functools.partial(_handed_back, entry, found, args, kwargs)
-    if found.spec.dropout_p == 0:
-        return Result(then_finish(compute, hand_back, report))
-    drawn = generator_of(found.q.device).get_state()
-    try:
-        return Result(then_finish(compute, hand_back, report))
-    except Exception:
-        generator_of(found.q.device).set_state(drawn)  # the original draws the same numbers
-        raise
+    run = functools.partial(then_finish, compute, hand_back, report)
+    return Result(drawing_once(run, found.q.device, found.spec.dropout_p > 0))
 
 
 def _computed(found: Bound) -> tuple[Tensor, Tensor]:
