@@ -54,7 +54,7 @@ from guardbit.monitor.settings import (
     check_policy,
     warn_of_settings,
 )
-from guardbit.monitor.sites import Instrumentation, instrument
+from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.monitor.switching import Switching
@@ -319,7 +319,8 @@ class MonitorSession(Guarded):
         Raises:
             ValueError: If the step is no whole number from 0.
         """
-        return StepBracket(self, step)
+        with refusing():
+            return StepBracket(self, checked_step(step))
 
     @guard.method(_nothing)
     def begin_batch(self, step: int) -> None:
@@ -616,6 +617,7 @@ class MonitorSession(Guarded):
             IndexError: If a head is out of range.
         """
         with refusing():
+            heads = None if heads is None else checked_heads(heads)
             self.instrumentation.check_switch(site, stabilizer, heads)
         if self._schedule.is_within_step:
             self._deferred.append(lambda: self._switch(site, stabilizer, heads, why))
@@ -662,7 +664,8 @@ class MonitorSession(Guarded):
             heads: The heads.
 
         Raises:
-            ValueError: If there is no such site or no folder, or snapshots are off.
+            ValueError: If there is no such site or no folder, snapshots are off, or `heads` is no
+                list of whole numbers.
             IndexError: If a head is out of range.
         """
         if ranks.rank() > 0:

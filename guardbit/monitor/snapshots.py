@@ -16,7 +16,7 @@ from torch import Tensor
 from guardbit.diagnosis.head import HeadInputs, head_of_call
 from guardbit.diagnosis.storage import KeptHead, snapshot_files, write_snapshots
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.monitor.sites import Instrumentation
+from guardbit.monitor.sites import Instrumentation, checked_heads
 
 #: How often a head is kept after its alarm: whether errors add up shows over several steps.
 STEPS = 4
@@ -69,9 +69,11 @@ class Snapshots:
         """Keeps heads at the next sampled step.
 
         Raises:
-            ValueError: If there is no such site or no folder, or snapshots are off.
+            ValueError: If there is no such site or no folder, snapshots are off, or `heads` is no
+                list of whole numbers.
             IndexError: If a head is out of range.
         """
+        heads = checked_heads(heads)
         if self._folder is None:
             raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
         found = self._instrumentation.sites.get(site)

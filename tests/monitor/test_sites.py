@@ -371,6 +371,8 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
     assert inst.stabilizers()["h.0.attn"] == ["none", "row_max", "stochastic", "compensated"]
     inst.switch("*", "none")
     assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["none"] * 4}
+    inst.switch("*", "row_max", heads=iter([0]))
+    assert {tuple(names) for names in inst.stabilizers().values()} == {("row_max", *["none"] * 3)}
 
 
 @pytest.mark.parametrize(

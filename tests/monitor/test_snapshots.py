@@ -160,6 +160,19 @@ def test_heads_are_kept_on_demand(tmp_path):
     assert [(one.step, one.head) for one in read_snapshots(tmp_path)] == [(5, 0), (5, 2)]
 
 
+@pytest.mark.parametrize("listed", [iter, torch.tensor])
+def test_heads_may_be_listed_in_other_ways(tmp_path, listed):
+    model = model_of().bfloat16()
+    session = MonitorSession(model, every_n_train_steps=1, rules=(), dirpath=tmp_path)
+    for step in range(2):
+        with session.step(step):
+            model(torch.randn(1, 4, 32).bfloat16()).sum().backward()
+        if step == 0:
+            session.snapshot(SITE, listed([0, 2]))
+    session.close()
+    assert [(one.step, one.head) for one in read_snapshots(tmp_path)] == [(1, 0), (1, 2)]
+
+
 def test_impossible_demands_are_refused(tmp_path):
     model = model_of()
     session = MonitorSession(model, dirpath=tmp_path)
@@ -169,6 +182,8 @@ def test_impossible_demands_are_refused(tmp_path):
         session.snapshot("x", [0])
     with pytest.raises(IndexError, match=r"head 9 of layers\.1 does not exist; it has 4"):
         session.snapshot(SITE, [9])
+    with pytest.raises(ValueError, match="heads is 3; expected a list of whole numbers"):
+        session.snapshot(SITE, 3)
     session.close()
     off = MonitorSession(model_of(), snapshot_megabytes=0, dirpath=tmp_path / "off")
     with pytest.raises(ValueError, match="no snapshots are kept"):

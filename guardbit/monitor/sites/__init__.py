@@ -17,6 +17,7 @@ From the bottom up; each file imports from those before it only:
 """
 
 from guardbit.monitor.sites.instrumentation import Instrumentation, instrument
+from guardbit.monitor.sites.selecting import checked_heads
 from guardbit.monitor.sites.site import Site
 
-__all__ = ["Instrumentation", "Site", "instrument"]
+__all__ = ["Instrumentation", "Site", "checked_heads", "instrument"]

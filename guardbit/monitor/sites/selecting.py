@@ -45,8 +45,9 @@ def with_switched(
 ) -> dict[int, tuple[str, ...]]:
     """Returns what is asked for at some sites, by number, after a switch of their heads."""
     switched: dict[int, tuple[str, ...]] = {}
+    listed = None if heads is None else checked_heads(heads)
     for target in targets:
-        chosen = list(range(target.num_heads)) if heads is None else _listed(heads)
+        chosen = list(range(target.num_heads)) if listed is None else listed
         for head in chosen:
             if not 0 <= head < target.num_heads:
                 raise IndexError(
@@ -61,7 +62,12 @@ def with_switched(
     return switched
 
 
-def _listed(heads: Iterable[int]) -> list[int]:
+def checked_heads(heads: Iterable[int]) -> list[int]:
+    """Returns numbers of heads as a list of their own.
+
+    Raises:
+        ValueError: If they are no list of whole numbers.
+    """
     try:
         return [operator.index(head) for head in heads]
     except TypeError:

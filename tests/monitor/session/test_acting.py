@@ -84,6 +84,23 @@ def test_a_switch_by_hand_is_told(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("is_within_step", [False, True])
+def test_a_switch_by_hand_is_of_the_heads_that_were_listed_then(is_within_step):
+    loop = Loop(every_n_train_steps=1).run([0], close=False)
+    if is_within_step:
+        loop.session.begin_batch(1)
+    loop.session.switch(SITES[0], "compensated", heads=iter([1]))
+    loop.session.switch(SITES[1], "compensated", heads=(listed := [1, 3]))
+    listed.clear()
+    loop.run([1], close=False)
+    asked = loop.session.state_dict()["stabilizers"]
+    assert asked == {
+        SITES[0]: ["none", "compensated"],
+        SITES[1]: ["none", "compensated", "none", "compensated"],
+    }
+    loop.session.close()
+
+
 @pytest.mark.parametrize("what", ["switch", "close"])
 @pytest.mark.parametrize("ends", ["with the step", "by the next step", "by an error"])
 def test_what_comes_between_a_forward_and_its_recomputation_waits(

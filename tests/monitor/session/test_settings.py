@@ -49,6 +49,8 @@ def test_what_is_no_step_is_refused(step):
     loop = Loop()
     with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
         loop.session.begin_batch(step)
+    with pytest.raises(ValueError, match=rf"step is {step!r}; it must be a whole number, 0 or"):
+        loop.session.step(step)
     loop.session.close()
 
 
