@@ -84,7 +84,8 @@ def drawing_once(function: Callable[[], T], device: torch.device, draws: bool) -
         device: Where it draws.
         draws: Whether it draws.
     """
-    if not draws:
+    # The state cannot be read while a CUDA graph is captured.
+    if not draws or (device.type == "cuda" and is_capturing()):
         return function()
     generator = generator_of(device)
     present = generator.get_state()
