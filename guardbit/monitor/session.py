@@ -593,6 +593,14 @@ class MonitorSession(Guarded):
         while self._deferred:
             self._stages.always("switch", self._deferred.pop(0))
         if self._wants_out and self.instrumentation.is_installed:
+            self._stand_back()
+
+    def _stand_back(self) -> None:
+        """Leaves the model alone; until the session is closed, switched heads stay switched."""
+        if self.instrumentation.switched and not self._closed:
+            with suppress(Exception):
+                self.instrumentation.rest(True)
+        else:
             self._let_go()
 
     @guard.method(_nothing)
@@ -799,14 +807,10 @@ class MonitorSession(Guarded):
         if self._closed:
             with suppress(Exception):
                 self._journal.close("crashed")
-        elif self.instrumentation.switched:
-            with suppress(Exception):
-                self.instrumentation.rest(True)
-            return
-        if self._schedule.is_within_step and not self._closed:
+        elif self._schedule.is_within_step and not self.instrumentation.switched:
             self._wants_out = True  # a forward and its recomputation must be alike
-        else:
-            self._let_go()
+            return
+        self._stand_back()
 
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""

@@ -101,6 +101,20 @@ def test_a_switch_by_hand_is_of_the_heads_that_were_listed_then(is_within_step):
     loop.session.close()
 
 
+def test_a_switch_that_waits_for_the_end_of_a_step_outlives_the_monitor():
+    stock = F.scaled_dot_product_attention
+    loop = Loop(every_n_train_steps=1).run([0], close=False)
+    with loop.session.step(1) as session:
+        session.switch(SITES[1], "exact_delta")
+        session.attempt("watching", lambda: 1 / 0)
+        loop.backward(1)
+    assert session.stages_off == {"watching"}
+    loop.run([2], close=False)
+    assert session.instrumentation.stabilizers()[SITES[1]] == ["exact_delta"] * 4
+    session.close()
+    assert F.scaled_dot_product_attention is stock
+
+
 @pytest.mark.parametrize("what", ["switch", "close"])
 @pytest.mark.parametrize("ends", ["with the step", "by the next step", "by an error"])
 def test_what_comes_between_a_forward_and_its_recomputation_waits(
