@@ -35,7 +35,10 @@ over_steps = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def drawn(run):
     """Every chart of the made-up run, by name."""
-    return {chart.name: chart.draw(run.frame, run.events) for chart in CHARTS}
+    found = {chart.name: chart.draw(run.frame, run.events) for chart in CHARTS}
+    empty = [chart.name for chart in CHARTS if found[chart.name] is None]
+    assert not empty, f"tests/dashboards/conftest.py: the made-up run lacks what {empty} would draw"
+    return found
 
 
 def lines_of_heads(axes):
