@@ -366,7 +366,7 @@ def of_torch(_: object, name: str) -> Any:
 
 
 def is_door(found: Any) -> bool:
-    """Whether a function was made by one of the above."""
+    """Whether a function is a door."""
     return hasattr(found, _DOOR)
 
 

@@ -16,7 +16,7 @@ from guardbit.monitor.detectors.values import State, Values
 from guardbit.records import Role
 
 #: Mean entropy of attention, in nats, below which a head is saturated. The largest P of a row is at
-#: least 1 minus its entropy, so BF16 rounds P to one-hot: the exact dQ has vanished, and its error,
+#: least 1 minus its entropy, so BF16 rounds that to 1: the exact dQ has vanished, and its error,
 #: as a part of it, says nothing. Heads of the failing runs come to this after their first alarm.
 SATURATED = 2.0**-9
 
