@@ -73,13 +73,12 @@ def logit_growth(logits: pd.DataFrame, step: int) -> pd.DataFrame:
         through the `GROWTH_WINDOW` steps `before`, that one included, and through those `after`;
         NaN where these hold less than three finite samples.
     """
-    grown = logits.columns[logits.loc[:step].iloc[-1] > GROWN]
-    logs = np.log(logits[grown].clip(lower=1).where(np.isfinite))
+    last = logits.index.searchsorted(step, side="right") - 1
+    grown = logits.columns[logits.iloc[last] > GROWN]
+    around = logits.loc[step - GROWTH_WINDOW : step + GROWTH_WINDOW, grown]
+    logs = np.log(around.clip(lower=1).where(np.isfinite))
     return pd.DataFrame(
-        {
-            "before": _slopes(logs.loc[step - GROWTH_WINDOW : step]),
-            "after": _slopes(logs.loc[step + 1 : step + GROWTH_WINDOW]),
-        },
+        {"before": _slopes(logs.loc[:step]), "after": _slopes(logs.loc[step + 1 :])},
         index=grown,
         dtype=float,
     )

@@ -120,14 +120,14 @@ def restore() -> None:
     What cannot be put back is left for the next call. The error is raised after everything else was
     put back.
     """
-    if _needed_by:
+    if _needed_by or not (_installed or _restore):
         return
     try:
         undo_all(_restore)
     finally:
         _replace_what_is_left(list(_installed))
-        _installed.clear()
         drop_all()  # of a forward that was interrupted
+        _installed.clear()  # last: as long as it holds something there is something to do
 
 
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:
