@@ -6,32 +6,21 @@ The kernel's backward computes delta as rowsum(dO * O'), see `reference.write_ca
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 from guardbit.kernels import dispatch
-from guardbit.kernels.spec import AttentionSpec
 
 
-def _exact(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    spec: AttentionSpec,
-    head_ids: tuple[int, ...],
-    into: Tensor | None,
-) -> Tensor:
+def _exact(*tensors: Tensor, **how: Any) -> Tensor:
     """Delta from unrounded probabilities."""
-    return dispatch.carry_exact_delta(
-        d_out, q, k, v, out, lse, spec=spec, head_ids=head_ids, into=into
-    )
+    return dispatch.carry_exact_delta(*tensors, **how)
 
 
-#: Stabilizer -> what writes its O'. It takes d_out, q, k, v, out, lse and the spec of a call, with
-#: the shapes of `heads`; the C heads that it is for; and the O' with which other stabilizers have
-#: begun, None for none. It returns that O', or else a copy of out, with the rows of these heads
-#: written. A row that sees no key, or whose delta is not finite, keeps its O.
+#: Stabilizer -> what writes its O', called as `dispatch.carry_exact_delta` is: with d_out, q, k, v,
+#: out and lse in the shapes of `heads`; with `spec`; with the heads that it is for in `head_ids`;
+#: and with the O' that other stabilizers have begun in `into`, or None. It returns that O', or else
+#: a copy of out, with the rows of these heads written. A row that sees no key, or whose delta is
+#: not finite, keeps its O.
 DELTAS: dict[str, Callable[..., Tensor]] = {"exact_delta": _exact}

@@ -261,9 +261,8 @@ def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
     carried, state = ran.out, call.state
     for name, head_ids in plan.deltas:
         into = None if carried is ran.out else carried
-        carried = DELTAS[name](
-            d_out, call.q, call.k, call.v, ran.out, ran.lse, call.spec, head_ids, into
-        )
+        tensors = d_out, call.q, call.k, call.v, ran.out, ran.lse
+        carried = DELTAS[name](*tensors, spec=call.spec, head_ids=head_ids, into=into)
         state.launches["backward", name] += 1
     if plan.compensated and ran.shared:
         assert ran.residual is not None
