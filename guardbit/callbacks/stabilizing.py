@@ -21,8 +21,8 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     >>> callbacks = [AttentionMonitor(every_n_train_steps=50), AutoStabilizer(scope="model")]
 
     Args:
-        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`; the README says
-            what each does. In the rescue study (docs/evidence.md) no run that was switched to
+        stabilizer: What heads are switched to, one of `guardbit.STABILIZERS`; `guardbit/records.py`
+            has a line on each. In the rescue study (docs/evidence.md) no run that was switched to
             "exact_delta" or "compensated" failed; of four with "row_max" two did.
         scope: Which heads are switched: "head" for those that alarms name, "layer" for all heads of
             their attention modules, "model" for all heads of the model. In that study all three
