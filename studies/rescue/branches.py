@@ -9,7 +9,9 @@ compared step by step.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -19,8 +21,18 @@ from studies.rescue.lines import matched_run
 from studies.rescue.measures import WINDOW, excess_loss, series
 from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 
-#: Arm -> what the branch did, where no stabilizer says it.
-_DONE = {"qk_clip": "logits clipped at 100", "stock": "rate halved"}
+#: Rate's factor of an untouched branch -> what it did.
+_DONE = {1.0: "nothing", 0.5: "rate halved"}
+
+#: What branches did, each in a colour of its own; those that began later are dashed, then dotted.
+_COLOURS = {
+    "exact_delta": "C0",
+    "centered_keys": "C1",
+    "logits clipped at 100": "C2",
+    "rate halved": "C3",
+    "nothing": "0.6",
+}
+_STYLES = ("-", "--", ":")
 
 
 def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
@@ -37,14 +49,20 @@ def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
 
 def what_was_done(run: Run) -> str:
     """In a word or two."""
-    return _DONE.get(run.facts["arm"]) or run.facts["stabilizer"]
+    if run.facts["arm"] == "qk_clip":
+        return "logits clipped at 100"
+    if run.facts["arm"] == "stock":
+        return _DONE[run.facts["rate_factor"]]
+    return run.facts["stabilizer"]
 
 
-def table(runs: list[Run]) -> pd.DataFrame:
+def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
     """A row a branch.
 
     Args:
         runs: All runs, among them the matched ones.
+        until: The step up to which they are compared; branches that begin there or later are left
+            out.
 
     Returns:
         How many steps the branch went on for (as long as its original did); the largest logits (of
@@ -55,14 +73,16 @@ def table(runs: list[Run]) -> pd.DataFrame:
     """
     rows = []
     for run, origin, step in branches(runs):
+        if step >= until:
+            continue
         logit, of_origin = (series(each.frame, "max_logit") for each in (run, origin))
         reference = matched_run(run, runs)
         assert reference is not None, f"{run.name} has no matched run"
         matched = series(reference.frame, "loss")
         losses = [series(each.frame, "loss") for each in (run, origin)]
-        end = min(each.index[-1] for each in losses)
+        end = min(until, *(each.index[-1] for each in losses))
         loss, own = (excess_loss(each, matched) for each in losses)
-        last = min(loss.index[-1], own.index[-1])
+        last = min(end, loss.index[-1], own.index[-1])
         rows.append(
             {
                 "seed": run.facts["seed"],
@@ -92,10 +112,12 @@ def draw(runs: list[Run]) -> plt.Figure:
         origin = by_name[name]
         start = min(step for _, step in family) - 1000
         lines = [(origin, start, "as it was", "black", "-")]
-        for number, (run, step) in enumerate(family):
-            style = "-" if run.facts["stabilizer"] == "exact_delta" else "--"
-            label = f"{what_was_done(run)}, from {step:,}"
-            lines.append((run, step, label, f"C{number}", style))
+        begun: Counter[str] = Counter()
+        for run, step in family:
+            what = what_was_done(run)
+            style = _STYLES[begun[what]]
+            lines.append((run, step, f"{what}, from {step:,}", _COLOURS[what], style))
+            begun[what] += 1
         for run, begin, label, colour, style in lines:
             look = {"label": label, "color": colour, "linestyle": style, "linewidth": 1.5}
             reference = matched_run(run, runs)
@@ -117,10 +139,11 @@ def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
+    parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
     parser.add_argument("--figure", type=Path, help="where to draw it")
     options = parser.parse_args(arguments)
     runs = load(options.results)
-    print(table(runs).to_string(index=False, float_format="{:.3f}".format))
+    print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
     if options.figure:
         draw(runs).savefig(options.figure, dpi=120)
 

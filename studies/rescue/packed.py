@@ -82,6 +82,8 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
     for about in sorted(runs.glob("*/about.json")):
         folder = about.parent
         frame = read_run(folder)
+        if (beginning := begun_at(folder.name)) is not None:
+            frame = frame[frame["step"] > beginning]
         scalar = frame["site"] == ""
         thin = scalar & (frame["step"] % LOSS_STEPS == 0)
         thin |= (frame["step"] % HEAD_STEPS == 0) & frame["indicator"].isin(_KEPT)

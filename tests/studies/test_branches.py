@@ -17,9 +17,9 @@ def frame_of(loss, logit, steps):
     return pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
 
 
-def run_of(name, arm, stabilizer, branched_from, frame, events=()):
+def run_of(name, arm, stabilizer, branched_from, frame, events=(), rate_factor=1.0):
     facts = {"arm": arm, "stabilizer": stabilizer, "seed": 5, "learning_rate": 1.5e-3,
-             "branched_from": branched_from}  # fmt: skip
+             "branched_from": branched_from, "rate_factor": rate_factor}  # fmt: skip
     return Run(name, facts, frame, pd.DataFrame(list(events), columns=["kind", "stabilizer"]))
 
 
@@ -49,6 +49,23 @@ def test_a_branch_is_held_against_its_original_at_the_same_steps(runs):
     above = late[["above_before", "above_after", "above_original"]].astype(float)
     np.testing.assert_allclose(above, [0.5, 0.25, 0.5])
     assert found.loc["logits clipped at 100", "logit_original"] == 2100.0
+
+
+def test_up_to_a_step_that_is_named(runs):
+    late = table(runs, 2400).set_index("what").loc["exact_delta"]
+    assert (late["steps"], late["compared"], late["logit_original"]) == (1400, 1400, 2500.0)
+    assert late["above_after"] == pytest.approx(0.25)
+    assert table(runs, 1000).empty
+
+
+def test_a_copy_without_a_change_is_one_like_the_others(runs):
+    origin, frame = "/x/stock-seed5/step=1000.ckpt", frame_of(lambda s: 2.5, lambda s: 9.0, 2000)
+    copies = [
+        run_of("stock-seed5-from1000", "stock", None, origin, frame),
+        run_of("stockx0.5-seed5-from1000", "stock", None, origin, frame, rate_factor=0.5),
+    ]
+    found = table([*runs[:2], *copies])
+    assert found["what"].tolist() == ["nothing", "rate halved"]
 
 
 def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
