@@ -4,6 +4,7 @@ Without a GPU the Triton kernels run in Triton's interpreter. It is chosen when 
 imported, by whatever test comes first, so it is chosen here.
 """
 
+import gc
 import os
 
 import pytest
@@ -15,6 +16,22 @@ if not torch.cuda.is_available():
 
 # Tensors are small, and tests run side by side.
 torch.set_num_threads(1)
+
+# What is made while tests are collected, mostly modules, stays: a million objects that the garbage
+# collector need not look through again and again.
+gc.disable()
+
+
+def pytest_collection_finish():
+    """Takes what there is for permanent."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish():
+    """Lets the interpreter tidy up as ever."""
+    gc.unfreeze()
+
 
 # In a list, because instrumentation replaces every module's own reference.
 STOCK = [F.scaled_dot_product_attention]

@@ -88,7 +88,7 @@ def replay(
     advisories = [alarm for alarm in found if alarm.role.is_advisory]
     sites = frame.loc[frame["site"] != "", "site"].nunique()
     verdict, why = judge(found, sites, ended=True)
-    unjudged = detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"]))
+    unjudged = detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"].unique()))
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
         why += f"; not judged by {', '.join(unjudged)}: the telemetry lacks {missing}"
