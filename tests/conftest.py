@@ -14,8 +14,9 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Tensors are small, and tests run side by side.
+# Tensors are small, and tests run side by side; so are the processes that tests start.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # What is made while tests are collected, mostly modules, stays: a million objects that the garbage
 # collector need not look through again and again.

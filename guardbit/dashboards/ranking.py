@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import numpy as np
@@ -71,7 +72,7 @@ def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
 
 def notable_heads(
     frame: pd.DataFrame,
-    events: pd.DataFrame | None,
+    story: Sequence[Head],
     indicator: str,
     *,
     smallest: bool = False,
@@ -84,7 +85,7 @@ def notable_heads(
 
     Args:
         frame: The samples.
-        events: The events.
+        story: As `heads_of_story` returns.
         indicator: The indicator that the figure shows.
         smallest: Take the smallest magnitude instead of the largest.
         layer: The layer that the figure shows; None for all.
@@ -92,7 +93,7 @@ def notable_heads(
     table = by_head(frame, indicator)
     if layer is not None:
         table = table.loc[:, table.columns.get_level_values("layer") == layer]
-    told = [head for head in heads_of_story(frame, events) if head in table.columns]
+    told = [head for head in story if head in table.columns]
     later = table.iloc[len(table) // 2 :].abs()
     extremes = later.min() if smallest else later.max()
     extremes = extremes.dropna().sort_values(ascending=smallest, kind="stable")

@@ -101,7 +101,7 @@ def test_empty_tables_give_empty_answers(empty):
     assert tables.by_layer(empty, "max_logit").empty
     assert tables.of_run(empty, "loss").empty
     assert ranking.worst_layer(empty) is None
-    assert ranking.notable_heads(empty, empty, "max_logit") == []
+    assert ranking.notable_heads(empty, [], "max_logit") == []
     assert marks.current_stabilizers(empty, empty) == {}
     assert ranking.heads_to_watch(empty, None).empty
     assert effect.before_and_after(empty, empty).empty
@@ -149,12 +149,12 @@ def test_highlights_keep_a_place_for_the_largest_value(run):
     many = pd.DataFrame([event(1, "alarm", "h.9.attn", (0, 1, 2, 3))])
     story = [(9, 0), (9, 1), (9, 2)]
     assert ranking.heads_of_story(run.frame, many) == story
-    assert ranking.notable_heads(run.frame, many, "max_logit") == [*story, (2, 7)]
+    assert ranking.notable_heads(run.frame, story, "max_logit") == [*story, (2, 7)]
     # Without alarms: the two heads that went wrong, by construction, the worse one first.
     assert ranking.heads_of_story(run.frame, None)[:2] == [(2, 7), (2, 3)]
     # In another layer its own peak besides, from the middle of the run on.
     peaks = run.values["max_logit"][5, :, 50:].max(axis=1)
-    of_layer = ranking.notable_heads(run.frame, many, "max_logit", layer=5)
+    of_layer = ranking.notable_heads(run.frame, story, "max_logit", layer=5)
     assert of_layer == [(5, int(peaks.argmax()))]
 
 

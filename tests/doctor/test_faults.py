@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import replace
 
@@ -36,14 +37,19 @@ from tests.oracle import dense
 SHAPE = Shape(2, 4, 2, 128, 32)
 
 
+@functools.lru_cache(maxsize=64)
+def inputs_and_exact(kind, shape, mask, dtype):
+    """A call and what it is in FP64, which takes longer than to examine an engine with them."""
+    call = make(kind, shape, dense_spec(shape, mask, dtype, "cpu"), dtype, "cpu")
+    return call, [exactly(call, unit) for unit in units_of(call, None)]
+
+
 def examine(engine, mask, shape=SHAPE, dtype=torch.bfloat16, kinds=tuple(KINDS)):
     """The examination of an engine on all kinds of inputs."""
-    spec = dense_spec(shape, mask, dtype, "cpu")
     name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     found = Examination(engine, engine.name, str(shape), mask, name, "Do something.")
     for kind in kinds:
-        call = make(kind, shape, spec, dtype, "cpu")
-        found.look(kind, call, [exactly(call, unit) for unit in units_of(call, None)], "all")
+        found.look(kind, *inputs_and_exact(kind, shape, mask, dtype), "all")
     return found
 
 

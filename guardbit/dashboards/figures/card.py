@@ -113,8 +113,8 @@ def _draw_loss(
 def _draw_logits(
     axes: Axes, logits: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> None:
-    styles = styles_of(frame, events, ranking.heads_of_story(frame, events))
-    named = draw_heads(axes, logits, styles)
+    story = ranking.heads_of_story(frame, events)
+    named = draw_heads(axes, logits, styles_of(story, story))
     scale(axes, logits.to_numpy())
     end_at_departure(axes, logits, frame, events)
     _mark(axes, frame, events)

@@ -46,8 +46,9 @@ def spectral_norm_of_heads(
         f"W_Q spectral norm of layer {layer}" + (", every head" if len(table.columns) > 1 else "")
     )
     axes.set_ylabel("largest singular value")
-    notable = ranking.notable_heads(frame, events, "w_q_spectral_norm", layer=layer)
-    draw_heads(axes, table, styles_of(frame, events, notable))
+    story = ranking.heads_of_story(frame, events)
+    notable = ranking.notable_heads(frame, story, "w_q_spectral_norm", layer=layer)
+    draw_heads(axes, table, styles_of(story, notable))
     axes.set_ylim(bottom=0)
     end_at_departure(axes, table, frame, events)
     finish([axes], frame, events)
@@ -66,8 +67,9 @@ def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Max logit of every head")
-    notable = ranking.notable_heads(frame, events, "max_logit")
-    draw_heads(axes, table, styles_of(frame, events, notable))
+    story = ranking.heads_of_story(frame, events)
+    notable = ranking.notable_heads(frame, story, "max_logit")
+    draw_heads(axes, table, styles_of(story, notable))
     axes.set_ylabel("largest attention score" + scale(axes, table.to_numpy()))
     end_at_departure(axes, table, frame, events)
     finish([axes], frame, events)
@@ -86,8 +88,9 @@ def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
     if not has_finite(table):
         return None
     figure, (axes,) = canvas("Attention entropy of every head")
-    notable = ranking.notable_heads(frame, events, "attention_entropy", smallest=True)
-    draw_heads(axes, table, styles_of(frame, events, notable))
+    story = ranking.heads_of_story(frame, events)
+    notable = ranking.notable_heads(frame, story, "attention_entropy", smallest=True)
+    draw_heads(axes, table, styles_of(story, notable))
     axes.set_ylabel("mean entropy of a row (nats)")
     axes.set_ylim(bottom=0)
     finish([axes], frame, events)
@@ -109,8 +112,9 @@ def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figur
     figure, (axes,) = canvas("Cumulative delta bias of every head")
     axes.axhline(0, color=INK, linewidth=0.9)
     axes.set_ylabel("sum of δ_lp − δ_hp\nover the sampled steps")
-    notable = ranking.notable_heads(frame, events, "delta_bias_cumulative")
-    named = draw_heads(axes, table, styles_of(frame, events, notable))
+    story = ranking.heads_of_story(frame, events)
+    notable = ranking.notable_heads(frame, story, "delta_bias_cumulative")
+    named = draw_heads(axes, table, styles_of(story, notable))
     if named:
         _draw_band(axes, named)
     end_at_departure(axes, table, frame, events)

@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
-from guardbit.dashboards import ranking, tables
+from guardbit.dashboards import tables
 from guardbit.dashboards.figures.scales import finite, has_finite
 from guardbit.dashboards.figures.style import panel_inches
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
@@ -23,14 +23,16 @@ NAMED = "named"
 NAME_HEIGHT = 0.195
 
 
-def styles_of(
-    frame: pd.DataFrame, events: pd.DataFrame | None, notable: Sequence[Head]
-) -> dict[Head, tuple[str, str]]:
+def styles_of(story: Sequence[Head], notable: Sequence[Head]) -> dict[Head, tuple[str, str]]:
     """Colour and line style of notable heads: in all figures of a run a colour is one head.
 
     A head that only one figure makes much of is drawn in ink there.
+
+    Args:
+        story: The heads that all figures are about (`ranking.heads_of_story`).
+        notable: The heads that a figure highlights.
     """
-    colours = dict(zip(ranking.heads_of_story(frame, events), HIGHLIGHTS, strict=False))
+    colours = dict(zip(story, HIGHLIGHTS, strict=False))
     return {head: colours.get(head, (INK, ":")) for head in notable}
 
 

@@ -35,8 +35,9 @@ def _maxima_over_loss(
         return None
     figure, (axes,) = canvas(f"Multiple maxima ({scores}) over the loss", below=LEGEND)
     axes.set_ylabel("rows with more than one\nmaximum (% of rows)")
-    notable = ranking.notable_heads(frame, events, indicator)
-    named = draw_heads(axes, table, styles_of(frame, events, notable))
+    story = ranking.heads_of_story(frame, events)
+    notable = ranking.notable_heads(frame, story, indicator)
+    named = draw_heads(axes, table, styles_of(story, notable))
     axes.set_ylim(bottom=0)
     loss = finite(tables.of_run(frame, "loss"))
     if has_finite(loss):

@@ -42,7 +42,8 @@ def story(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | N
     )
     if has_loss:
         _draw_loss(all_axes[0], loss)
-    notable = styles_of(frame, events, ranking.heads_of_story(frame, events))
+    heads = ranking.heads_of_story(frame, events)
+    notable = styles_of(heads, heads)
     for axes, (name, table) in zip(all_axes[has_loss:], shown.items(), strict=True):
         draw_heads(axes, table, notable)
         axes.set_ylabel(dict(PANELS)[name] + scale(axes, table.to_numpy()).removesuffix(" scale"))

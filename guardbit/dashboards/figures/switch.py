@@ -48,7 +48,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     step = min(event.step for event in switched.values())
     together = [head for head, event in switched.items() if event.step == step]
     heads = _worst_first(frame, events, together, step)[: len(HIGHLIGHTS)]
-    styles = styles_of(frame, events, heads)
+    styles = styles_of(ranking.heads_of_story(frame, events), heads)
     first, last = _window(frame, step)
     panels = {
         indicator: table
