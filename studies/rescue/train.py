@@ -5,8 +5,9 @@
 
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
 alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
-`from_start` switches all heads after the first step, `late` after the first step of a branch;
-`qk_clip` bounds logits at 100 from a branch on. Within a seed all arms see the same batches
+`from_start` switches all heads after the first step, `late` after the first step of a branch,
+`late_layers` and `late_heads` then only those in which the original was alarmed before;
+`qk_clip` bounds logits from a branch on. Within a seed all arms see the same batches
 and start from the same weights.
 
 Until its first alarm a guarded run computes what the untouched run (`stock`) computes. So
@@ -47,10 +48,11 @@ from studies.rescue.model import LanguageModel, Net, Size
 from studies.rescue.packed import step_of
 
 SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
-ARMS = ("stock", *SCOPES, "from_start", "late", "qk_clip")
+LATE = ("late", "late_layers", "late_heads")
+ARMS = ("stock", *SCOPES, "from_start", *LATE, "qk_clip")
 
 #: Bound of `qk_clip`, that of arXiv 2507.20534.
-LARGEST_LOGIT = 100.0
+USUAL_BOUND = 100.0
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -61,24 +63,34 @@ BACKENDS = {
 NETS = {"gpt2": Net, "llama": Llama, "llama_qk_norm": partial(Llama, normed=True)}
 
 
-class SwitchAll(Callback):
-    """Switches all heads after one step, when the sites are known.
+class SwitchOnce(Callback):
+    """Switches heads after one step, when the sites are known.
 
     Args:
         monitor: The run's monitor.
         stabilizer: What to switch to.
         step: After how many steps.
         why: The reason that is recorded.
+        heads: The heads of each site, None for all of them; the site "*" is every one.
     """
 
-    def __init__(self, monitor: AttentionMonitor, stabilizer: str, step: int, why: str) -> None:
+    def __init__(
+        self,
+        monitor: AttentionMonitor,
+        stabilizer: str,
+        step: int,
+        why: str,
+        heads: dict[str, list[int] | None],
+    ) -> None:
         self.monitor, self.stabilizer, self.step, self.why = monitor, stabilizer, step, why
+        self.heads = heads
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Switches; not again when the run is resumed."""
         session = self.monitor.session
         if session is not None and trainer.global_step == self.step:
-            session.switch("*", self.stabilizer, why=self.why)
+            for site, heads in self.heads.items():
+                session.switch(site, self.stabilizer, heads, self.why)
 
 
 class ClipLogits(Callback):
@@ -87,10 +99,11 @@ class ClipLogits(Callback):
     Args:
         monitor: The run's monitor.
         path: File of step, module, head and factor.
+        bound: The largest logit that is left alone.
     """
 
-    def __init__(self, monitor: AttentionMonitor, path: Path) -> None:
-        self.monitor, self.path, self.last = monitor, path, -1
+    def __init__(self, monitor: AttentionMonitor, path: Path, bound: float) -> None:
+        self.monitor, self.path, self.bound, self.last = monitor, path, bound, -1
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         """Clips after the step whose samples are new."""
@@ -102,7 +115,7 @@ class ClipLogits(Callback):
         with self.path.open("a") as file:
             for sample in session.samples:
                 if sample.indicator == "max_logit":
-                    clipped = clip(sites[sample.site], sample.values, LARGEST_LOGIT)
+                    clipped = clip(sites[sample.site], sample.values, self.bound)
                     for head, factor in clipped.items():
                         file.write(f"{trainer.global_step},{sample.site},{head},{factor:.6g}\n")
 
@@ -161,6 +174,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--branch-step", type=int, help="from this checkpoint, alarm or none")
     parser.add_argument("--of-again", type=int, help="number of the run to branch from")
+    parser.add_argument("--bound", type=float, default=USUAL_BOUND, help="of logits, for qk_clip")
     parser.add_argument("--rate-factor", type=float, default=1.0, help="of the rate, from now on")
     parser.add_argument("--again", type=int, help="number of a repetition, for a folder of its own")
     for field in fields(Size):
@@ -177,7 +191,7 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     rate = f"lr{options.learning_rate:.1e}"
     again = "" if options.again is None else f"-again{options.again}"
     if arm == "qk_clip":
-        stabilizer = ""
+        stabilizer = "" if options.bound == USUAL_BOUND else f"{options.bound:g}"
     if options.rate_factor != 1:
         rate += f"x{options.rate_factor:g}"
     if options.branch_step is not None:
@@ -209,6 +223,30 @@ def branch(origin: Path, folder: Path, step: int | None) -> Path:
         )
     shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
     return kept[max(before)]
+
+
+def alarmed_heads(folder: Path, step: int) -> dict[str, list[int]]:
+    """The heads of each site that a run's alarms have named up to a step."""
+    alarms = read_events(folder).query("kind == 'alarm' and step <= @step and site != ''")
+    if alarms.empty:
+        raise SystemExit(f"{folder} has no alarm of a head up to step {step}: nothing to switch")
+    by_site = alarms.groupby("site")["heads"]
+    return {
+        str(site): sorted({head for some in all_of for head in some}) for site, all_of in by_site
+    }
+
+
+def switch_late(monitor: AttentionMonitor, options: argparse.Namespace, folder: Path) -> SwitchOnce:
+    """The switch of an arm of `LATE`, after the first step of the branch in a folder."""
+    heads: dict[str, list[int] | None] = {"*": None}
+    if options.arm != "late":
+        found = alarmed_heads(folder, options.branch_step)
+        heads = {
+            site: some if options.arm == "late_heads" else None for site, some in found.items()
+        }
+    what = {"late": "all heads", "late_layers": "alarmed layers", "late_heads": "alarmed heads"}
+    why = f"{what[options.arm]}, at step {options.branch_step}"
+    return SwitchOnce(monitor, options.stabilizer, options.branch_step + 1, why, heads)
 
 
 def main(arguments: list[str]) -> Path:
@@ -255,12 +293,12 @@ def main(arguments: list[str]) -> Path:
         scope, quiet_steps = SCOPES[options.arm], options.calm_steps
         callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))
     elif options.arm == "from_start":
-        callbacks.append(SwitchAll(monitor, options.stabilizer, 1, "from the start"))
-    elif options.arm == "late":
-        why = f"all heads, at step {options.branch_step}"
-        callbacks.append(SwitchAll(monitor, options.stabilizer, options.branch_step + 1, why))
+        every = {"*": None}
+        callbacks.append(SwitchOnce(monitor, options.stabilizer, 1, "from the start", every))
+    elif options.arm in LATE:
+        callbacks.append(switch_late(monitor, options, folder))
     elif options.arm == "qk_clip":
-        callbacks.append(ClipLogits(monitor, folder / "clipped.csv"))
+        callbacks.append(ClipLogits(monitor, folder / "clipped.csv", options.bound))
     if options.checkpoint:
         callbacks.append(ModelCheckpoint(folder, "kept", save_on_train_epoch_end=True))
     if options.checkpoint_every is not None:
@@ -277,6 +315,7 @@ def main(arguments: list[str]) -> Path:
         "architecture": options.architecture,
         "learning_rate": options.learning_rate,
         "rate_factor": options.rate_factor,
+        "bound": options.bound if options.arm == "qk_clip" else None,
         "seed": options.seed,
         "branched_from": str(checkpoint) if options.branch else earlier["branched_from"],
         "size": asdict(size),

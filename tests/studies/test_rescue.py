@@ -35,6 +35,8 @@ TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
     ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),
     ("--arm=qk_clip --branch-step=40 --again=6", "qk_clip-any-lr1.5e-03-seed0-again6-from40"),
+    ("--arm=qk_clip --branch-step=40 --bound=1000", "qk_clip1000-any-lr1.5e-03-seed0-from40"),
+    ("--arm=late_heads --branch-step=40", "late_heads-compensated-any-lr1.5e-03-seed0-from40"),
     ("--arm=stock --architecture=llama", "llama-stock-any-lr1.5e-03-seed0"),
     ("--arm=stock --rate-factor=0.5 --branch-step=40", "stock-any-lr1.5e-03x0.5-seed0-from40"),
 ])  # fmt: skip
@@ -164,7 +166,7 @@ def test_a_study_in_miniature(common, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_branches_from_a_step_that_is_named(common, monkeypatch):
+def test_branches_from_a_step_that_is_named(common):
     train.main(["--arm=stock", "--again=6", *common])
     branch = ["--branch", "--branch-step=4", "--again=6", "--of-again=6", *common]
     with pytest.raises(SystemExit, match=r"no checkpoint at step 5; it has \[2, 4, 6, 8\]"):
@@ -174,10 +176,30 @@ def test_branches_from_a_step_that_is_named(common, monkeypatch):
     assert switches[["step", "heads", "stabilizer"]].values.tolist() == [
         [4, (0, 1), "centered_keys"]
     ]
-    monkeypatch.setattr(train, "LARGEST_LOGIT", 1e-6)
-    clipped = pd.read_csv(train.main(["--arm=qk_clip", *branch]) / "clipped.csv", header=None)
+    clipped = pd.read_csv(
+        train.main(["--arm=qk_clip", "--bound=1e-6", *branch]) / "clipped.csv", header=None
+    )
     assert clipped[2].tolist()[:2] == [0, 1]
     assert (clipped[3][:2] < 1e-3).all(), "any logit of the tiny model is far above a millionth"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arm, heads", [("late_heads", (1,)), ("late_layers", (0, 1))])
+def test_branches_that_switch_what_was_alarmed_before(common, monkeypatch, arm, heads):
+    origin = train.main(["--arm=stock", "--again=6", *common])
+    branch = [f"--arm={arm}", "--branch", "--again=6", "--of-again=6", *common]
+    with pytest.raises(SystemExit, match="no alarm of a head up to step 4: nothing to switch"):
+        train.main([*branch, "--branch-step=4"])
+    shutil.rmtree(origin)
+    shutil.rmtree(origin.with_name(f"{arm}-compensated-any-lr1.5e-03-seed0-again6-from4"))
+    monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
+    monkeypatch.setattr(train, "AttentionMonitor", monitor)
+    train.main(["--arm=stock", "--again=6", *common])
+    events = read_events(train.main([*branch, "--branch-step=4", "--stabilizer=centered_keys"]))
+    switches = events[events["kind"] == "switch"]
+    assert switches[["step", "site", "heads", "stabilizer"]].values.tolist() == [
+        [4, "net.h.0.attn", heads, "centered_keys"]
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
