@@ -24,11 +24,17 @@ from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 #: Rate's factor of an untouched branch -> what it did.
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
 
+#: Arm of a switched branch -> which heads were switched.
+_SWITCHED = {"late": "", "late_layers": ", alarmed layers", "late_heads": ", alarmed heads"}
+
 #: What branches did, each in a colour of its own; those that began later are dashed, then dotted.
 _COLOURS = {
     "exact_delta": "C0",
+    "exact_delta, alarmed layers": "C9",
+    "exact_delta, alarmed heads": "C4",
     "centered_keys": "C1",
     "logits clipped at 100": "C2",
+    "logits clipped at 1,000": "C8",
     "rate halved": "C3",
     "nothing": "0.6",
 }
@@ -50,10 +56,11 @@ def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
 def what_was_done(run: Run) -> str:
     """In a word or two."""
     if run.facts["arm"] == "qk_clip":
-        return "logits clipped at 100"
+        # Runs made before there was another bound do not tell theirs.
+        return f"logits clipped at {run.facts.get('bound', 100):,.0f}"
     if run.facts["arm"] == "stock":
         return _DONE[run.facts["rate_factor"]]
-    return run.facts["stabilizer"]
+    return run.facts["stabilizer"] + _SWITCHED[run.facts["arm"]]
 
 
 def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.branches import draw, table
+from studies.rescue.branches import draw, table, what_was_done
 from studies.rescue.packed import Run
 from studies.rescue.sampled_push import changes, drawn
 from studies.rescue.sampled_push import draw as draw_pushes
@@ -67,6 +67,24 @@ def test_a_copy_without_a_change_is_one_like_the_others(runs):
     ]
     found = table([*runs[:2], *copies])
     assert found["what"].tolist() == ["nothing", "rate halved"]
+
+
+@pytest.mark.parametrize(
+    ("arm", "stabilizer", "more", "what"),
+    [
+        ("late", "exact_delta", {"bound": None}, "exact_delta"),
+        ("late_layers", "exact_delta", {"bound": None}, "exact_delta, alarmed layers"),
+        ("late_heads", "exact_delta", {"bound": None}, "exact_delta, alarmed heads"),
+        ("late", "centered_keys", {}, "centered_keys"),
+        ("qk_clip", None, {}, "logits clipped at 100"),
+        ("qk_clip", None, {"bound": 100.0}, "logits clipped at 100"),
+        ("qk_clip", None, {"bound": 1000.0}, "logits clipped at 1,000"),
+        ("stock", None, {"bound": None, "rate_factor": 0.5}, "rate halved"),
+    ],
+)
+def test_each_way_has_a_name_of_its_own(arm, stabilizer, more, what):
+    run = run_of("any", arm, stabilizer, None, pd.DataFrame())
+    assert what_was_done(run._replace(facts={**run.facts, **more})) == what
 
 
 def test_where_the_matched_run_ends_first_logits_are_told_to_the_end(runs):
