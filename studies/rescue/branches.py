@@ -3,7 +3,8 @@
     python -m studies.rescue.branches studies/rescue/results --figure late.png
 
 Within a family all branches see the same batches as the run that they are of, so losses are
-compared step by step.
+compared step by step. Of the copies from step 6,400, six ways of each seed, the command also prints
+how large their logits are beside the original's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from collections import Counter
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 
+from studies.rescue.controls import chance_of_pairs
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import WINDOW, excess_loss, series
 from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
+
+#: Copies from here on are compared over seeds, by a rule set before (README, `-again10`).
+STEP = 6400
 
 #: Rate's factor of an untouched branch -> what it did.
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
@@ -108,6 +114,87 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def ratios(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
+    """How large the logits of the copies from `STEP` are beside their original's.
+
+    Args:
+        runs: All runs.
+        until: The step up to which they are compared.
+
+    Returns:
+        A row a copy: its `seed`; `what` was done; the last `step` of which the original and all
+        copies of the seed have logits; and the `ratio`, log10 of the copy's largest logit then
+        over the original's.
+    """
+    families: dict[str, list[Run]] = {}
+    for run, origin, step in branches(runs):
+        if step == STEP:
+            families.setdefault(origin.name, [origin]).append(run)
+    rows = []
+    for family in families.values():
+        # Runs end at steps of their own, and packed ones keep the logits of some steps only.
+        logits = pd.concat([series(run.frame, "max_logit") for run in family], axis=1, join="inner")
+        logits = np.log10(logits.sort_index().loc[:until])
+        if logits.empty:
+            continue
+        own, *others = logits.iloc[-1]
+        rows += [
+            {
+                "seed": run.facts["seed"],
+                "what": what_was_done(run),
+                "step": logits.index[-1],
+                "ratio": other - own,
+            }
+            for run, other in zip(family[1:], others, strict=True)
+        ]
+    return pd.DataFrame(rows)
+
+
+def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
+    """What the seeds say together.
+
+    Args:
+        found: What `ratios` returned.
+
+    Returns:
+        A row a way, with the ratio of each seed, and: `factor`, how many times as large as the
+        original's the logit is, the geometric mean; `below` and `seeds`, in how many seeds it is
+        smaller, and of how many; and `chance`, how often the signs of the ratios alone would take
+        their mean as far from 0, to either side, exactly.
+    """
+    table = found.pivot(index="what", columns="seed", values="ratio")
+    table = table.sort_index(key=lambda ways: ways.map(list(_COLOURS).index))
+    rows = []
+    for _, row in table.iterrows():
+        known = row.dropna().to_numpy()
+        rows.append(
+            {
+                "factor": 10 ** known.mean(),
+                "below": (known < 0).sum(),
+                "seeds": len(known),
+                # Turned so that the sum is positive; the other side is as frequent.
+                "chance": min(1.0, 2 * chance_of_pairs(known * np.sign(known.sum()))),
+            }
+        )
+    return table.rename(columns="seed {}".format).join(pd.DataFrame(rows, index=table.index))
+
+
+def told(found: pd.DataFrame) -> str:
+    """What `over_seeds` finds, with what its columns mean."""
+    steps = found.groupby("seed")["step"].first()
+    compared = ", ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
+    count = len(steps)
+    return f"""Copies from {STEP:,}: log10 of the largest logit over the original's.
+At the last step that the original and all copies of a seed have: {compared}.
+
+{over_seeds(found).rename_axis(None).to_string(float_format="{:.3f}".format)}
+
+factor: the copy's largest logit over the original's, the geometric mean over seeds.
+below: in how many of the seeds it is smaller than the original's.
+chance: how often the mean would be as far from 0, to either side, if a coin gave each sign.
+If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1 in {2**count}."""
+
+
 def draw(runs: list[Run]) -> plt.Figure:
     """A row a family: how far losses lie above the matched run's, and the largest logits."""
     families: dict[str, list[tuple[Run, int]]] = {}
@@ -151,6 +238,9 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
+    found = ratios(runs, options.until)
+    if not found.empty:
+        print(f"\n{told(found)}")
     if options.figure:
         draw(runs).savefig(options.figure, dpi=120)
 
