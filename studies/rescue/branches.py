@@ -1,10 +1,10 @@
 """Is there a point of no return? A table and a figure of the branches that `--branch-step` began.
 
-    python -m studies.rescue.branches studies/rescue/results --figure late.png
+    python -m studies.rescue.branches studies/rescue/results --figure late.png --ratios ratios.png
 
 Within a family all branches see the same batches as the run that they are of, so losses are
 compared step by step. Of the copies from step 6,400, six ways of each seed, the command also prints
-how large their logits are beside the original's.
+how large their logits are beside the original's; `--ratios` draws that, `--figure` all others.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import textwrap
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -45,6 +47,9 @@ _COLOURS = {
     "nothing": "0.6",
 }
 _STYLES = ("-", "--", ":")
+
+#: Of the seeds, where they are side by side.
+_MARKERS = "os^Dv"
 
 
 def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
@@ -184,10 +189,11 @@ def told(found: pd.DataFrame) -> str:
     steps = found.groupby("seed")["step"].first()
     compared = ", ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
     count = len(steps)
+    digits = {"float_format": "{:.3f}".format, "formatters": {"chance": "{:.4f}".format}}
     return f"""Copies from {STEP:,}: log10 of the largest logit over the original's.
 At the last step that the original and all copies of a seed have: {compared}.
 
-{over_seeds(found).rename_axis(None).to_string(float_format="{:.3f}".format)}
+{over_seeds(found).rename_axis(None).to_string(**digits)}
 
 factor: the copy's largest logit over the original's, the geometric mean over seeds.
 below: in how many of the seeds it is smaller than the original's.
@@ -196,11 +202,15 @@ If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1
 
 
 def draw(runs: list[Run]) -> plt.Figure:
-    """A row a family: how far losses lie above the matched run's, and the largest logits."""
+    """A row a family: how far losses lie above the matched run's, and the largest logits.
+
+    Families of copies from `STEP` are left out: `draw_ratios` has them, on less room.
+    """
     families: dict[str, list[tuple[Run, int]]] = {}
     by_name = {run.name: run for run in runs}
     for run, origin, step in branches(runs):
-        families.setdefault(origin.name, []).append((run, step))
+        if step != STEP:
+            families.setdefault(origin.name, []).append((run, step))
     figure, axes = plt.subplots(len(families), 2, figsize=(11, 3.8 * len(families)), squeeze=False)
     for (name, family), (left, right) in zip(families.items(), axes, strict=True):
         origin = by_name[name]
@@ -229,12 +239,36 @@ def draw(runs: list[Run]) -> plt.Figure:
     return figure
 
 
+def draw_ratios(found: pd.DataFrame) -> plt.Figure:
+    """A column a way: the ratio of each seed, as `ratios` returned it, and their mean."""
+    table = over_seeds(found)
+    seeds = table.filter(like="seed ")
+    columns, means = np.arange(len(table)), np.log10(table["factor"])
+    figure, axis = plt.subplots(figsize=(11, 4.2))
+    axis.axhline(0, color="0.7", linewidth=1, label="the original")
+    # Seeds stand beside each other, as some have nearly the same ratio.
+    places = np.linspace(-0.2, 0.2, len(seeds.columns))
+    steps = found.groupby("seed")["step"].first()
+    for name, place, step, marker in zip(seeds, places, steps, cycle(_MARKERS), strict=False):
+        axis.plot(columns + place, seeds[name], marker, label=f"{name}, at step {step:,}")
+    axis.hlines(means, columns - 0.3, columns + 0.3, color="black", zorder=1, label="mean of seeds")
+    axis.set_xticks(columns, [textwrap.fill(what, 15) for what in table.index])
+    axis.set(
+        title=f"copies from step {STEP:,}",
+        ylabel="log10 of largest logit over the original's",
+    )
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.tight_layout()
+    return figure
+
+
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
-    parser.add_argument("--figure", type=Path, help="where to draw it")
+    parser.add_argument("--figure", type=Path, help=f"where to draw all but those from {STEP:,}")
+    parser.add_argument("--ratios", type=Path, help=f"where to draw the copies from {STEP:,}")
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
@@ -243,6 +277,8 @@ def main(arguments: list[str]) -> None:
         print(f"\n{told(found)}")
     if options.figure:
         draw(runs).savefig(options.figure, dpi=120)
+    if options.ratios:
+        draw_ratios(found).savefig(options.ratios, dpi=120)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.branches import draw, over_seeds, ratios, table, told, what_was_done
+from studies.rescue.branches import (
+    draw,
+    draw_ratios,
+    over_seeds,
+    ratios,
+    table,
+    told,
+    what_was_done,
+)
 from studies.rescue.packed import Run
 from studies.rescue.sampled_push import changes, drawn
 from studies.rescue.sampled_push import draw as draw_pushes
@@ -188,6 +196,20 @@ def test_the_figure_has_a_row_a_family_and_a_line_a_run(runs):
         "as it was", "exact_delta, from 1,000", "logits clipped at 100, from 1,000"
     ]  # fmt: skip
     assert left.get_title() == "seed 5"
+
+
+def test_copies_that_are_compared_over_seeds_have_a_figure_of_their_own(runs, copies):
+    assert len(draw([*runs, *copies]).axes) == 2, "a row, of the family of seed 5 from 1,000"
+    (axis,) = draw_ratios(ratios(copies)).axes
+    ways = [tick.get_text() for tick in axis.get_xticklabels()]
+    assert ways == ["exact_delta", "exact_delta,\nalarmed heads"]
+    shown = {line.get_label(): line.get_ydata() for line in axis.lines}
+    assert list(shown) == ["the original", *(f"seed {n}, at step 7,000" for n in (5, 7, 11))]
+    np.testing.assert_allclose(list(shown.values()), [[0, 0], [-2, -1], [-1, 2], [-3, 3]])
+    (means,) = axis.collections
+    np.testing.assert_allclose(
+        [line[:, 1] for line in means.get_segments()], [[-2] * 2, [4 / 3] * 2]
+    )
 
 
 def test_the_push_is_held_against_the_growth_of_the_norm():
