@@ -1,10 +1,9 @@
 """Is there a point of no return? A table and a figure of the branches that `--branch-step` began.
 
-    python -m studies.rescue.branches studies/rescue/results --figure late.png --ratios ratios.png
+    python -m studies.rescue.branches studies/rescue/results --figure late.png
 
 Within a family all branches see the same batches as the run that they are of, so losses are
-compared step by step. Of the copies from step 6,400, six ways of each seed, the command also prints
-how large their logits are beside the original's; `--ratios` draws that, `--figure` all others.
+compared step by step. The figure leaves out the copies from step 6,400, which `copies.py` draws.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-import textwrap
 from collections import Counter
-from itertools import cycle
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas as pd
 
-from studies.rescue.controls import chance_of_pairs
 from studies.rescue.lines import matched_run
 from studies.rescue.measures import WINDOW, excess_loss, series
 from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 
-#: Copies from here on are compared over seeds, by a rule set before (README, `-again10`).
+#: Copies from here on are compared over seeds, by a rule set before (`copies.py`).
 STEP = 6400
 
 #: Rate's factor of an untouched branch -> what it did.
@@ -36,7 +31,7 @@ _DONE = {1.0: "nothing", 0.5: "rate halved"}
 _SWITCHED = {"late": "", "late_layers": ", alarmed layers", "late_heads": ", alarmed heads"}
 
 #: What branches did, each in a colour of its own; those that began later are dashed, then dotted.
-_COLOURS = {
+COLOURS = {
     "exact_delta": "C0",
     "exact_delta, alarmed layers": "C9",
     "exact_delta, alarmed heads": "C4",
@@ -47,9 +42,6 @@ _COLOURS = {
     "nothing": "0.6",
 }
 _STYLES = ("-", "--", ":")
-
-#: Of the seeds, where they are side by side.
-_MARKERS = "os^Dv"
 
 
 def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
@@ -119,92 +111,10 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def ratios(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
-    """How large the logits of the copies from `STEP` are beside their original's.
-
-    Args:
-        runs: All runs.
-        until: The step up to which they are compared.
-
-    Returns:
-        A row a copy: its `seed`; `what` was done; the last `step` of which the original and all
-        copies of the seed have logits; and the `ratio`, log10 of the copy's largest logit then
-        over the original's.
-    """
-    families: dict[str, list[Run]] = {}
-    for run, origin, step in branches(runs):
-        if step == STEP:
-            families.setdefault(origin.name, [origin]).append(run)
-    rows = []
-    for family in families.values():
-        # Runs end at steps of their own, and packed ones keep the logits of some steps only.
-        logits = pd.concat([series(run.frame, "max_logit") for run in family], axis=1, join="inner")
-        logits = np.log10(logits.sort_index().loc[:until])
-        if logits.empty:
-            continue
-        own, *others = logits.iloc[-1]
-        rows += [
-            {
-                "seed": run.facts["seed"],
-                "what": what_was_done(run),
-                "step": logits.index[-1],
-                "ratio": other - own,
-            }
-            for run, other in zip(family[1:], others, strict=True)
-        ]
-    return pd.DataFrame(rows)
-
-
-def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
-    """What the seeds say together.
-
-    Args:
-        found: What `ratios` returned.
-
-    Returns:
-        A row a way, with the ratio of each seed, and: `factor`, how many times as large as the
-        original's the logit is, the geometric mean; `below` and `seeds`, in how many seeds it is
-        smaller, and of how many; and `chance`, how often the signs of the ratios alone would take
-        their mean as far from 0, to either side, exactly.
-    """
-    table = found.pivot(index="what", columns="seed", values="ratio")
-    table = table.sort_index(key=lambda ways: ways.map(list(_COLOURS).index))
-    rows = []
-    for _, row in table.iterrows():
-        known = row.dropna().to_numpy()
-        rows.append(
-            {
-                "factor": 10 ** known.mean(),
-                "below": (known < 0).sum(),
-                "seeds": len(known),
-                # Turned so that the sum is positive; the other side is as frequent.
-                "chance": min(1.0, 2 * chance_of_pairs(known * np.sign(known.sum()))),
-            }
-        )
-    return table.rename(columns="seed {}".format).join(pd.DataFrame(rows, index=table.index))
-
-
-def told(found: pd.DataFrame) -> str:
-    """What `over_seeds` finds, with what its columns mean."""
-    steps = found.groupby("seed")["step"].first()
-    compared = ", ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
-    count = len(steps)
-    digits = {"float_format": "{:.3f}".format, "formatters": {"chance": "{:.4f}".format}}
-    return f"""Copies from {STEP:,}: log10 of the largest logit over the original's.
-At the last step that the original and all copies of a seed have: {compared}.
-
-{over_seeds(found).rename_axis(None).to_string(**digits)}
-
-factor: the copy's largest logit over the original's, the geometric mean over seeds.
-below: in how many of the seeds it is smaller than the original's.
-chance: how often the mean would be as far from 0, to either side, if a coin gave each sign.
-If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1 in {2**count}."""
-
-
 def draw(runs: list[Run]) -> plt.Figure:
     """A row a family: how far losses lie above the matched run's, and the largest logits.
 
-    Families of copies from `STEP` are left out: `draw_ratios` has them, on less room.
+    Families of copies from `STEP` are left out: `copies.draw` has them, on less room.
     """
     families: dict[str, list[tuple[Run, int]]] = {}
     by_name = {run.name: run for run in runs}
@@ -220,7 +130,7 @@ def draw(runs: list[Run]) -> plt.Figure:
         for run, step in family:
             what = what_was_done(run)
             style = _STYLES[begun[what]]
-            lines.append((run, step, f"{what}, from {step:,}", _COLOURS[what], style))
+            lines.append((run, step, f"{what}, from {step:,}", COLOURS[what], style))
             begun[what] += 1
         for run, begin, label, colour, style in lines:
             look = {"label": label, "color": colour, "linestyle": style, "linewidth": 1.5}
@@ -239,46 +149,17 @@ def draw(runs: list[Run]) -> plt.Figure:
     return figure
 
 
-def draw_ratios(found: pd.DataFrame) -> plt.Figure:
-    """A column a way: the ratio of each seed, as `ratios` returned it, and their mean."""
-    table = over_seeds(found)
-    seeds = table.filter(like="seed ")
-    columns, means = np.arange(len(table)), np.log10(table["factor"])
-    figure, axis = plt.subplots(figsize=(11, 4.2))
-    axis.axhline(0, color="0.7", linewidth=1, label="the original")
-    # Seeds stand beside each other, as some have nearly the same ratio.
-    places = np.linspace(-0.2, 0.2, len(seeds.columns))
-    steps = found.groupby("seed")["step"].first()
-    for name, place, step, marker in zip(seeds, places, steps, cycle(_MARKERS), strict=False):
-        axis.plot(columns + place, seeds[name], marker, label=f"{name}, at step {step:,}")
-    axis.hlines(means, columns - 0.3, columns + 0.3, color="black", zorder=1, label="mean of seeds")
-    axis.set_xticks(columns, [textwrap.fill(what, 15) for what in table.index])
-    axis.set(
-        title=f"copies from step {STEP:,}",
-        ylabel="log10 of largest logit over the original's",
-    )
-    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.tight_layout()
-    return figure
-
-
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
     parser.add_argument("--figure", type=Path, help=f"where to draw all but those from {STEP:,}")
-    parser.add_argument("--ratios", type=Path, help=f"where to draw the copies from {STEP:,}")
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
-    found = ratios(runs, options.until)
-    if not found.empty:
-        print(f"\n{told(found)}")
     if options.figure:
         draw(runs).savefig(options.figure, dpi=120)
-    if options.ratios:
-        draw_ratios(found).savefig(options.ratios, dpi=120)
 
 
 if __name__ == "__main__":

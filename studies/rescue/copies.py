@@ -1,0 +1,226 @@
+"""Which correction holds alarmed heads best? Six copies of each of five runs, from step 6,400.
+
+    python -m studies.rescue.copies studies/rescue/results --figure copies.png
+
+The measure was set before the runs were made (README, `-again10`): the logarithm of a copy's
+largest logit over its original's, at the last step that all copies of a seed have. What became of
+single heads was looked at afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from studies.rescue.branches import COLOURS, STEP, branches, what_was_done
+from studies.rescue.controls import chance_of_pairs
+from studies.rescue.measures import series
+from studies.rescue.packed import Run, load
+
+#: What the originals are called among the copies.
+ORIGINAL = "the original"
+
+#: Of the seeds, where they are side by side.
+_MARKERS = "os^Dv"
+
+Head = tuple[str, int]
+
+
+def families(runs: list[Run]) -> list[list[Run]]:
+    """Each original that was copied at `STEP`, and its copies after it."""
+    found: dict[str, list[Run]] = {}
+    for run, origin, step in branches(runs):
+        if step == STEP:
+            found.setdefault(origin.name, [origin]).append(run)
+    return list(found.values())
+
+
+def shared_logits(family: list[Run]) -> pd.DataFrame:
+    """The largest logits of a family, by the steps that all have, with a column a run.
+
+    Runs end at steps of their own, and packed ones keep the logits of some steps only.
+    """
+    columns = [series(run.frame, "max_logit") for run in family]
+    return pd.concat(columns, axis=1, join="inner").sort_index()
+
+
+def ratios(runs: list[Run]) -> pd.DataFrame:
+    """How large the logits of the copies from `STEP` are beside their original's.
+
+    Args:
+        runs: All runs.
+
+    Returns:
+        A row a copy: its `seed`; `what` was done; the last `step` of which the original and all
+        copies of the seed have logits; and the `ratio`, log10 of the copy's largest logit then
+        over the original's.
+    """
+    rows = []
+    for family in families(runs):
+        logits = np.log10(shared_logits(family))
+        if logits.empty:
+            continue
+        own, *others = logits.iloc[-1]
+        rows += [
+            {
+                "seed": run.facts["seed"],
+                "what": what_was_done(run),
+                "step": logits.index[-1],
+                "ratio": other - own,
+            }
+            for run, other in zip(family[1:], others, strict=True)
+        ]
+    return pd.DataFrame(rows)
+
+
+def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
+    """What the seeds say together.
+
+    Args:
+        found: What `ratios` returned.
+
+    Returns:
+        A row a way, with the ratio of each seed, and: `factor`, how many times as large as the
+        original's the logit is, the geometric mean; `below` and `seeds`, in how many seeds it is
+        smaller, and of how many; and `chance`, how often the signs of the ratios alone would take
+        their mean as far from 0, to either side, exactly.
+    """
+    table = found.pivot(index="what", columns="seed", values="ratio")
+    table = table.sort_index(key=lambda ways: ways.map(list(COLOURS).index))
+    rows = []
+    for _, row in table.iterrows():
+        known = row.dropna().to_numpy()
+        rows.append(
+            {
+                "factor": 10 ** known.mean(),
+                "below": (known < 0).sum(),
+                "seeds": len(known),
+                # Turned so that the sum is positive; the other side is as frequent.
+                "chance": min(1.0, 2 * chance_of_pairs(known * np.sign(known.sum()))),
+            }
+        )
+    return table.rename(columns="seed {}".format).join(pd.DataFrame(rows, index=table.index))
+
+
+def alarmed(run: Run, first: float, last: float) -> set[Head]:
+    """The heads that alarms of a run name from one step to another, both included."""
+    events = run.events.query("kind == 'alarm' and @first <= step <= @last")
+    return {
+        (site, head)
+        for site, heads in zip(events["site"], events["heads"], strict=True)
+        for head in heads
+    }
+
+
+def heads(runs: list[Run]) -> pd.DataFrame:
+    """What became of heads after `STEP`.
+
+    Args:
+        runs: All runs.
+
+    Returns:
+        A row a way, that of the originals first: how many heads had been `alarmed` by `STEP`; in
+        how many of these the largest logit is smaller at the last step that all runs of the seed
+        have than at `STEP` (`fell`); how many others have been alarmed for the first time by then
+        (`newly`), and in how many of the `seeds` there are such (`in_seeds`).
+    """
+    rows = []
+    for family in families(runs):
+        shared = shared_logits(family)
+        if shared.empty:
+            continue
+        last, origin = shared.index[-1], family[0]
+        before, logits_before = alarmed(origin, 0, STEP), head_logits(origin, STEP)
+        for run in family:
+            logits = head_logits(run, last)
+            newly = alarmed(run, STEP + 1, last) - before
+            rows.append(
+                {
+                    "what": ORIGINAL if run is origin else what_was_done(run),
+                    "alarmed": len(before),
+                    "fell": sum(logits[head] < logits_before[head] for head in before),
+                    "newly": len(newly),
+                    "in_seeds": bool(newly),
+                    "seeds": 1,
+                }
+            )
+    table = pd.DataFrame(rows).groupby("what").sum()
+    return table.sort_index(key=lambda ways: ways.map([ORIGINAL, *COLOURS].index))
+
+
+def head_logits(run: Run, step: float) -> pd.Series:
+    """The largest logit of each head at a step, by module and head."""
+    frame = run.frame
+    rows = frame[(frame["indicator"] == "max_logit") & (frame["step"] == step)]
+    return rows.set_index(["site", "head"])["value"]
+
+
+def told(runs: list[Run]) -> str:
+    """What `over_seeds` and `heads` find, with what their columns mean."""
+    found = ratios(runs)
+    steps = found.groupby("seed")["step"].first()
+    compared = ", ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
+    count = len(steps)
+    digits = {"float_format": "{:.3f}".format, "formatters": {"chance": "{:.4f}".format}}
+    return f"""Copies from {STEP:,}: log10 of the largest logit over the original's.
+At the last step that the original and all copies of a seed have: {compared}.
+
+{over_seeds(found).rename_axis(None).to_string(**digits)}
+
+factor: the copy's largest logit over the original's, the geometric mean over seeds.
+below: in how many of the seeds it is smaller than the original's.
+chance: how often the mean would be as far from 0, to either side, if a coin gave each sign.
+If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1 in {2**count}.
+
+Heads, from {STEP:,} to that step (looked at afterwards):
+
+{heads(runs).rename_axis(None).to_string()}
+
+alarmed: heads named by alarms up to {STEP:,}. fell: those of them whose logits are smaller then.
+newly: other heads, named since. in_seeds: in how many of the seeds there are such."""
+
+
+def draw(found: pd.DataFrame) -> plt.Figure:
+    """A column a way: the ratio of each seed, as `ratios` returned it, and their mean."""
+    table = over_seeds(found)
+    seeds = table.filter(like="seed ")
+    columns, means = np.arange(len(table)), np.log10(table["factor"])
+    figure, axis = plt.subplots(figsize=(11, 4.2))
+    axis.axhline(0, color="0.7", linewidth=1, label=ORIGINAL)
+    # Seeds stand beside each other, as some have nearly the same ratio.
+    places = np.linspace(-0.2, 0.2, len(seeds.columns))
+    steps = found.groupby("seed")["step"].first()
+    for name, place, step, marker in zip(seeds, places, steps, cycle(_MARKERS), strict=False):
+        axis.plot(columns + place, seeds[name], marker, label=f"{name}, at step {step:,}")
+    axis.hlines(means, columns - 0.3, columns + 0.3, color="black", zorder=1, label="mean of seeds")
+    axis.set_xticks(columns, [textwrap.fill(what, 15) for what in table.index])
+    axis.set(
+        title=f"copies from step {STEP:,}",
+        ylabel="log10 of largest logit over the original's",
+    )
+    axis.legend(loc="upper left", bbox_to_anchor=(1.01, 1))
+    figure.tight_layout()
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--figure", type=Path, help="where to draw the ratios")
+    options = parser.parse_args(arguments)
+    runs = load(options.results)
+    print(told(runs))
+    if options.figure:
+        draw(ratios(runs)).savefig(options.figure, dpi=120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,127 @@
+"""What is said of the copies from step 6,400, on made-up runs whose figures are known."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from studies.rescue.copies import draw, heads, over_seeds, ratios, told
+from studies.rescue.packed import Run
+
+
+def run_of(name, seed, arm, stabilizer, branched_from, logits, alarms=()):
+    """A run; `logits` are the largest by step, of head 1, and `alarms` are (step, heads)."""
+    facts = {"arm": arm, "stabilizer": stabilizer, "seed": seed, "branched_from": branched_from}
+    rows = [
+        (step, "h.0", 0, head, "max_logit", value / (2 - head))
+        for step, value in logits.items()
+        for head in (0, 1)
+    ]
+    columns = ["step", "site", "layer", "head", "indicator", "value"]
+    events = [{"step": step, "kind": "alarm", "site": "h.0", "heads": hs} for step, hs in alarms]
+    events.append({"step": 6900, "kind": "advisory", "site": "h.0", "heads": [7]})
+    return Run(name, facts, pd.DataFrame(rows, columns=columns), pd.DataFrame(events))
+
+
+@pytest.fixture
+def copies():
+    """Of three seeds the original and two copies from 6,400, one of all heads, one of alarmed."""
+    # A seed, and of each run its last step, the steps between samples, and log10 of the logit at
+    # 7,000 over 1,000. That is the last step that all three have: in seed 5 a copy ends there, in
+    # seed 11 the original, and in seed 7 a copy has no other.
+    seeds = {
+        5: [(7400, 200, 0), (7000, 200, -2), (7400, 200, -1)],
+        7: [(7400, 200, 0), (7400, 200, -1), (7400, 600, 2)],
+        11: [(7000, 200, 0), (7600, 200, -3), (7600, 200, 3)],
+    }
+    made = []
+    for seed, (original, *others) in seeds.items():
+        name = f"stock-seed{seed}"
+        origin = f"/x/{name}/step=6400.ckpt"
+        for facts, (end, spacing, power) in (
+            ((name, seed, "stock", None, None), original),
+            ((f"late-seed{seed}-from6400", seed, "late", "exact_delta", origin), others[0]),
+            ((f"heads-seed{seed}-from6400", seed, "late_heads", "exact_delta", origin), others[1]),
+        ):
+            begin = 6400 + spacing if facts[-1] else 0
+            logits = dict.fromkeys(range(begin, end + 1, spacing), 7.0 if facts[-1] else 900.0)
+            made.append(run_of(*facts, {**logits, 7000: 1000 * 10.0**power}))
+    return made
+
+
+def test_copies_are_compared_at_the_last_step_that_all_of_a_seed_have(copies):
+    found = ratios(copies)
+    assert set(found["step"]) == {7000}
+    found = found.set_index(["what", "seed"])["ratio"]
+    assert found["exact_delta"].to_dict() == pytest.approx({5: -2, 7: -1, 11: -3})
+    alarmed = found["exact_delta, alarmed heads"].to_dict()
+    assert alarmed == pytest.approx({5: -1, 7: 2, 11: 3})
+
+
+def test_copies_from_elsewhere_are_not_among_them(copies):
+    others = [run._replace(name=run.name.replace("6400", "6000")) for run in copies]
+    assert ratios(others).empty
+
+
+def test_copies_without_a_step_that_all_have_are_left_out(copies):
+    short = [run._replace(frame=run.frame.query("step < 6800")) for run in copies]
+    # One of seed 7 has none before 7,000.
+    assert ratios(short).groupby("seed")["step"].first().to_dict() == {5: 6600, 11: 6600}
+
+
+def test_what_seeds_say_together(copies):
+    found = over_seeds(ratios(copies))
+    assert list(found.index) == ["exact_delta", "exact_delta, alarmed heads"]
+    both = found[["seed 5", "seed 7", "seed 11"]].to_numpy()
+    np.testing.assert_allclose(both, [[-2, -1, -3], [-1, 2, 3]])
+    # 10 to the means, -2 and 4/3.
+    np.testing.assert_allclose(found["factor"], [0.01, 21.5443469], rtol=1e-6)
+    assert found["below"].tolist() == [3, 1]
+    assert found["seeds"].tolist() == [3, 3]
+    # Of the eight ways to give 1, 2 and 3 signs, these have sums of 6 and more: +++ and ---; and
+    # of 4 and more: -++ and +-- besides.
+    np.testing.assert_allclose(found["chance"], [2 / 8, 4 / 8])
+
+
+def test_a_seed_without_one_of_the_copies_is_not_counted_for_it(copies):
+    found = over_seeds(ratios([run for run in copies if run.name != "heads-seed11-from6400"]))
+    alarmed = found.loc["exact_delta, alarmed heads"]
+    assert (alarmed["below"], alarmed["seeds"]) == (1, 2)
+    assert alarmed["factor"] == pytest.approx(10**0.5)
+    assert alarmed["chance"] == 1, "any signs of 1 and 2 have a sum of 1 or more, either way"
+
+
+def test_what_is_printed_says_steps_and_chance(copies):
+    text = told(copies)
+    assert "7,000 (seed 5), 7,000 (seed 7), 7,000 (seed 11)" in text
+    assert "If all 3 seeds lie to one side: 2 in 8; to a side named before: 1 in 8." in text
+
+
+def test_heads_are_counted_from_the_copied_step_to_the_one_that_all_have():
+    def family(seed):
+        origin = f"stock-seed{seed}"
+        return [
+            # Head 0 has half of these logits. 7,000 is the last step that both have.
+            run_of(origin, seed, "stock", None, None, {6400: 50.0, 7000: 60.0, 7200: 1.0},
+                   [(6000, [0]), (6400, [0, 1]), (6401, [0, 2]), (7000, [3]), (7100, [4])]),
+            run_of(f"late-seed{seed}-from6400", seed, "late", "exact_delta",
+                   f"/x/{origin}/step=6400.ckpt", {7000: 40.0}, [(6600, [1]), (7001, [5])]),
+        ]  # fmt: skip
+
+    found = heads(family(3))
+    assert found.columns.tolist() == ["alarmed", "fell", "newly", "in_seeds", "seeds"]
+    assert found.loc["the original"].tolist() == [2, 0, 2, 1, 1]
+    assert found.loc["exact_delta"].tolist() == [2, 2, 0, 0, 1]
+    assert heads([*family(3), *family(4)]).equals(2 * found), "seeds add up"
+
+
+def test_the_figure_has_a_column_a_way_and_a_mark_a_seed(copies):
+    (axis,) = draw(ratios(copies)).axes
+    ways = [tick.get_text() for tick in axis.get_xticklabels()]
+    assert ways == ["exact_delta", "exact_delta,\nalarmed heads"]
+    shown = {line.get_label(): line.get_ydata() for line in axis.lines}
+    assert list(shown) == ["the original", *(f"seed {n}, at step 7,000" for n in (5, 7, 11))]
+    np.testing.assert_allclose(list(shown.values()), [[0, 0], [-2, -1], [-1, 2], [-3, 3]])
+    (means,) = axis.collections
+    np.testing.assert_allclose(
+        [line[:, 1] for line in means.get_segments()], [[-2] * 2, [4 / 3] * 2]
+    )
