@@ -184,6 +184,19 @@ def test_aliases_made_while_instrumented_are_given_back(tiny, instrument):
         del sys.modules["late"]
 
 
+def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, monkeypatch, instrument):
+    inst = instrument(tiny.GPT())
+    held = [F.scaled_dot_product_attention]
+    inst.remove()
+    again = instrument(tiny.GPT())  # while there is one reference too many
+    held.clear()
+    late = types.ModuleType("late")
+    monkeypatch.setitem(sys.modules, "late", late)
+    late.attend = F.scaled_dot_product_attention
+    again.remove()
+    assert late.attend is STOCK[0]
+
+
 def keeps_static(tiny):
     class Keeps(tiny.Attention):
         attend_with = staticmethod(F.scaled_dot_product_attention)
