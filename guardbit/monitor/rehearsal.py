@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -171,7 +171,7 @@ def _globals_held_apart(copier: Copier, module: nn.Module) -> Iterator[None]:
         if package_of(variables.get("__name__")) in TRUSTED:
             return
         find_copies(code.co_names, variables)
-        for name in _globals_set(code):
+        for name in _names_in(code).globals_set:
             was = variables.get(name, _MISSING)
             settable.setdefault((id(variables), name), (variables, name, was))
         for imported in _imported(code, variables.get("__package__")):
@@ -229,21 +229,28 @@ def _put_back_global(variables: dict[str, Any], name: str, before: Any) -> bool:
     return True
 
 
-@functools.lru_cache(maxsize=1024)
-def _globals_set(code: types.CodeType) -> list[str]:
-    return [
-        step.argval
-        for step in dis.get_instructions(code)
-        if step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-    ]
+class _Names(NamedTuple):
+    """Names that code sets or imports."""
+
+    globals_set: tuple[str, ...]
+    imported: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_in(code: types.CodeType) -> _Names:
+    # Taking code apart costs a millisecond, and every module of a model runs the same.
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    return _Names(
+        tuple(name for what, name in steps if what in ("STORE_GLOBAL", "DELETE_GLOBAL")),
+        frozenset(name for what, name in steps if what == "IMPORT_NAME"),
+    )
 
 
 def _imported(code: types.CodeType, package: object) -> Iterator[types.ModuleType]:
     """Yields the user's modules that code imports when it runs, also relative imports."""
     parts = package.split(".") if isinstance(package, str) and package else []
     around = ["", *(".".join(parts[:count]) + "." for count in range(1, len(parts) + 1))]
-    names = {i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"}
-    for name in {before + name for before in around for name in names}:
+    for name in {before + name for before in around for name in _names_in(code).imported}:
         dotted = name.strip(".").split(".")
         for count in range(1, len(dotted) + 1):
             module = sys.modules.get(".".join(dotted[:count]))

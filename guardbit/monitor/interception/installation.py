@@ -182,11 +182,12 @@ def _replace_everywhere(replacements: dict[int, Any]) -> None:
         replacements: The id of a function -> what takes its place.
     """
     for module in _modules_of_others():
-        held = dict(getattr(module, "__dict__", {}))
+        held = getattr(module, "__dict__", {})
         # Of thousands of modules almost none holds one: a loop in Python takes ten times as long.
-        if replacements.keys().isdisjoint(map(id, held.values())):
+        # Lists, because another thread may import meanwhile.
+        if replacements.keys().isdisjoint(map(id, list(held.values()))):
             continue
-        for name, value in held.items():
+        for name, value in list(held.items()):
             if id(value) in replacements:
                 _replace(module, name, replacements[id(value)])
 

@@ -14,6 +14,7 @@ pytest.importorskip("uvicorn", reason="the extra `live` is not installed")
 
 from guardbit.dashboards.live import LiveServer, RunWatcher, connections
 from guardbit.dashboards.live.server import ASSETS
+from tests.dashboards.live.serving import Recorder, looking_often, running
 
 
 def get(server, path, method="GET", **headers):
@@ -33,19 +34,34 @@ def path_of(server):
     return urlsplit(server.address).path
 
 
-@pytest.fixture
-def served(serve, recorder, tmp_path):
-    (tmp_path / "secret.txt").write_text("outside of the run")
-    run = tmp_path / "run"
-    with recorder(run) as writer:
+@contextmanager
+def serving(folder):
+    """Serves a run below a folder that holds something else besides."""
+    (folder / "secret.txt").write_text("outside of the run")
+    run = folder / "run"
+    with Recorder(run) as writer:
         writer.record(range(0, 100, 10))
         writer.alarm(50)
     (run / "notes.txt").write_text("inside the run, but nobody's business")
-    with serve(run) as server:
+    with looking_often(), running(LiveServer(RunWatcher(run))) as server:
         deadline = time.monotonic() + 10
         while ask(server, "state")["last_step"] < 0:
             assert time.monotonic() < deadline
-            time.sleep(0.05)
+            time.sleep(0.01)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One server for all tests that only ask."""
+    with serving(tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+@pytest.fixture
+def served_anew(tmp_path):
+    """For tests that occupy its connections."""
+    with serving(tmp_path) as server:
         yield server
 
 
@@ -244,26 +260,28 @@ def half_open(server, number, sent=b""):
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET / HT"])
-def test_half_open_connections_do_not_keep_the_page_from_its_reader(served, caplog, capfd, sent):
-    with half_open(served, 200, sent) as opened:
+def test_half_open_connections_do_not_keep_the_page_from_its_reader(
+    served_anew, caplog, capfd, sent
+):
+    with half_open(served_anew, 200, sent) as opened:
         begun = time.monotonic()
-        assert ask(served, "state")["last_step"] == 90
+        assert ask(served_anew, "state")["last_step"] == 90
         assert time.monotonic() - begun < 5  # a loaded machine; it takes milliseconds
         deadline = time.monotonic() + 10
         while sum(map(is_closed, opened)) < 200 - 64:
             assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert len(served._server.server_state.connections) <= 64
+            time.sleep(0.01)
+        assert len(served_anew._server.server_state.connections) <= 64
     assert [record.getMessage() for record in caplog.records] == [
         "more than 64 connections to the live page at once: those that ask nothing are closed"
     ]
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_request_has_to_arrive_in_good_time(served, monkeypatch):
+def test_a_request_has_to_arrive_in_good_time(served_anew, monkeypatch):
     monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
-    whole = f"GET {path_of(served)}state HTTP/1.1\r\nHost: localhost\r\n".encode()
-    with half_open(served, 3, whole) as (silent, dripping, answered):
+    whole = f"GET {path_of(served_anew)}state HTTP/1.1\r\nHost: localhost\r\n".encode()
+    with half_open(served_anew, 3, whole) as (silent, dripping, answered):
         answered.sendall(b"\r\n")
         assert answered.recv(12) == b"HTTP/1.1 200"
         begun = time.monotonic()
@@ -272,7 +290,7 @@ def test_a_request_has_to_arrive_in_good_time(served, monkeypatch):
                 dripping.settimeout(1)
                 dripping.sendall(b"X-A: 1\r\n")
             assert time.monotonic() - begun < 10
-            time.sleep(0.05)
+            time.sleep(0.01)
         # Neither a byte now and then keeps it open, nor is it closed at once.
         assert time.monotonic() - begun > 0.2
 
