@@ -21,8 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception import installation
-from guardbit.monitor.interception.entry_points import sdpa
+from guardbit.monitor.interception import checkpointing, installation
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from tests.callbacks.several_ranks import launch
 
@@ -194,6 +194,20 @@ def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, monkeypa
     monkeypatch.setitem(sys.modules, "late", late)
     late.attend = F.scaled_dot_product_attention
     again.remove()
+    assert late.attend is STOCK[0]
+
+
+def test_aliases_are_given_back_where_all_objects_were_held_at_first(tiny, monkeypatch, instrument):
+    # As `gc.get_objects()` holds them in a memory profiler.
+    held = [entry.stand_in for entry in ENTRY_POINTS]
+    held += [checkpointing.checkpoint, *installation._nobodys]
+    monkeypatch.setattr(installation, "_own", installation._count_references())
+    inst = instrument(tiny.GPT())
+    held.clear()
+    late = types.ModuleType("late")
+    monkeypatch.setitem(sys.modules, "late", late)
+    late.attend = F.scaled_dot_product_attention
+    inst.remove()
     assert late.attend is STOCK[0]
 
 
