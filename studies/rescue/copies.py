@@ -109,9 +109,16 @@ def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
     return table.rename(columns="seed {}".format).join(pd.DataFrame(rows, index=table.index))
 
 
-def alarmed(run: Run, first: float, last: float) -> set[Head]:
-    """The heads that alarms of a run name from one step to another, both included."""
-    events = run.events.query("kind == 'alarm' and @first <= step <= @last")
+def alarmed(run: Run, first: float, last: float, without: str = "") -> set[Head]:
+    """The heads that alarms of a run name from one step to another, both included.
+
+    Args:
+        run: The run.
+        first: The first step.
+        last: The last step.
+        without: A rule whose alarms do not count.
+    """
+    events = run.events.query("kind == 'alarm' and @first <= step <= @last and rule != @without")
     return {
         (site, head)
         for site, heads in zip(events["site"], events["heads"], strict=True)
@@ -119,38 +126,66 @@ def alarmed(run: Run, first: float, last: float) -> set[Head]:
     }
 
 
-def heads(runs: list[Run]) -> pd.DataFrame:
-    """What became of heads after `STEP`.
+def fallen(runs: list[Run]) -> pd.DataFrame:
+    """How many of the heads that had been alarmed by `STEP` have smaller logits than then.
 
     Args:
         runs: All runs.
 
     Returns:
-        A row a way, that of the originals first: how many heads had been `alarmed` by `STEP`; in
-        how many of these the largest logit is smaller at the last step that all runs of the seed
-        have than at `STEP` (`fell`); how many others have been alarmed for the first time by then
-        (`newly`), and in how many of the `seeds` there are such (`in_seeds`).
+        A row a way, that of the originals first, and a column for each step that all runs of a
+        seed have, summed over seeds.
     """
     rows = []
-    for family in families(runs):
-        shared = shared_logits(family)
-        if shared.empty:
-            continue
-        last, origin = shared.index[-1], family[0]
-        before, logits_before = alarmed(origin, 0, STEP), head_logits(origin, STEP)
+    for family, steps in shared_steps(runs):
+        origin = family[0]
+        before, heads = head_logits(origin, STEP), alarmed(origin, 0, STEP)
         for run in family:
-            logits = head_logits(run, last)
+            counts = {}
+            for step in steps:
+                logits = head_logits(run, step)
+                counts[step] = sum(logits[head] < before[head] for head in heads)
+            rows.append({"what": way(run, origin), **counts})
+    return by_way(rows)
+
+
+def newly_alarmed(runs: list[Run]) -> pd.DataFrame:
+    """How many heads have been alarmed for the first time after `STEP`.
+
+    Args:
+        runs: All runs.
+
+    Returns:
+        A row a way, that of the originals first: how many heads had been `alarmed` by `STEP`; how
+        many others have been since (`newly`), up to the last step that all runs of the seed have,
+        and by a rule that does not judge the audited error (`by_growth`); and in how many of the
+        `seeds` there are such (`in_seeds`).
+    """
+    rows = []
+    for family, steps in shared_steps(runs):
+        origin, last = family[0], steps[-1]
+        before = alarmed(origin, 0, STEP)
+        for run in family:
             newly = alarmed(run, STEP + 1, last) - before
-            rows.append(
-                {
-                    "what": ORIGINAL if run is origin else what_was_done(run),
-                    "alarmed": len(before),
-                    "fell": sum(logits[head] < logits_before[head] for head in before),
-                    "newly": len(newly),
-                    "in_seeds": bool(newly),
-                    "seeds": 1,
-                }
-            )
+            grown = alarmed(run, STEP + 1, last, without="gradient_error") - before
+            counts = {"alarmed": len(before), "newly": len(newly), "by_growth": len(grown)}
+            rows.append({"what": way(run, origin), **counts, "in_seeds": bool(newly), "seeds": 1})
+    return by_way(rows)
+
+
+def shared_steps(runs: list[Run]) -> list[tuple[list[Run], list[float]]]:
+    """Each family with the steps that all of it have; those without are left out."""
+    both = [(family, shared_logits(family).index.tolist()) for family in families(runs)]
+    return [(family, steps) for family, steps in both if steps]
+
+
+def way(run: Run, origin: Run) -> str:
+    """What was done to a run of a family."""
+    return ORIGINAL if run is origin else what_was_done(run)
+
+
+def by_way(rows: list[dict]) -> pd.DataFrame:
+    """Rows of runs, added up by `what` was done."""
     table = pd.DataFrame(rows).groupby("what").sum()
     return table.sort_index(key=lambda ways: ways.map([ORIGINAL, *COLOURS].index))
 
@@ -163,7 +198,7 @@ def head_logits(run: Run, step: float) -> pd.Series:
 
 
 def told(runs: list[Run]) -> str:
-    """What `over_seeds` and `heads` find, with what their columns mean."""
+    """What `over_seeds`, `fallen` and `newly_alarmed` find, with what their columns mean."""
     found = ratios(runs)
     steps = found.groupby("seed")["step"].first()
     compared = ", ".join(f"{step:,} (seed {seed})" for seed, step in steps.items())
@@ -179,12 +214,18 @@ below: in how many of the seeds it is smaller than the original's.
 chance: how often the mean would be as far from 0, to either side, if a coin gave each sign.
 If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1 in {2**count}.
 
-Heads, from {STEP:,} to that step (looked at afterwards):
+What follows was looked at afterwards.
 
-{heads(runs).rename_axis(None).to_string()}
+Heads alarmed up to {STEP:,} whose largest logit is smaller than then, by step:
 
-alarmed: heads named by alarms up to {STEP:,}. fell: those of them whose logits are smaller then.
-newly: other heads, named since. in_seeds: in how many of the seeds there are such."""
+{fallen(runs).rename_axis(None).to_string()}
+
+Other heads, alarmed since, up to the last step:
+
+{newly_alarmed(runs).rename_axis(None).to_string()}
+
+alarmed: heads named by alarms up to {STEP:,}. newly: others since, by_growth: by other rules than
+gradient_error, which judges what exact_delta corrects. in_seeds: in how many seeds."""
 
 
 def draw(found: pd.DataFrame) -> plt.Figure:

@@ -4,12 +4,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.copies import draw, heads, over_seeds, ratios, told
+from studies.rescue.copies import draw, fallen, newly_alarmed, over_seeds, ratios, told
 from studies.rescue.packed import Run
+
+EVENTS = ["step", "kind", "site", "heads", "rule"]
 
 
 def run_of(name, seed, arm, stabilizer, branched_from, logits, alarms=()):
-    """A run; `logits` are the largest by step, of head 1, and `alarms` are (step, heads)."""
+    """A run; `logits` are the largest by step, of head 1, `alarms` are (step, heads, rule)."""
     facts = {"arm": arm, "stabilizer": stabilizer, "seed": seed, "branched_from": branched_from}
     rows = [
         (step, "h.0", 0, head, "max_logit", value / (2 - head))
@@ -17,9 +19,11 @@ def run_of(name, seed, arm, stabilizer, branched_from, logits, alarms=()):
         for head in (0, 1)
     ]
     columns = ["step", "site", "layer", "head", "indicator", "value"]
-    events = [{"step": step, "kind": "alarm", "site": "h.0", "heads": hs} for step, hs in alarms]
-    events.append({"step": 6900, "kind": "advisory", "site": "h.0", "heads": [7]})
-    return Run(name, facts, pd.DataFrame(rows, columns=columns), pd.DataFrame(events))
+    events = [(step, "alarm", "h.0", heads, rule) for step, heads, rule in alarms]
+    events.append((6900, "advisory", "h.0", [7], "common_mode"))
+    return Run(
+        name, facts, pd.DataFrame(rows, columns=columns), pd.DataFrame(events, columns=EVENTS)
+    )
 
 
 @pytest.fixture
@@ -96,22 +100,33 @@ def test_what_is_printed_says_steps_and_chance(copies):
     assert "If all 3 seeds lie to one side: 2 in 8; to a side named before: 1 in 8." in text
 
 
-def test_heads_are_counted_from_the_copied_step_to_the_one_that_all_have():
-    def family(seed):
-        origin = f"stock-seed{seed}"
-        return [
-            # Head 0 has half of these logits. 7,000 is the last step that both have.
-            run_of(origin, seed, "stock", None, None, {6400: 50.0, 7000: 60.0, 7200: 1.0},
-                   [(6000, [0]), (6400, [0, 1]), (6401, [0, 2]), (7000, [3]), (7100, [4])]),
-            run_of(f"late-seed{seed}-from6400", seed, "late", "exact_delta",
-                   f"/x/{origin}/step=6400.ckpt", {7000: 40.0}, [(6600, [1]), (7001, [5])]),
-        ]  # fmt: skip
+def family(seed):
+    """An original and a copy; heads 0 and 1 were alarmed by 6,400. Head 0 has half the logits."""
+    origin, grown, error = f"stock-seed{seed}", "head_growth", "gradient_error"
+    before = [(6000, [0], grown), (6400, [0, 1], error)]
+    since = [(6401, [0, 2], grown), (7000, [3], error), (7100, [4], grown)]
+    logits = {6400: 50.0, 6800: 45.0, 7000: 60.0, 7200: 1.0}
+    return [
+        run_of(origin, seed, "stock", None, None, logits, [*before, *since]),
+        run_of(f"late-seed{seed}-from6400", seed, "late", "exact_delta",
+               f"/x/{origin}/step=6400.ckpt", {6800: 55.0, 7000: 40.0},
+               [(6600, [1], error), (7001, [5], grown)]),
+    ]  # fmt: skip
 
-    found = heads(family(3))
-    assert found.columns.tolist() == ["alarmed", "fell", "newly", "in_seeds", "seeds"]
-    assert found.loc["the original"].tolist() == [2, 0, 2, 1, 1]
-    assert found.loc["exact_delta"].tolist() == [2, 2, 0, 0, 1]
-    assert heads([*family(3), *family(4)]).equals(2 * found), "seeds add up"
+
+def test_alarmed_heads_that_fall_are_counted_at_each_step_that_all_have():
+    found = fallen(family(3))
+    assert found.loc["the original"].to_dict() == {6800: 2, 7000: 0}
+    assert found.loc["exact_delta"].to_dict() == {6800: 0, 7000: 2}
+    assert fallen([*family(3), *family(4)]).equals(2 * found), "seeds add up"
+
+
+def test_heads_alarmed_since_are_counted_up_to_the_last_step_that_all_have():
+    found = newly_alarmed(family(3))
+    assert found.columns.tolist() == ["alarmed", "newly", "by_growth", "in_seeds", "seeds"]
+    assert found.loc["the original"].tolist() == [2, 2, 1, 1, 1]
+    assert found.loc["exact_delta"].tolist() == [2, 0, 0, 0, 1]
+    assert newly_alarmed([*family(3), *family(4)]).equals(2 * found), "seeds add up"
 
 
 def test_the_figure_has_a_column_a_way_and_a_mark_a_seed(copies):
