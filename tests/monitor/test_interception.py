@@ -169,43 +169,44 @@ def test_aliases_are_covered(tiny, tokens, instrument):
     assert alias is STOCK[0]
 
 
-def test_aliases_made_while_instrumented_are_given_back(tiny, instrument):
+@pytest.fixture
+def late(monkeypatch):
+    """A module that is imported while a model is instrumented."""
+    module = types.ModuleType("late")
+    monkeypatch.setitem(sys.modules, "late", module)
+    return module
+
+
+def test_aliases_made_while_instrumented_are_given_back(tiny, instrument, late):
     inst = instrument(tiny.GPT())
-    late = types.ModuleType("late")
-    sys.modules["late"] = late
-    try:
-        exec("from torch.nn.functional import scaled_dot_product_attention as attend", vars(late))
-        exec("from torch.utils.checkpoint import checkpoint", vars(late))
-        assert late.attend is sdpa.scaled_dot_product_attention
-        inst.remove()
-        assert late.attend is STOCK[0]
-        assert late.checkpoint is torch.utils.checkpoint.checkpoint
-    finally:
-        del sys.modules["late"]
+    exec("from torch.nn.functional import scaled_dot_product_attention as attend", vars(late))
+    exec("from torch.utils.checkpoint import checkpoint", vars(late))
+    assert late.attend is sdpa.scaled_dot_product_attention
+    inst.remove()
+    assert late.attend is STOCK[0]
+    assert late.checkpoint is torch.utils.checkpoint.checkpoint
 
 
-def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, monkeypatch, instrument):
+def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, instrument, late):
     inst = instrument(tiny.GPT())
     held = [F.scaled_dot_product_attention]
     inst.remove()
     again = instrument(tiny.GPT())  # while there is one reference too many
     held.clear()
-    late = types.ModuleType("late")
-    monkeypatch.setitem(sys.modules, "late", late)
     late.attend = F.scaled_dot_product_attention
     again.remove()
     assert late.attend is STOCK[0]
 
 
-def test_aliases_are_given_back_where_all_objects_were_held_at_first(tiny, monkeypatch, instrument):
+def test_aliases_are_given_back_where_all_objects_were_held_at_first(
+    tiny, monkeypatch, instrument, late
+):
     # As `gc.get_objects()` holds them in a memory profiler.
     held = [entry.stand_in for entry in ENTRY_POINTS]
     held += [checkpointing.checkpoint, *installation._nobodys]
     monkeypatch.setattr(installation, "_own", installation._count_references())
     inst = instrument(tiny.GPT())
     held.clear()
-    late = types.ModuleType("late")
-    monkeypatch.setitem(sys.modules, "late", late)
     late.attend = F.scaled_dot_product_attention
     inst.remove()
     assert late.attend is STOCK[0]
