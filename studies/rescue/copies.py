@@ -33,22 +33,28 @@ _MARKERS = "os^Dv"
 Head = tuple[str, int]
 
 
-def families(runs: list[Run]) -> list[list[Run]]:
-    """Each original that was copied at `STEP`, and its copies after it."""
+def families(runs: list[Run]) -> list[tuple[list[Run], pd.DataFrame]]:
+    """The originals that were copied at `STEP`, each with its copies and their logits.
+
+    Args:
+        runs: All runs.
+
+    Returns:
+        Of each family its runs, the original first, and a column a run of the largest logits, by
+        the steps that all have: runs end at steps of their own, and packed ones keep the logits of
+        some steps only. Families without such a step are left out.
+    """
     found: dict[str, list[Run]] = {}
     for run, origin, step in branches(runs):
         if step == STEP:
             found.setdefault(origin.name, [origin]).append(run)
-    return list(found.values())
-
-
-def shared_logits(family: list[Run]) -> pd.DataFrame:
-    """The largest logits of a family, by the steps that all have, with a column a run.
-
-    Runs end at steps of their own, and packed ones keep the logits of some steps only.
-    """
-    columns = [series(run.frame, "max_logit") for run in family]
-    return pd.concat(columns, axis=1, join="inner").sort_index()
+    families = []
+    for family in found.values():
+        columns = [series(run.frame, "max_logit") for run in family]
+        logits = pd.concat(columns, axis=1, join="inner").sort_index()
+        if not logits.empty:
+            families.append((family, logits))
+    return families
 
 
 def ratios(runs: list[Run]) -> pd.DataFrame:
@@ -63,11 +69,8 @@ def ratios(runs: list[Run]) -> pd.DataFrame:
         over the original's.
     """
     rows = []
-    for family in families(runs):
-        logits = np.log10(shared_logits(family))
-        if logits.empty:
-            continue
-        own, *others = logits.iloc[-1]
+    for family, logits in families(runs):
+        own, *others = np.log10(logits.iloc[-1])
         rows += [
             {
                 "seed": run.facts["seed"],
@@ -109,6 +112,15 @@ def over_seeds(found: pd.DataFrame) -> pd.DataFrame:
     return table.rename(columns="seed {}".format).join(pd.DataFrame(rows, index=table.index))
 
 
+def without_each(found: pd.DataFrame) -> pd.DataFrame:
+    """The factors of `over_seeds` with one seed left out, a row a way and a column a seed."""
+    factors = {
+        f"seed {seed}": over_seeds(found[found["seed"] != seed])["factor"]
+        for seed in sorted(found["seed"].unique())
+    }
+    return pd.DataFrame(factors)
+
+
 def alarmed(run: Run, first: float, last: float, without: str = "") -> set[Head]:
     """The heads that alarms of a run name from one step to another, both included.
 
@@ -137,12 +149,12 @@ def fallen(runs: list[Run]) -> pd.DataFrame:
         seed have, summed over seeds.
     """
     rows = []
-    for family, steps in shared_steps(runs):
+    for family, shared in families(runs):
         origin = family[0]
         before, heads = head_logits(origin, STEP), alarmed(origin, 0, STEP)
         for run in family:
             counts = {}
-            for step in steps:
+            for step in shared.index:
                 logits = head_logits(run, step)
                 counts[step] = sum(logits[head] < before[head] for head in heads)
             rows.append({"what": way(run, origin), **counts})
@@ -162,8 +174,8 @@ def newly_alarmed(runs: list[Run]) -> pd.DataFrame:
         `seeds` there are such (`in_seeds`).
     """
     rows = []
-    for family, steps in shared_steps(runs):
-        origin, last = family[0], steps[-1]
+    for family, shared in families(runs):
+        origin, last = family[0], shared.index[-1]
         before = alarmed(origin, 0, STEP)
         for run in family:
             newly = alarmed(run, STEP + 1, last) - before
@@ -171,12 +183,6 @@ def newly_alarmed(runs: list[Run]) -> pd.DataFrame:
             counts = {"alarmed": len(before), "newly": len(newly), "by_growth": len(grown)}
             rows.append({"what": way(run, origin), **counts, "in_seeds": bool(newly), "seeds": 1})
     return by_way(rows)
-
-
-def shared_steps(runs: list[Run]) -> list[tuple[list[Run], list[float]]]:
-    """Each family with the steps that all of it have; those without are left out."""
-    both = [(family, shared_logits(family).index.tolist()) for family in families(runs)]
-    return [(family, steps) for family, steps in both if steps]
 
 
 def way(run: Run, origin: Run) -> str:
@@ -213,6 +219,10 @@ factor: the copy's largest logit over the original's, the geometric mean over se
 below: in how many of the seeds it is smaller than the original's.
 chance: how often the mean would be as far from 0, to either side, if a coin gave each sign.
 If all {count} seeds lie to one side: 2 in {2**count}; to a side named before: 1 in {2**count}.
+
+The factor without each seed:
+
+{without_each(found).rename_axis(None).to_string(float_format="{:.3f}".format)}
 
 What follows was looked at afterwards.
 

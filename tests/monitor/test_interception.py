@@ -204,7 +204,7 @@ def test_aliases_are_given_back_where_all_objects_were_held_at_first(
     # As `gc.get_objects()` holds them in a memory profiler.
     held = [entry.stand_in for entry in ENTRY_POINTS]
     held += [checkpointing.checkpoint, *installation._nobodys]
-    monkeypatch.setattr(installation, "_own", installation._count_references())
+    monkeypatch.setattr(installation, "_own_references", installation._count_references())
     inst = instrument(tiny.GPT())
     held.clear()
     late.attend = F.scaled_dot_product_attention

@@ -4,7 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.copies import draw, fallen, newly_alarmed, over_seeds, ratios, told
+from studies.rescue.copies import (
+    draw,
+    fallen,
+    newly_alarmed,
+    over_seeds,
+    ratios,
+    told,
+    without_each,
+)
 from studies.rescue.packed import Run
 
 EVENTS = ["step", "kind", "site", "heads", "rule"]
@@ -92,6 +100,13 @@ def test_a_seed_without_one_of_the_copies_is_not_counted_for_it(copies):
     assert (alarmed["below"], alarmed["seeds"]) == (1, 2)
     assert alarmed["factor"] == pytest.approx(10**0.5)
     assert alarmed["chance"] == 1, "any signs of 1 and 2 have a sum of 1 or more, either way"
+
+
+def test_factors_with_a_seed_left_out(copies):
+    found = without_each(ratios(copies))
+    assert found.columns.tolist() == ["seed 5", "seed 7", "seed 11"]
+    # Of -2, -1, -3 and of -1, 2, 3, the means of two.
+    np.testing.assert_allclose(np.log10(found), [[-2, -2.5, -1.5], [2.5, 1, 0.5]])
 
 
 def test_what_is_printed_says_steps_and_chance(copies):

@@ -50,7 +50,6 @@ def install(user: object) -> None:
     _register_with_transformers()
     if not is_first:
         return
-    _note_own_references()
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
@@ -140,9 +139,10 @@ def _replace_what_is_left(installed: list[EntryPoint]) -> None:
         id(entry.stand_in): entry.original for entry in installed if entry.put_in_place is None
     }
     originals[id(checkpointing.checkpoint)] = checkpointing.original_checkpoint
-    # Looking through all modules takes 10 to 20 ms, and in eager runs nearly always nobody has.
-    counts = _count_references()
-    held = {each for each in originals if counts.get(each, sys.maxsize) > _own.get(each, 0)}
+    # Looking through all modules takes 10 to 20 ms, and nearly always there is none to be found.
+    # (Where something was compiled Dynamo refers to stand-ins, so that all are looked through.)
+    counts, own = _count_references(), _own_references
+    held = {each for each in originals if counts.get(each, sys.maxsize) > own.get(each, 0)}
     if held:
         _replace_everywhere({each: originals[each] for each in held})
     _restore[:] = failed
@@ -162,13 +162,8 @@ def _count_references() -> dict[int, int]:
     return {function: count - least for function, count in counts.items()}
 
 
-# The fewest references to each stand-in, which are GuardBit's own: none is in place as yet.
-_own = _count_references()
-
-
-def _note_own_references() -> None:
-    for stand_in, count in _count_references().items():
-        _own[stand_in] = min(count, _own.get(stand_in, count))
+# GuardBit's own, as none is in place yet.
+_own_references = _count_references()
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
