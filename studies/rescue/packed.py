@@ -29,6 +29,12 @@ _KEPT = (
 )  # fmt: skip
 _AUDITED = ("dq_relative_error", "dq_coherent_error", "w_q_push")
 
+#: Significant digits that are kept of a run's own values, of heads', and of those no rule reads.
+SCALAR_DIGITS, DIGITS, COARSE_DIGITS = 5, 3, 2
+_COARSE = (
+    "qk_spectral_norm", "multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative"
+)  # fmt: skip
+
 
 class Run(NamedTuple):
     """A packed run: its folder's name, what `about.json` said, its telemetry and its journal."""
@@ -65,9 +71,9 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
 
     Kept are the journal, losses of every 20th step and gradient norms of every 100th (they are
     sampled at every 50th), to five digits, and to three the audited errors of dQ and, of every
-    200th step, what else rules and figures read of all heads; where all heads were audited at each
-    sample, of every 100th step. What is written is a run as any
-    other, for `guardbit report`, `live`, `replay` and `diagnose`.
+    200th step, what else rules and figures read of all heads (to two digits what no rule reads);
+    where all heads were audited at each sample, of every 100th step. What is written is a run as
+    any other, for `guardbit report`, `live`, `replay` and `diagnose`.
 
     Args:
         runs: Folder of the folders that `studies.rescue.train` wrote.
@@ -92,9 +98,7 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
         if audits_all(frame[audited]):
             audited &= frame["step"] % AUDIT_STEPS == 0
         thin |= audited
-        digits = np.where(scalar, 5, 3)[thin]
-        kept = frame[thin].copy()
-        kept["value"] = [float(f"{x:.{n}g}") for x, n in zip(kept["value"], digits, strict=True)]
+        kept = rounded(frame[thin])
         study = json.loads(about.read_text())
         if (clock := folder / "clock.csv").exists():
             steps, seconds = np.loadtxt(clock, delimiter=",", ndmin=2).T
@@ -111,10 +115,21 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
         pack_heads(folder, target, snapshots)
 
 
+def rounded(frame: pd.DataFrame) -> pd.DataFrame:
+    """Telemetry with as many digits as `pack` keeps."""
+    digits = np.where(frame["indicator"].isin(_COARSE), COARSE_DIGITS, DIGITS)
+    digits[frame["site"] == ""] = SCALAR_DIGITS
+    values = [float(f"{x:.{n}g}") for x, n in zip(frame["value"], digits, strict=True)]
+    return frame.assign(value=values)
+
+
 def squeeze(folder: Path) -> None:
-    """Writes a run's samples anew, row by row the same, at the level at which they are smallest."""
+    """Writes a run's samples anew, the same rows, in the order in which they are smallest."""
+    order = [(name, "ascending") for name in ("indicator", "step", "layer", "head")]
     for path in folder.glob("samples-*.parquet"):
-        pq.write_table(pq.read_table(path), path, compression="zstd", compression_level=19)
+        pq.write_table(
+            pq.read_table(path).sort_by(order), path, compression="brotli", compression_level=11
+        )
 
 
 def load(results: Path) -> list[Run]:
