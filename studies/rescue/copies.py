@@ -28,7 +28,7 @@ from studies.rescue.packed import Run, load
 ORIGINAL = "the original"
 
 #: Of the seeds, where they are side by side.
-_MARKERS = "os^Dv"
+_MARKERS = "os^DvPX*"
 
 Head = tuple[str, int]
 

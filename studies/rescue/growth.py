@@ -51,26 +51,62 @@ def correlation(sums: pd.DataFrame) -> tuple[float, float, float]:
     return pearson(*sample), *found.confidence_interval
 
 
+def parts(sums: pd.DataFrame) -> pd.DataFrame:
+    """What log sigma did, taken apart: the last three columns add up to the first.
+
+    Args:
+        sums: What `totals` returned.
+
+    Returns:
+        A row a head: what `sigma` did; what the run's own `rounding` added, and what the `gradient`
+        would have without it, both in first order; and the `rest`, which is of higher order.
+    """
+    return pd.DataFrame(
+        {
+            "sigma": sums["change"],
+            "rounding": sums["growth_run"],
+            "gradient": sums["growth_all"] - sums["growth_run"],
+            "rest": sums["change"] - sums["growth_all"],
+        }
+    )
+
+
+def lines(columns: pd.DataFrame) -> str:
+    """Per cent, of the heads that are shown and of the median of the others."""
+    rows = columns.tail(SHOWN)[::-1]
+    rows.index = [f"head {layer}.{head}" for layer, head in rows.index]
+    rows.loc["median of the others"] = columns.iloc[:-SHOWN].median()
+    return (100 * rows).to_string(float_format="{:+.2f}".format)
+
+
 def table(name: str, frame: pd.DataFrame) -> str:
     """What became of the heads that rounding pushes most, of the others, and the correlation."""
     sums = totals(frame)
-    shown = ["change", "growth_all", *(column for column in ENGINES if column in sums)]
+    engines = [column for column in ENGINES if column in sums]
     steps = f"steps {frame['step'].min()} to {frame['step'].max()}"
-    rows = sums[shown].tail(SHOWN)[::-1]
-    rows.index = [f"head {layer}.{head}" for layer, head in rows.index]
-    rows.loc["median of the others"] = sums[shown].iloc[:-SHOWN].median()
+    by_engine = sums[engines].rename(columns=ENGINES)
     r, low, high = correlation(sums)
     ranks = spearmanr(sums["growth_run"], sums["change"]).statistic
     others = sums["growth_run"].iloc[:-1].corr(sums["change"].iloc[:-1])
-    return "\n".join(
-        [
-            f"{name}, {steps}: per cent of sigma, summed over the steps",
-            (100 * rows).rename(columns=ENGINES).to_string(float_format="{:+.2f}".format),
-            "correlation of cuDNN's rounding with the change, over heads:"
-            f" {r:.2f} ({low:.2f} to {high:.2f});"
-            f" without the first of them {others:.2f}; of their ranks {ranks:.2f}",
-        ]
+    rank = int((sums["change"] > sums["change"].iloc[-1]).sum()) + 1
+    alike = ", ".join(
+        f"{ENGINES[column]} {sums['growth_run'].corr(sums[column]):.2f}" for column in engines[1:]
     )
+    return f"""{name}, {steps}: per cent of sigma, summed over the steps
+
+{lines(parts(sums))}
+
+sigma: what it did. rounding: what cuDNN's adds. gradient: the gradient without it.
+rest: what is not of first order.
+Of {len(sums)} heads the first, to which rounding adds most, is number {rank} by what sigma did.
+
+What each engine's rounding adds, from the same inputs:
+
+{lines(by_engine)}
+
+Correlation over heads, of cuDNN's rounding and what sigma did: {r:.2f} ({low:.2f} to {high:.2f});
+without the first head {others:.2f}; of ranks {ranks:.2f}.
+Of cuDNN's rounding and that of others: {alike}."""
 
 
 def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:

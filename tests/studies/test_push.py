@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.rescue.growth import correlation, table, totals
+from studies.rescue.growth import correlation, parts, table, totals
 from studies.rescue.push import Layer, query_rows, rows_of, thinned
 
 HEADS, WIDTH = 2, 8
@@ -74,4 +74,29 @@ def test_one_head_can_make_a_correlation():
     ranks = heads.rank().corr().iloc[0, 1]
     rest = {"step": 1, "layer": 0, "head": range(41), "sigma": 1.0, "growth_all": 0.0}
     told = table("run", heads.assign(**rest)).replace("-0.00", "0.00")
-    assert told.endswith(f"; without the first of them 0.00; of their ranks {ranks:.2f}")
+    assert f"without the first head 0.00; of ranks {ranks:.2f}." in told
+
+
+def test_rounding_gradient_and_rest_add_up_to_what_sigma_did():
+    sums = pd.DataFrame({"change": [0.3, 0.1], "growth_run": [0.4, 0.0], "growth_all": [-0.1, 0.2]})
+    apart = parts(sums)
+    assert apart["gradient"].tolist() == pytest.approx([-0.5, 0.2])
+    assert apart["rest"].tolist() == pytest.approx([0.4, -0.1])
+    added = apart["rounding"] + apart["gradient"] + apart["rest"]
+    assert added.tolist() == pytest.approx(apart["sigma"].tolist())
+
+
+@pytest.mark.parametrize("change, number", [(50.0, 1), (18.5, 2), (-1.0, 21)])
+def test_the_pushed_head_has_its_place_among_those_that_grew(change, number):
+    generator = np.random.default_rng(3)
+    growth = np.append(generator.normal(size=20), 30)
+    heads = pd.DataFrame(
+        {
+            "step": 1, "layer": 0, "head": range(21), "sigma": 1.0, "growth_all": 0.0,
+            "growth_run": growth, "growth_flash": 2 * growth, "growth_centred": -growth,
+            "change": np.append(generator.permutation(20), change),
+        }
+    )  # fmt: skip
+    told = table("run", heads)
+    assert f"adds most, is number {number} by" in told
+    assert told.endswith("that of others: flash 1.00, centred keys -1.00.")
