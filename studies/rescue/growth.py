@@ -1,6 +1,10 @@
 """Does rounding explain the growth of W_Q? A table and a figure of what `push.py` has measured.
 
-python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz --figure push.png
+    python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz --figure push.png
+
+All figures are sums over steps of changes of log sigma, times 100 ("log points"): 10 are a factor
+of 1.105. The run that was measured is a second one from the checkpoint, eager where its original is
+compiled, so that the two part; what the original's heads did is told beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import bootstrap, spearmanr
 
+from guardbit import read_run
+from studies.rescue.push import STEPS
+
 #: Column of the file -> what the engine is called.
 ENGINES = {
     "growth_run": "cuDNN",
@@ -25,6 +32,16 @@ ENGINES = {
 }
 #: Those that nothing is done for.
 _NATIVE = ("growth_run", "growth_flash", "growth_guardbit")
+
+#: Name of a file, less "push-" -> the run, beside it, whose checkpoint it went on from.
+ORIGINALS = {
+    "seed4": "stock-cudnn-lr1.5e-03-seed4-again9",
+    "seed8": "stock-cudnn-lr1.5e-03-seed8-again11",
+    "seed9": "stock-cudnn-lr1.5e-03-seed9-again5",
+    "seed10": "stock-cudnn-lr1.5e-03-seed10-again5",
+    "seed12": "stock-cudnn-lr1.5e-03-seed12-again11",
+    "seed12-6400": "stock-cudnn-lr1.5e-03-seed12-again11",
+}
 
 #: How many heads are shown: those to whose sigma cuDNN's rounding adds most.
 SHOWN = 3
@@ -71,42 +88,93 @@ def parts(sums: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def original_change(run: pd.DataFrame, first: int, last: int) -> pd.DataFrame:
+    """What log sigma of an original's heads did over some steps, as far as packed runs tell.
+
+    Args:
+        run: Its telemetry, which holds norms of every 200th step.
+        first: The first of the steps.
+        last: The last of them.
+
+    Returns:
+        By (layer, head) the `change`, from the last step kept up to `first` to the first from
+        `last` on, which are its `attrs` "first" and "last".
+    """
+    norms = run[run["indicator"] == "w_q_spectral_norm"]
+    by_step = norms.pivot(index=["layer", "head"], columns="step", values="value")
+    steps = by_step.columns
+    ends = steps[steps <= first].max(), steps[steps >= last].min()
+    change = np.log(by_step[ends[1]] / by_step[ends[0]]).to_frame("change")
+    change.attrs = dict(zip(("first", "last"), ends, strict=True))
+    return change
+
+
 def lines(columns: pd.DataFrame) -> str:
-    """Per cent, of the heads that are shown and of the median of the others."""
+    """Log points of the heads that are shown, and of the median of the others."""
     rows = columns.tail(SHOWN)[::-1]
     rows.index = [f"head {layer}.{head}" for layer, head in rows.index]
-    rows.loc["median of the others"] = columns.iloc[:-SHOWN].median()
+    others = columns.iloc[:-SHOWN]
+    rows.loc[f"median of the other {len(others)}"] = others.median()
     return (100 * rows).to_string(float_format="{:+.2f}".format)
 
 
-def table(name: str, frame: pd.DataFrame) -> str:
-    """What became of the heads that rounding pushes most, of the others, and the correlation."""
+def place(values: pd.Series) -> int:
+    """The place of the last head among all, the largest value first."""
+    return int((values > values.iloc[-1]).sum()) + 1
+
+
+def with_and_without(of: pd.Series, other: pd.Series) -> str:
+    """A correlation over heads, and that without the last one."""
+    return f"{of.corr(other):.2f} ({of.iloc[:-1].corr(other.iloc[:-1]):.2f})"
+
+
+def table(name: str, frame: pd.DataFrame, original: pd.DataFrame | None = None) -> str:
+    """What became of the heads that rounding pushes most, of the others, and correlations.
+
+    Args:
+        name: What the run is called.
+        frame: What `push.py` wrote.
+        original: What `original_change` returned of its original.
+    """
     sums = totals(frame)
     engines = [column for column in ENGINES if column in sums]
-    steps = f"steps {frame['step'].min()} to {frame['step'].max()}"
-    by_engine = sums[engines].rename(columns=ENGINES)
-    r, low, high = correlation(sums)
-    ranks = spearmanr(sums["growth_run"], sums["change"]).statistic
-    others = sums["growth_run"].iloc[:-1].corr(sums["change"].iloc[:-1])
-    rank = int((sums["change"] > sums["change"].iloc[-1]).sum()) + 1
-    alike = ", ".join(
-        f"{ENGINES[column]} {sums['growth_run'].corr(sums[column]):.2f}" for column in engines[1:]
+    rounding, change = sums["growth_run"], sums["change"]
+    apart = parts(sums)
+    in_original = ""
+    if original is not None:
+        apart["original"] = original["change"].reindex(sums.index)
+        in_original = f"""
+original: what sigma did in the run that this one began as, steps {original.attrs["first"]} to \
+{original.attrs["last"]}: there its place is {place(apart["original"])},
+and the correlation of rounding with it {with_and_without(rounding, apart["original"])}."""
+    layer, head = sums.index[-1]
+    first = frame[(frame["layer"] == layer) & (frame["head"] == head)]
+    sigmas = frame[frame["step"] == frame["step"].min()].set_index(["layer", "head"])["sigma"]
+    sigmas = sigmas.reindex(sums.index)
+    _, low, high = correlation(sums)
+    alike = ",\n".join(
+        f"{ENGINES[column]} {with_and_without(rounding, sums[column])}" for column in engines[1:]
     )
-    return f"""{name}, {steps}: per cent of sigma, summed over the steps
+    return f"""{name}, steps {frame["step"].min()} to {frame["step"].max()}: log points
 
-{lines(parts(sums))}
+{lines(apart)}
 
 sigma: what it did. rounding: what cuDNN's adds. gradient: the gradient without it.
 rest: what is not of first order.
-Of {len(sums)} heads the first, to which rounding adds most, is number {rank} by what sigma did.
+The first head is the one to which rounding adds most. Its place among {len(sums)}:
+by what sigma did {place(change)}; by the smallest sigma {place(-sigmas)},\
+ {sigmas.iloc[-1]:.2f} where the median is {sigmas.median():.2f}.
+In this head, over windows of {STEPS} steps, rounding and sigma go together by\
+ {first["growth_run"].corr(first["change"]):.2f}.{in_original}
 
 What each engine's rounding adds, from the same inputs:
 
-{lines(by_engine)}
+{lines(sums[engines].rename(columns=ENGINES))}
 
-Correlation over heads, of cuDNN's rounding and what sigma did: {r:.2f} ({low:.2f} to {high:.2f});
-without the first head {others:.2f}; of ranks {ranks:.2f}.
-Of cuDNN's rounding and that of others: {alike}."""
+Correlations over heads with what cuDNN's rounding adds, in brackets without the first head:
+what sigma did {with_and_without(rounding, change)}, bootstrapped {low:.2f} to {high:.2f}; of ranks\
+ {spearmanr(rounding, change).statistic:.2f};
+{alike}."""
 
 
 def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
@@ -117,24 +185,24 @@ def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
         layer, head = sums.index[-1]
         one = frame[(frame["layer"] == layer) & (frame["head"] == head)].set_index("step")
         running = 100 * one.cumsum()
-        left.plot(running["change"], color="black", linewidth=2.5, label="sigma itself")
+        left.plot(running["change"], color="black", linewidth=2.5, label="log sigma itself")
         for column, label in ENGINES.items():
             if column in one:
                 style = "-" if column in _NATIVE else "--"
                 left.plot(running[column], style, linewidth=1.5, label=label)
-        left.set(title=f"{name}, head {layer}.{head}", xlabel="step", ylabel="% of sigma, summed")
+        left.set(title=f"{name}, head {layer}.{head}", xlabel="step", ylabel="log points, summed")
         left.legend(fontsize=8)
         right.axline((0, 0), slope=1, color="0.7", linewidth=1)
         right.scatter(100 * sums["growth_run"], 100 * sums["change"], s=14)
         for (layer, head), row in sums.tail(SHOWN).iterrows():
-            place = 100 * row["growth_run"], 100 * row["change"]
+            spot = 100 * row["growth_run"], 100 * row["change"]
             right.annotate(
-                f"{layer}.{head}", place, textcoords="offset points", xytext=(-24, -3), fontsize=8
+                f"{layer}.{head}", spot, textcoords="offset points", xytext=(-24, -3), fontsize=8
             )
         right.set(
             title=f"{name}, all {len(sums)} heads",
-            xlabel="what cuDNN's rounding adds to sigma, %",
-            ylabel="what sigma did, %",
+            xlabel="what cuDNN's rounding adds to log sigma, log points",
+            ylabel="what log sigma did, log points",
         )
     figure.tight_layout()
     return figure
@@ -146,11 +214,14 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--figure", type=Path, help="where to draw it")
     options = parser.parse_args(arguments)
-    frames = {
-        path.name.removesuffix(".csv.gz").removeprefix("push-"): pd.read_csv(path)
-        for path in options.files
-    }
-    print("\n\n".join(table(name, frame) for name, frame in frames.items()))
+    frames, originals = {}, {}
+    for path in options.files:
+        name = path.name.removesuffix(".csv.gz").removeprefix("push-")
+        frame = frames[name] = pd.read_csv(path)
+        if name in ORIGINALS:
+            run = read_run(path.parent / ORIGINALS[name])
+            originals[name] = original_change(run, frame["step"].min(), frame["step"].max())
+    print("\n\n".join(table(name, frame, originals.get(name)) for name, frame in frames.items()))
     if options.figure:
         draw(frames).savefig(options.figure, dpi=120)
 

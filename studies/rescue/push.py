@@ -15,10 +15,12 @@ through the momentum, in all later ones together,
 
 and it is this, over sigma, that `growth` holds for each engine: e-folds of sigma by its rounding.
 `growth_all` is the same with the whole gradient as the run had it, `change` what log sigma did. The
-rest of the change is of second order: steps in all directions lengthen a matrix too.
+rest of the change is of second order: steps in all directions lengthen a matrix too. (d is the
+run's own, with cuDNN's errors in it; a run that is corrected from here on would come to another.)
 
 `share` needs no optimizer: with p = -u^T dW_err v and r, the same of the run's gradient without its
-error, it is p / (|p| + |r|), from -1 to 1. (`growth` and `share` are sums over steps.)
+error, it is p / (|p| + |r|), from -1 to 1. (`growth` and `share` are sums over steps. Files made
+before there was a share lack it.)
 
     python -m studies.rescue.growth studies/rescue/results/push-*.csv.gz
 
@@ -234,17 +236,15 @@ def go_on(
         loss.backward()
         instrumentation.observe(None)
         norm = nn.utils.clip_grad_norm_(model.net.parameters(), 1.0)
-        if calls:  # at the first step GuardBit does not know the layers yet
-            engines = engines or engines_for(calls[0])
-            layers = [
-                look_at(projection.weight, inputs[projection], call, engines)
-                for projection, call in zip(projections, reversed(calls), strict=True)
-            ]
-            rate = schedule.get_last_lr()[0]
+        engines = engines or engines_for(calls[0])
+        layers = [
+            look_at(projection.weight, inputs[projection], call, engines)
+            for projection, call in zip(projections, reversed(calls), strict=True)
+        ]
+        rate = schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
-        if calls:
-            yield from rows_of(layers, optimizer, rate, min(1.0, 1.0 / norm.item()), step)
+        yield from rows_of(layers, optimizer, rate, min(1.0, 1.0 / norm.item()), step)
         calls.clear()
         optimizer.zero_grad()
         if (step - first) % 20 == 0:

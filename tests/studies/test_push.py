@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from studies.rescue.growth import correlation, parts, table, totals
+from studies.rescue.growth import correlation, original_change, parts, table, totals
 from studies.rescue.push import Layer, query_rows, rows_of, thinned
 
 HEADS, WIDTH = 2, 8
@@ -77,7 +77,9 @@ def test_one_head_can_make_a_correlation():
     ranks = heads.rank().corr().iloc[0, 1]
     rest = {"step": 1, "layer": 0, "head": range(41), "sigma": 1.0, "growth_all": 0.0}
     told = table("run", heads.assign(**rest)).replace("-0.00", "0.00")
-    assert f"without the first head 0.00; of ranks {ranks:.2f}." in told
+    whole = heads.corr().iloc[0, 1]
+    assert whole > 0.5 and f"what sigma did {whole:.2f} (0.00), bootstrapped" in told
+    assert f"of ranks {ranks:.2f}" in told
 
 
 def test_rounding_gradient_and_rest_add_up_to_what_sigma_did():
@@ -95,11 +97,38 @@ def test_the_pushed_head_has_its_place_among_those_that_grew(change, number):
     growth = np.append(generator.normal(size=20), 30)
     heads = pd.DataFrame(
         {
-            "step": 1, "layer": 0, "head": range(21), "sigma": 1.0, "growth_all": 0.0,
-            "growth_run": growth, "growth_flash": 2 * growth, "growth_centred": -growth,
-            "change": np.append(generator.permutation(20), change),
+            "step": 1, "layer": 0, "head": range(21), "sigma": [*range(2, 22), 3.5],
+            "growth_all": 0.0, "growth_run": growth, "growth_flash": 2 * growth,
+            "growth_centred": -growth, "change": np.append(generator.permutation(20), change),
         }
     )  # fmt: skip
     told = table("run", heads)
-    assert f"adds most, is number {number} by" in told
-    assert told.endswith("that of others: flash 1.00, centred keys -1.00.")
+    assert (
+        f"by what sigma did {number}; by the smallest sigma 3, 3.50 where the median is 11" in told
+    )
+    assert told.endswith("flash 1.00 (1.00),\ncentred keys -1.00 (-1.00).")
+
+
+def norms(step, values):
+    rows = [(step, 0, head, "w_q_spectral_norm", value) for head, value in enumerate(values)]
+    return pd.DataFrame(rows, columns=["step", "layer", "head", "indicator", "value"])
+
+
+def test_the_original_is_read_at_the_steps_around():
+    kept = {200: [1.0, 1.0], 400: [2.0, 3.0], 600: [4.0, 3.0], 800: [9.0, 9.0], 1000: [9.0, 9.0]}
+    run = pd.concat([norms(step, values) for step, values in kept.items()])
+    change = original_change(run, 430, 790)
+    assert change.attrs == {"first": 400, "last": 800}
+    np.testing.assert_allclose(change["change"], np.log([4.5, 3.0]))
+    change = original_change(run, 400, 600)
+    np.testing.assert_allclose(change["change"], np.log([2.0, 1.0]), atol=1e-12)
+
+
+def test_the_place_of_the_pushed_head_in_the_original():
+    heads = frame([400, 410], heads=30).assign(growth_all=0.0)
+    run = pd.concat([norms(400, np.ones(30)), norms(600, [2.0, 3.0, *[1.0] * 27, 1.5])])
+    told = table("run", heads, original_change(run, 400, 410))
+    assert "steps 400 to 600: there its place is 3," in told
+    grown = np.log([2.0, 3.0, *[1.0] * 27, 1.5])
+    expected = np.corrcoef(grown, np.arange(30))[0, 1]
+    assert f"the correlation of rounding with it {expected:.2f} (" in told

@@ -36,9 +36,9 @@ class GradientError:
     0.007. A head is audited in turn, one of its module at a sampled step, at every sampled step
     once it is under suspicion. Errors of 1 fire in the fifth audit, of 0.5 in the seventh, or in
     the eighth where the push is measured. The push is cut at 1 in size, and 1 fires in the 19th
-    audit, beside errors that do not. In 78 recorded runs no head's mean push is above 0.024, also
-    where heads diverge: rows cancel in what dQ does to W_Q, and the push is held against their
-    sizes. So what has fired was the size.
+    audit, beside errors that do not. In the recorded runs no head's mean push over five audits or
+    more is above 0.024, also where heads diverge: rows cancel in what dQ does to W_Q, and the push
+    is held against their sizes. So what has fired was the size.
 
     Attributes:
         tolerated: Mean size of the coherent error, and mean push, still called healthy; 0 to 1.
