@@ -201,8 +201,8 @@ def draw(frames: dict[str, pd.DataFrame]) -> plt.Figure:
             )
         right.set(
             title=f"{name}, all {len(sums)} heads",
-            xlabel="what cuDNN's rounding adds to log sigma, log points",
-            ylabel="what log sigma did, log points",
+            xlabel="what cuDNN's rounding adds, log points",
+            ylabel="change of log sigma, log points",
         )
     figure.tight_layout()
     return figure
