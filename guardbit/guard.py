@@ -104,6 +104,20 @@ def _passes(error: Exception) -> bool:
     return hasattr(error, _REFUSAL) or isinstance(error, _SIGNALS)
 
 
+def _never_began(error: Exception) -> bool:
+    """Whether a call failed because its arguments do not fit: no frame below the door's own."""
+    traceback = error.__traceback__
+    return isinstance(error, TypeError) and traceback is not None and traceback.tb_next is None
+
+
+def _is_no_object(method: Callable[..., Any], given: object) -> str:
+    kind = method.__qualname__.partition(".")[0]
+    return (
+        f"{kind} was called as a class, with {type(given).__name__} in its place: make an object,"
+        f" {kind}(), and pass that"
+    )
+
+
 def method(
     otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
@@ -118,12 +132,14 @@ def method(
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
         def door(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self, Guarded):
+                raise TypeError(_is_no_object(inside, self))
             if self._is_void:
                 return otherwise(self)
             try:
                 return inside(self, *args, **kwargs)
             except Exception as error:
-                if _passes(error):
+                if _passes(error) or (inside.__name__ == "__init__" and _never_began(error)):
                     raise
                 _contained(error, lambda error: self._contain(error, inside.__name__))
             finally:

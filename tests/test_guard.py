@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import nullcontext
 
 import lightning.pytorch as pl
 import pytest
@@ -352,3 +353,39 @@ def test_arguments_are_refused_as_ever(tmp_path):
         MonitorSession(model, every_n_train_steps=0)
     with pytest.raises(ValueError, match="no module that could call attention"):
         MonitorSession(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: guardbit.AttentionMonitor(every_n_steps=5),
+        lambda model: guardbit.AttentionMonitor(50, 3),
+        lambda model: guardbit.AutoStabilizer(scopes="layer"),
+        lambda model: guardbit.HuggingFaceMonitor(polcy=None),
+        lambda model: MonitorSession(model, every_n_steps=5),
+        lambda model: MonitorSession(),
+    ],
+)
+def test_arguments_that_do_not_fit_a_constructor_are_refused(make):
+    with pytest.raises(TypeError, match=r"__init__\(\) (got an unexpected|takes|missing)"):
+        make(nn.Linear(2, 2))
+
+
+def test_a_type_error_of_its_own_stays_with_the_guard(monkeypatch, caplog):
+    def fails(*_, **__):
+        raise TypeError("of GuardBit's own")
+
+    monkeypatch.setattr("guardbit.callbacks.stabilizing.Policy", fails)
+    monkeypatch.setattr("guardbit.callbacks.stabilizing.refusing", nullcontext)
+    guardbit.AutoStabilizer()
+    assert "UNWATCHED and unguarded: of GuardBit's own" in caplog.text
+
+
+def test_other_arguments_of_a_framework_do_not_end_the_run(caplog):
+    guardbit.AttentionMonitor().on_train_start("trainer", "module", "of a later version")
+    assert "on_train_start" in caplog.text
+
+
+def test_a_class_in_an_objects_place_is_refused():
+    with pytest.raises(TypeError, match=r"make an object, AttentionMonitor\(\), and pass that"):
+        guardbit.AttentionMonitor.on_train_start(pl.Trainer, "module")

@@ -144,7 +144,7 @@ def _row(modules: int, left: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_attention(site: Site) -> bool:
-    return looks_like_attention(site.module)
+    return looks_like_attention(site.module, site.name)
 
 
 def _kinds(sites: Sequence[Site]) -> str:

@@ -57,6 +57,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
+from guardbit.monitor.stepping import Stepping
 from guardbit.monitor.switching import Switching
 from guardbit.monitor.telling import Telling
 from guardbit.records import Alarm, Event, RunEnd, Sample
@@ -91,6 +92,11 @@ def _no_alarms(_: object) -> list[Alarm]:
 
 def _no_heads(_: object) -> Mapping[str, Collection[int]]:
     return {}
+
+
+def _warn(line: str) -> None:
+    if ranks.rank() == 0:
+        log.warning("%s", line)
 
 
 def _all_off(_: object) -> frozenset[str]:
@@ -259,6 +265,7 @@ class MonitorSession(Guarded):
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
         self._schedule = Schedule(self.every_n_train_steps)
+        self._stepping = Stepping(_warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._tell_failure)
         of_policy = {n: getattr(self.policy, n) if self.policy else None for n in _POLICY_SETTINGS}
@@ -340,6 +347,7 @@ class MonitorSession(Guarded):
             if self._telling.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
+        self._stepping.begin(step)
         # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
@@ -399,6 +407,7 @@ class MonitorSession(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
+        self._stepping.use("loss")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
@@ -406,6 +415,7 @@ class MonitorSession(Guarded):
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
+        self._stepping.use("grad_norm")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
@@ -439,6 +449,8 @@ class MonitorSession(Guarded):
         Returns:
             The alarms raised now.
         """
+        self._stepping.use("end_step")
+        self._stepping.end()
         ended = self._schedule.end()
         if ended is None:
             return []
@@ -539,6 +551,7 @@ class MonitorSession(Guarded):
         step = self._schedule.step
         if step is None or not self._schedule.is_within_step:
             return
+        self._stepping.end()
         self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
@@ -559,6 +572,7 @@ class MonitorSession(Guarded):
         self._closed, self._schedule.is_sampled = True, False
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
+                self._stepping.close,
                 self._telling.close,
                 lambda: self._journal.close(end),
                 lambda: self._sampling.write_what_is_left(self._schedule.last_ended or 0),

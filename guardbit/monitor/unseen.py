@@ -16,17 +16,38 @@ from guardbit.kernels.engines import hub_kernel_is_loaded
 # a slash; GuardBit sees those of FlashAttention once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
-_LOOKS_LIKE_ATTENTION = re.compile("attention|attn|mha", re.IGNORECASE)
+_ATTENTION = re.compile("attention|attn|mha|multi_?head", re.IGNORECASE)
+
+# Words of their own only: "mla" is in "NormLayer".
+_WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|[a-z]+")
+_KINDS_OF_ATTENTION = frozenset({"gqa", "mqa", "mla"})
+
+# The last word of a module's name in its parent: `self_attn`, but not `attn_norm`.
+_SLOTS = frozenset({"attn", "attention", "mha"}) | _KINDS_OF_ATTENTION
 
 
 class UnseenAttentionError(ValueError):
     """The model calls no attention that GuardBit sees, so nothing can be watched."""
 
 
-def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a module has the name of attention and a weight matrix, its own or below it."""
-    is_named_so = _LOOKS_LIKE_ATTENTION.search(type(module).__name__) is not None
-    return is_named_so and any(parameter.dim() >= 2 for parameter in module.parameters())
+def looks_like_attention(module: nn.Module, name: str = "") -> bool:
+    """Whether a module is called attention, and has a weight matrix, its own or below it.
+
+    Args:
+        module: The module.
+        name: What the model calls it. A module that is called so by the model only, as `h.1.attn`,
+            has to have parts with matrices: in GPT-2 `c_attn` is a projection.
+    """
+    kind = type(module).__name__
+    words = {word.lower() for word in _WORDS.findall(kind)}
+    if _ATTENTION.search(kind) or words & _KINDS_OF_ATTENTION:
+        return _has_matrix(module)
+    last = name.rpartition(".")[2].rpartition("_")[2].lower()
+    return last in _SLOTS and any(_has_matrix(part) for part in module.children())
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    return any(parameter.dim() >= 2 for parameter in module.parameters())
 
 
 def unseen_implementation(module: nn.Module) -> str | None:

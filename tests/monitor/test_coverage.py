@@ -101,6 +101,58 @@ def test_unseen_attention_beside_seen_is_told_once(unseen, tmp_path, caplog):
     assert read_metadata(tmp_path)["unseen"] == ["1"]
 
 
+class Mixer(nn.Module):
+    """Attention of another name: projections, and no call that is seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        return self.out(torch.einsum("bij,bjd->bid", (q @ k.mT).softmax(-1), v))
+
+
+class Block(nn.Module):
+    """A module under a name of the model's own."""
+
+    def __init__(self, name, module):
+        super().__init__()
+        self.name = name
+        self.add_module(name, module)
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+def kind_of(name):
+    return type(name, (Mixer,), {})()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Block("attn", Mixer()), Block("self_attn", Mixer()), Block("mixer", kind_of("GQA")),
+     Block("mixer", kind_of("MultiHead")), Block("mixer", kind_of("CausalMLA"))],
+    ids=lambda module: module.name + type(getattr(module, module.name)).__name__,
+)  # fmt: skip
+def test_attention_is_known_by_the_name_that_the_model_gives_it_and_by_its_kinds(tmp_path, module):
+    watched(tmp_path, Attention(), module)
+    ((_, why),) = told(tmp_path)
+    assert "1 of 2 attention modules is watched" in why
+    assert read_metadata(tmp_path)["unseen"] == [f"1.{module.name}"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Block("attn_norm", kind_of("NormLayer")), Block("c_attn", nn.Linear(32, 32)),
+     Block("mixer", kind_of("NormLayer")), Block("mlp", kind_of("MLP"))],
+    ids=lambda module: module.name + type(getattr(module, module.name)).__name__,
+)  # fmt: skip
+def test_what_only_sounds_like_attention_is_not_named(tmp_path, module):
+    watched(tmp_path, Attention(), module)
+    assert told(tmp_path) == []
+
+
 def test_the_share_that_is_watched_is_told(tmp_path, caplog):
     class Double(Attention):
         """Computes as GuardBit does not."""
