@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NoReturn
 
 from guardbit import guard
 from guardbit.guard import Guarded, undo_all
@@ -26,6 +26,14 @@ class GuardedCallback(Guarded):
 
     session: MonitorSession | None = None
     strict: bool = False
+
+    #: What only the other framework asks of its callbacks -> what to use there.
+    _instead: ClassVar[Mapping[str, str]] = {}
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Says what to use in its place where the other framework has got this callback."""
+        kind, instead = type(self).__name__, self._instead.get(name, "")
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}{instead}")
 
     def _contain(self, error: Exception, where: str) -> None:
         """See `guard.Guarded._contain`."""

@@ -25,7 +25,7 @@ from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings
+from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings, check_policy
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
 from guardbit.store.files import RUN_FOLDER, publish
@@ -72,6 +72,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         ValueError: If an argument is out of range.
     """
 
+    _instead = dict.fromkeys(
+        ("setup", "on_exception"), ": with Lightning's Trainer use AttentionMonitor"
+    )
+
     @guard.method(nothing)
     def __init__(
         self,
@@ -106,6 +110,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 preflight=preflight,
                 on_alarm=on_alarm,
             )
+            check_policy(policy, dry_run)
         self.strict = strict
         self.dirpath = dirpath
         self._settings: dict[str, Any] = {

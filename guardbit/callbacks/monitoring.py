@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -92,6 +93,10 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     Raises:
         ValueError: If an argument is out of range.
     """
+
+    _instead = MappingProxyType(
+        {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor"}
+    )
 
     @guard.method(nothing)
     def __init__(

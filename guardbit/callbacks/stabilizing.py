@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import lightning.pytorch as pl
 
 from guardbit import guard
@@ -9,6 +11,7 @@ from guardbit.callbacks.doors import GuardedCallback, nothing
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy, quiet_period
+from guardbit.monitor.settings import check_policy
 
 
 class AutoStabilizer(GuardedCallback, pl.Callback):
@@ -48,6 +51,10 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
             `AttentionMonitor` and one `AutoStabilizer`.
     """
 
+    _instead = MappingProxyType(
+        {"on_init_end": ": with Hugging Face's Trainer use HuggingFaceMonitor(policy=Policy())"}
+    )
+
     @guard.method(nothing)
     def __init__(
         self,
@@ -65,6 +72,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     ) -> None:
         self.dry_run = dry_run
         with refusing():
+            check_policy(None, dry_run)
             self.policy = Policy(
                 stabilizer,
                 scope=scope,

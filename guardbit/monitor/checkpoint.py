@@ -75,6 +75,10 @@ class Checkpoint:
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
+        if "format" not in state and "stabilizers" not in state:
+            raise ValueError(
+                "this is no state of GuardBit's: it has neither a format nor stabilizers"
+            )
         if state.get("format") != _FORMAT:
             self._load_of_another_version(state)
             return False

@@ -48,8 +48,7 @@ class Coverage:
         self.close()
         self.unseen = [site.name for site in unseen]
         self.table = _table(list(called.values()), unseen)
-        watched = sum(row["watched"] for row in self.table.values())
-        total = sum(row["modules"] for row in self.table.values())
+        watched, total = self.share
         share = f"{watched} of {total} attention modules {'is' if watched == 1 else 'are'} watched"
         if ranks.rank() == 0:
             log.tell(f"GuardBit: {share}: {', '.join(self.table)}")
@@ -66,6 +65,12 @@ class Coverage:
                 f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
             )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """How many attention modules are watched, and of how many that are known."""
+        rows = self.table.values()
+        return sum(row["watched"] for row in rows), sum(row["modules"] for row in rows)
 
     def why_nothing(self) -> str:
         """Returns reasons why no call of attention may have been seen, the likeliest first."""

@@ -219,7 +219,7 @@ class MonitorSession(Guarded):
                 preflight=preflight,
                 on_alarm=on_alarm,
             )
-            check_policy(policy)
+            check_policy(policy, dry_run)
             check_folder(dirpath)
         try:
             self._set_up(model, settings, policy, dry_run)
@@ -396,6 +396,15 @@ class MonitorSession(Guarded):
         """Number of heads an alarm has named so far."""
         return sum(len(heads) for heads in self._findings.alarmed.values())
 
+    @property
+    @guard.method(lambda _: (0, 0))
+    def coverage(self) -> tuple[int, int]:
+        """How many attention modules of this rank are watched, and of how many that are known.
+
+        Both are 0 before the first step that calls attention has ended.
+        """
+        return self._telling.coverage
+
     @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
         """Takes the loss of the current micro-batch.
@@ -409,7 +418,7 @@ class MonitorSession(Guarded):
         """
         self._stepping.use("loss")
         step = self._schedule.step
-        if step is not None and self._takes_scalars():
+        if step is not None and self._takes_scalars() and self._is_number("loss", value):
             self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
 
     @guard.method(_nothing)
@@ -417,7 +426,7 @@ class MonitorSession(Guarded):
         """Takes the total gradient norm of the current step, before clipping."""
         self._stepping.use("grad_norm")
         step = self._schedule.step
-        if step is not None and self._takes_scalars():
+        if step is not None and self._takes_scalars() and self._is_number("grad_norm", value):
             self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
 
     @guard.method(_nothing)
@@ -434,6 +443,18 @@ class MonitorSession(Guarded):
 
         if not self._closed:
             self.attempt("validation loss", record)
+
+    def _is_number(self, name: str, value: object) -> bool:
+        """Whether a scalar can be taken; what is none is left out, and told once."""
+        if isinstance(value, Tensor):
+            return True
+        try:
+            float(value)  # pyright: ignore[reportArgumentType]
+        except (TypeError, ValueError):
+            if self._telling.first(name):
+                _warn(f"{name} is {value!r}, which is no number: it is left out")
+            return False
+        return True
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
@@ -639,6 +660,8 @@ class MonitorSession(Guarded):
             IndexError: If a head is out of range.
         """
         with refusing():
+            if self._closed:
+                raise ValueError("the session is closed: no head can be switched any more")
             heads = None if heads is None else checked_heads(heads)
             self.instrumentation.check_switch(site, stabilizer, heads)
         if self._schedule.is_within_step:

@@ -136,12 +136,14 @@ class Settings:
             )
 
 
-def check_policy(policy: object) -> None:
-    """Refuses what is no policy.
+def check_policy(policy: object, dry_run: object) -> None:
+    """Refuses what is no policy, or does not say how it is to act.
 
     Raises:
         ValueError: Naming what it is.
     """
+    if not isinstance(dry_run, bool):
+        raise ValueError(f"dry_run is {dry_run!r}; it must be True or False")
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
 

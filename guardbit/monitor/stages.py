@@ -39,6 +39,10 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
 log = _Log(logging.getLogger("guardbit"))
 
 
+#: What is lost with a stage, where its name does not say it.
+_MEANS = {"store": "telemetry is not kept from here on; alarms and switches go on: "}
+
+
 class FailedElsewhereError(RuntimeError):
     """Raised when a stage has failed on another rank."""
 
@@ -80,8 +84,9 @@ class Stages:
             return
         self.off.add(stage)
         log.warning(
-            "the stage '%s' failed and is off for the rest of the run, which goes on: %s",
+            "the stage '%s' failed and is off for the rest of the run, which goes on: %s%s",
             stage,
+            _MEANS.get(stage, ""),
             # Some errors, such as MemoryError, have no text.
             str(error) or type(error).__name__,
             # Errors of the system name their file or address themselves.

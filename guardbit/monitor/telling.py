@@ -63,6 +63,11 @@ class Telling:
         """Why a step had no attention that could be measured."""
         return self._coverage.why_nothing()
 
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """How many attention modules are watched, and of how many that are known."""
+        return self._coverage.share
+
     def what_is_unseen(self, step: int) -> None:
         """Tells which attention of a step nothing watches, and once how much is watched."""
         for why in self._coverage.check():

@@ -275,3 +275,14 @@ def test_a_model_whose_attention_is_never_seen_trains_on_unwatched(
 def test_settings_are_refused_when_it_is_made():
     with pytest.raises(ValueError, match="every_n_train_steps is 0; it must be at least 1"):
         HuggingFaceMonitor(0)
+
+
+@pytest.mark.parametrize("name", ["setup", "on_exception"])
+def test_lightning_s_trainer_is_told_what_to_use(name):
+    with pytest.raises(AttributeError, match="with Lightning's Trainer use AttentionMonitor"):
+        getattr(HuggingFaceMonitor(), name)
+
+
+def test_a_monitor_that_does_not_say_whether_it_acts_is_refused():
+    with pytest.raises(ValueError, match="dry_run is 'no'; it must be True or False"):
+        HuggingFaceMonitor(dry_run="no")

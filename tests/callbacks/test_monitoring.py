@@ -22,6 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import guardbit
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
+from guardbit.callbacks.lines import last_line
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import HEAD_INDICATORS, LOGGED_KEYS, OCCASIONAL, of_probe
 from guardbit.monitor import transfer
@@ -375,10 +376,61 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
     monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
     with caplog.at_level(logging.INFO):
         trains.fit(monitor, max_steps=5)
-    found = "1 head alarmed" if rules else "no head alarmed up to step 4"
+    found = "1 head alarmed, no stabilizer attached" if rules else "no head alarmed up to step 4"
     said = f"run finished, {found}; the report: guardbit report '{tmp_path}/a run'"
     assert [line for line in caplog.messages if "report" in line] == [f"GuardBit: {said}"]
     assert read_end(tmp_path / "a run") == "finished"
+
+
+class Lines:
+    """A session as far as the last line reads it."""
+
+    sampled_step, num_alarmed_heads, stages_off, policy = 4, 0, frozenset(), None
+    coverage = (3, 3)
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "no head alarmed up to step 4"),
+        ({"coverage": (0, 2)}, "no head was watched"),
+        ({"coverage": (0, 0)}, "no head was watched"),
+        ({"sampled_step": None, "coverage": (0, 0)}, "no step was sampled"),
+        (
+            {"coverage": (1, 3)},
+            "no head alarmed up to step 4, in the 1 of 3 attention modules that are watched",
+        ),
+        (
+            {"coverage": (1, 3), "num_alarmed_heads": 2, "policy": "some"},
+            "2 heads alarmed, in the 1 of 3 attention modules that are watched",
+        ),
+        ({"num_alarmed_heads": 2}, "2 heads alarmed, no stabilizer attached"),
+    ],
+)
+def test_the_last_line_says_what_was_watched(tmp_path, given, found):
+    report = f"; the report: guardbit report {tmp_path}"
+    assert (
+        last_line("finished", Lines(**given), tmp_path)
+        == f"GuardBit: run finished, {found}{report}"
+    )
+    elsewhere = last_line("crashed", Lines(**given), tmp_path / "never written")
+    assert elsewhere == f"GuardBit: run crashed, {found}"
+
+
+@pytest.mark.parametrize("callback", [AttentionMonitor, AutoStabilizer])
+def test_lightning_s_callbacks_say_what_hugging_face_s_trainer_takes(callback):
+    with pytest.raises(AttributeError, match="with Hugging Face's Trainer use HuggingFaceMonitor"):
+        callback().on_init_end  # noqa: B018 - what the Trainer looks up first
+    with pytest.raises(AttributeError, match=r"object has no attribute 'nonsense'$"):
+        callback().nonsense  # noqa: B018
+
+
+def test_a_stabilizer_that_does_not_say_whether_it_acts_is_refused():
+    with pytest.raises(ValueError, match="dry_run is 'no'; it must be True or False"):
+        AutoStabilizer(dry_run="no")
 
 
 def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):

@@ -58,7 +58,7 @@ class Detectors:
     def __init__(
         self, rules: tuple[Rule, ...] = DEFAULT_RULES, *, cool_down_steps: int = 1000
     ) -> None:
-        if not isinstance(rules, Sequence):
+        if isinstance(rules, str) or not isinstance(rules, Sequence):
             raise ValueError(f"rules is {rules!r}; it must be a tuple of rules")
         for rule in rules:
             if not isinstance(getattr(rule, "name", None), str) or not hasattr(rule, "examine"):

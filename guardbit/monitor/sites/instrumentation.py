@@ -274,7 +274,10 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
         model = model.get_submodule("_original_module")
     for name, module in model.named_modules():
         if interception.is_attached(module):
-            raise ValueError(f"the model is instrumented already (module '{name}')")
+            raise ValueError(
+                f"the model is instrumented already (module '{name}'): one monitor is enough;"
+                " take out the other one, or close or remove it first"
+            )
         if isinstance(module, nn.DataParallel):
             raise ValueError(
                 f"module '{name}' is an nn.DataParallel, whose threads run one module at the same"

@@ -54,7 +54,23 @@ def test_what_is_no_step_is_refused(step):
     loop.session.close()
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), torch.tensor(1j), "x"])
+@pytest.mark.parametrize("loss", ["x", None, [1.0]])
+def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    for step, value in enumerate([loss, 0.5, loss, 0.25]):
+        with loop.session.step(step) as record:
+            loop.backward(step)
+            record.loss(value)
+            record.grad_norm(loss)
+    loop.session.close()
+    assert values(tmp_path, "loss") == {1: 0.5, 3: 0.25} and values(tmp_path, "grad_norm") == {}
+    told = [line for line in caplog.messages if "which is no number: it is left out" in line]
+    assert told == [
+        f"{name} is {loss!r}, which is no number: it is left out" for name in ("loss", "grad_norm")
+    ]
+
+
+@pytest.mark.parametrize("loss", [torch.ones(3), torch.tensor(1j)])
 def test_what_is_no_loss_turns_off_the_losses_alone(tmp_path, caplog, loss):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
     with loop.session.step(0) as record:
@@ -73,6 +89,9 @@ def test_what_is_no_loss_turns_off_the_losses_alone(tmp_path, caplog, loss):
         ({"dirpath": 3}, "dirpath is 3; it must be a path, or None"),
         ({"indicators": []}, "indicators is empty"),
         ({"sites": []}, "sites is empty"),
+        ({"rules": "head_growth"}, "rules is 'head_growth'; it must be a tuple of rules"),
+        ({"dry_run": "no"}, "dry_run is 'no'; it must be True or False"),
+        ({"dry_run": None}, "dry_run is None; it must be True or False"),
     ],
 )
 def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
@@ -80,3 +99,32 @@ def test_bad_settings_are_named_and_leave_the_model_alone(settings, message):
     with pytest.raises(ValueError, match=message):
         MonitorSession(model, **settings)
     MonitorSession(model).close()
+
+
+def test_a_second_monitor_of_a_model_is_told_what_to_do():
+    session = MonitorSession(model := model_of())
+    with pytest.raises(ValueError, match=r"one monitor is enough; take out the other one"):
+        MonitorSession(model)
+    session.close()
+
+
+def test_a_closed_session_switches_nothing():
+    loop = Loop(every_n_train_steps=1)
+    loop.run([0])
+    with pytest.raises(ValueError, match="the session is closed: no head can be switched"):
+        loop.session.switch("*", "exact_delta")
+
+
+def test_a_state_of_something_else_is_refused():
+    loop = Loop(every_n_train_steps=1)
+    with pytest.raises(ValueError, match="this is no state of GuardBit's"):
+        loop.session.load_state_dict(model_of().state_dict())
+    loop.session.close()
+
+
+def test_a_store_that_fails_says_what_is_lost(tmp_path, caplog):
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.session._stages.fail("store", OSError("no space left"))
+    (line,) = caplog.messages
+    assert "telemetry is not kept from here on; alarms and switches go on: no space left" in line
+    loop.run([0])
