@@ -95,6 +95,8 @@ class Preflight:
         delta: Where backwards take delta from, by "engine shape mask dtype".
         chosen: The engine that PyTorch chooses, by "shape mask dtype".
         examined: How many engines were examined, those of each call counted.
+        left_out: Kinds of inputs for which time or memory was short, by "engine shape mask dtype";
+            by "shape mask dtype" where a call was not begun.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -103,12 +105,18 @@ class Preflight:
     delta: dict[str, str] = field(default_factory=dict)
     chosen: dict[str, str] = field(default_factory=dict)
     examined: int = 0
+    left_out: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_broken(self) -> bool:
         """Whether something that was examined is wrong."""
         return any(finding.is_broken for finding in self.findings)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all calls were run on all kinds of inputs."""
+        return not self.left_out
+
     def as_json(self) -> dict[str, Any]:
         """All of it, for `json.dumps`."""
-        return {**asdict(self), "is_broken": self.is_broken}
+        return {**asdict(self), "is_broken": self.is_broken, "is_complete": self.is_complete}

@@ -97,7 +97,7 @@ class Examiner:
             raise ValueError(f"dtypes are {' and '.join(DTYPES)}, but it is {dtype_name!r}")
         dtype = DTYPES[dtype_name]
         place = f"{shape} {mask} {dtype_name}"
-        if self._is_late(place) or self._is_too_large(place, shape, mask):
+        if self._is_left_out(place, shape, mask):
             return
         dense = dense_spec(shape, mask, dtype, self.device)
 
@@ -131,6 +131,7 @@ class Examiner:
         said = f"{mask} softcap:{softcap:g}" if softcap else mask
         spec = replace(dense_spec(shape, mask, dtype, self.device), softcap=softcap)
         if self._is_late(f"{shape} {said} {dtype_name}, flex_attention"):
+            self.result.left_out[f"{self._flex.name} {shape} {said} {dtype_name}"] = tuple(KINDS)
             return
         calls = [(kind, make(kind, shape, spec, dtype, self.device)) for kind in KINDS]
         if (why := why_not_flex(calls[0][1])) is not None:
@@ -145,7 +146,7 @@ class Examiner:
         dtype_name = next(name for name, known in DTYPES.items() if known == dtype)
         mask = call.mask
         place = f"{shape} {mask} {dtype_name}"
-        if self._is_late(place) or self._is_too_large(place, shape, mask):
+        if self._is_left_out(place, shape, mask):
             return
 
         def calls() -> Iterable[tuple[str, Call]]:
@@ -182,38 +183,43 @@ class Examiner:
         ]
         if not examinations:
             return
-        for kind, call in calls:
+        left_out = {examination.name: list(KINDS) for examination in examinations}
+        for number, (kind, call) in enumerate(calls):
             if self._is_late(f"{shape} {mask}, {kind} and what follows"):
                 break
-            exacts, units = self._exacts(call)
+            exacts, units = self._exacts(call, len(KINDS) - number)
             for examination in examinations:
                 if self._is_late(f"{examination.name}, {shape} {mask}, {kind} and what follows"):
                     break
                 try:
                     examination.look(kind, call, exacts, units)
+                    left_out[examination.name].remove(kind)
                 except torch.OutOfMemoryError:
                     place = f"{examination.name}, {shape} {mask}, {kind}"
                     self._refuse("not examined: out of memory", place)
         for examination in examinations:
+            place = f"{examination.name} {shape} {mask} {dtype}"
+            if kinds := left_out[examination.name]:
+                self.result.left_out[place] = tuple(kinds)
             if not examination.has_looked:
                 continue
             self.result.examined += 1
             found = examination.findings()
             self.result.findings += found
             self.result.rows += examination.rows
-            self.result.delta[f"{examination.name} {shape} {mask} {examination.dtype}"] = (
-                examination.delta
-            )
+            self.result.delta[place] = examination.delta
         self.result.findings.sort(key=lambda finding: not finding.is_broken)
 
-    def _exacts(self, call: Call) -> tuple[list[Exact], str]:
+    def _exacts(self, call: Call, kinds_left: int) -> tuple[list[Exact], str]:
         """Units of a call in FP64, as many as there is time for, and how many of how many."""
+        now = time.monotonic()
+        end = now + 0.5 * (self._end - now) / kinds_left
         everything = units_of(call, None)
         wanted = units_of(call, self._units)
         exacts: list[Exact] = []
         for unit in wanted:
-            # The first is always there; half of the time that is left is the engines'.
-            if exacts and time.monotonic() > self._end - 0.5 * self._seconds:
+            # The first is always there; half of the time of each kind of inputs is the engines'.
+            if exacts and time.monotonic() > end:
                 break
             exacts.append(exactly(call, unit, self._chunk_bytes()))
         return exacts, f"{len(exacts)} of {len(everything)}"
@@ -226,6 +232,12 @@ class Examiner:
         if late:
             self._refuse(f"not examined: {self._seconds:.0f} s are over", place)
         return late
+
+    def _is_left_out(self, place: str, shape: Shape, mask: str) -> bool:
+        left_out = self._is_late(place) or self._is_too_large(place, shape, mask)
+        if left_out:
+            self.result.left_out[place] = tuple(KINDS)
+        return left_out
 
     def _is_too_large(self, place: str, shape: Shape, mask: str) -> bool:
         b, h, _, n, d = shape

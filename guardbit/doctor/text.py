@@ -68,7 +68,8 @@ def verdict(preflight: Preflight, *place: str) -> str:
     ]
     bad = [finding.fault for finding in mine if finding.is_broken]
     other = [finding.fault for finding in mine if not finding.is_broken]
-    said = f"BROKEN: {', '.join(bad)}" if bad else "sound"
+    so_far = " so far" if " ".join(place) in preflight.left_out else ""
+    said = f"BROKEN: {', '.join(bad)}" if bad else f"sound{so_far}"
     return said + (f" ({', '.join(other)})" if other else "")
 
 
@@ -103,6 +104,11 @@ def conclusion(preflight: Preflight) -> str:
     broken = {finding.engine for finding in preflight.findings if finding.is_broken}
     if broken:
         return f"Broken: {', '.join(sorted(broken))}."
+    if not preflight.is_complete:
+        return (
+            f"Incomplete: {preflight.examined} examined, within the bounds of their arithmetic so"
+            " far; the rest needs more time or memory (* is PyTorch's choice)."
+        )
     return (
         f"Sound: all of the {preflight.examined} examined are within the bounds of their arithmetic"
         " (* is PyTorch's choice)."

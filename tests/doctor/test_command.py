@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from guardbit.cli import app
+from guardbit.doctor import preflight
 from guardbit.doctor.call import Shape, document_lengths, parse_shape
+from guardbit.doctor.examination import Examination
 from guardbit.doctor.known import is_within, known_faults
 from guardbit.doctor.preflight import Examiner
 from guardbit.kernels.engines.cpu_flash import CPUFlash
@@ -26,6 +29,7 @@ def test_json_holds_machine_rows_and_no_finding():
     told = json.loads(result.stdout)
     assert told["machine"]["versions"]["torch"]
     assert told["findings"] == [] and told["is_broken"] is False
+    assert told["left_out"] == {} and told["is_complete"] is True
     assert told["chosen"] == {"1,2,1,24,16 causal bf16": "FLASH_ATTENTION"}
     assert {row["engine"] for row in told["rows"]} == {"FLASH_ATTENTION", "MATH", "guardbit"}
     assert {row["tensor"] for row in told["rows"]} == {"out", "lse", "dq", "dk", "dv"}
@@ -50,6 +54,75 @@ def test_something_broken_is_exit_code_1_and_a_sentence_with_what_to_do(monkeypa
     assert result.exit_code == 1
     assert "dK 2 times the exact one. Turn it off: torch.backends" in result.stdout
     assert result.stdout.splitlines()[-1] == "Broken: FLASH_ATTENTION."
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still; looking at inputs takes `look` seconds, a unit in FP64 `unit`."""
+    clock = SimpleNamespace(now=0.0, look=0.0, unit=0.0)
+    monkeypatch.setattr(preflight, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def slowed(work, cost):
+        def run(*arguments):
+            clock.now += getattr(clock, cost)
+            return work(*arguments)
+
+        return run
+
+    monkeypatch.setattr(Examination, "look", slowed(Examination.look, "look"))
+    monkeypatch.setattr(preflight, "exactly", slowed(preflight.exactly, "unit"))
+    return clock
+
+
+def test_what_was_examined_in_part_is_not_called_sound(clock):
+    clock.look = 10.0  # the fourth look, FLASH_ATTENTION's second, is the last to begin
+    result = invoke(*SMALL, "--seconds", "39")
+    assert result.exit_code == 0
+    rows = [
+        line for line in result.stdout.splitlines() if " 1,2,1,24,16 " in line and "e-03" in line
+    ]
+    assert len(rows) == 3 and all(row.endswith("  sound so far") for row in rows)
+    assert result.stdout.splitlines()[-1].startswith("Incomplete: 3 examined")
+    assert "Sound" not in result.stdout
+
+    clock.now = 0.0
+    told = json.loads(invoke(*SMALL, "--seconds", "39", "--json").stdout)
+    assert (told["is_broken"], told["is_complete"]) == (False, False)
+    left = {
+        place.removesuffix(" 1,2,1,24,16 causal bf16"): x for place, x in told["left_out"].items()
+    }
+    rest = [
+        "tied maxima",
+        "low logsumexp",
+        "high logsumexp",
+        "peaked",
+        "huge gradients",
+        "tiny gradients",
+    ]
+    assert left == {
+        "FLASH_ATTENTION": ["rows counted", *rest],
+        "MATH": ["keys counted", "rows counted", *rest],
+        "guardbit": ["keys counted", "rows counted", *rest],
+        "flex_attention": ["as drawn", "keys counted", "rows counted", *rest],
+    }
+
+
+def test_what_is_broken_in_part_is_broken(clock, monkeypatch):
+    monkeypatch.setattr(CPUFlash, "backward", lambda *arguments: 1 / 0)
+    clock.look = 10.0
+    result = invoke(*SMALL, "--seconds", "15")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-1] == "Broken: FLASH_ATTENTION."
+
+
+def test_units_of_the_first_inputs_do_not_take_the_time_of_the_others(clock):
+    clock.look, clock.unit = 1.5, 1.0  # FP64 alone would take 96 seconds for each of nine inputs
+    examiner = Examiner("cpu", seconds=90, all_units=True)
+    examiner.shape(parse_shape("8,12,12,8,8"), "causal", "bf16")
+    assert not {"FLASH_ATTENTION", "MATH", "guardbit"} & {
+        x.split()[0] for x in examiner.result.left_out
+    }
+    assert len({row.inputs for row in examiner.result.rows}) == 9
 
 
 @pytest.mark.parametrize(
@@ -78,6 +151,8 @@ def test_what_time_and_memory_do_not_allow_is_said():
     (why,) = large.result.refused
     assert "more than half of the free memory" in why
     assert large.result.examined == late.result.examined == 0
+    assert list(late.result.left_out) == ["1,1,1,8,8 causal bf16"]
+    assert not (late.result.is_complete or large.result.is_complete)
 
 
 def test_documents_fill_the_sequence_and_one_has_one_token():
