@@ -78,6 +78,7 @@ class Journal:
         self._events: list[Event] = []
         self._notes: dict[str, Any] = {}
         self._failures, self._is_failing = 0, False
+        self._is_hidden = False
 
     def open(
         self,
@@ -139,6 +140,14 @@ class Journal:
                 self._dirpath,
                 start.step,
             )
+        if start.is_resumed and goes_on:
+            log.tell(f"GuardBit: the run in {self._dirpath} goes on from step {start.step}")
+        elif start.is_resumed:
+            log.tell(
+                f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
+                f" of it: its telemetry begins at step {start.step}; to go on in the folder of"
+                " before, pass that as dirpath"
+            )
         recorded = _recorded(self._dirpath, start.step)
         missing = _missing(start.remembered, recorded, start.step)
         for event in missing:
@@ -196,6 +205,7 @@ class Journal:
             writer.flush()
             if samples:
                 writer.tick(max(sample.step for sample in samples), time.time())
+                self._look_around(writer)
             if self._notes:
                 writer.update_metadata(self._notes)
                 self._notes = {}
@@ -206,6 +216,16 @@ class Journal:
             self._bear(error)
         else:
             self._failures, self._is_failing = 0, False
+
+    def _look_around(self, writer: RunWriter) -> None:
+        """Tells once that another run writes into the folder."""
+        if not self._is_hidden and writer.is_hidden():
+            self._is_hidden = True
+            log.warning(
+                "another run has begun to write into %s: what this one records there is hidden"
+                " from now on; give each run a dirpath of its own",
+                self._dirpath,
+            )
 
     def _bear(self, error: OSError) -> None:
         """Keeps pending what could not be written, unless that has happened too often."""

@@ -178,6 +178,8 @@ def warn_of_settings(
             quiet,
             detectors.cool_down_steps,
         )
+    if not detectors.roles:
+        log.warning("rules is empty: no alarm can come, and a policy has nothing to act on")
     unjudged = detectors.unjudged(indicators)
     if unjudged:
         log.warning(

@@ -162,7 +162,8 @@ class RunWriter:
         sweep(folder)
         listing = list_folder(folder)
         number = 1 + max((key.number for key in listing.sessions), default=0)
-        session = SessionKey(number, uuid.uuid4().hex[:8])
+        self._folder, self._session = folder, SessionKey(number, uuid.uuid4().hex[:8])
+        session = self._session
         self._session_path = folder / f"session-{session}.json"
         self._start_step = NO_PAST if start_step is None else start_step
         self._flush_every = flush_every
@@ -180,6 +181,14 @@ class RunWriter:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.close("finished" if error is None else "crashed")
+
+    def is_hidden(self) -> bool:
+        """Whether another writer has opened the folder since, and hides what this one writes.
+
+        Raises:
+            OSError: The folder cannot be listed.
+        """
+        return any(session > self._session for session in list_folder(self._folder).sessions)
 
     def update_metadata(self, metadata: Mapping[str, Any]) -> None:
         """Adds to the run's metadata, or replaces values under the same keys.

@@ -440,3 +440,10 @@ def test_what_a_killed_writer_left_half_written_is_removed_by_a_later_one(tmp_pa
     # Another writer may be at it; and other people's files are theirs.
     assert lately.exists() and foreign.exists()
     assert steps_and_values(tmp_path) == [(1, 0.0)]
+
+
+def test_a_writer_knows_whether_a_later_one_hides_it(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as first:
+        assert not first.is_hidden()
+        with RunWriter(tmp_path) as second:
+            assert first.is_hidden() and not second.is_hidden()

@@ -1,6 +1,7 @@
 """What a resumed run remembers, and what it makes of the folder's earlier run."""
 
 import json
+import logging
 
 import pandas as pd
 import pytest
@@ -209,3 +210,29 @@ def test_a_state_of_another_version_and_another_model_is_refused():
     with pytest.raises(ValueError, match=r"no module 'other\.attention' to switch"):
         loop.session.load_state_dict({"format": 2, "stabilizers": {"other.attention": ["row_max"]}})
     loop.session.close()
+
+
+def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    first.run([0], close=False)
+    Loop(every_n_train_steps=1, dirpath=tmp_path).run([0])
+    assert "another run has begun to write" not in caplog.text
+    first.run([1, 2])
+    told = [line for line in caplog.messages if "another run has begun to write" in line]
+    assert len(told) == 1 and str(tmp_path) in told[0]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path / "first")
+    first.run([0, 1], close=False)
+    state = first.session.state_dict()
+    first.session.close()
+    folder = tmp_path / ("first" if same else "second")
+    second = Loop(every_n_train_steps=1, dirpath=folder)
+    second.session.load_state_dict(state)
+    with caplog.at_level(logging.INFO, "guardbit"):
+        second.run([2, 3])
+    goes_on = f"GuardBit: the run in {folder} goes on from step 2"
+    begins = f"{folder} holds nothing of it: its telemetry begins at step 2"
+    assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)

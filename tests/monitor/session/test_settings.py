@@ -44,6 +44,13 @@ def test_indicators_that_leave_rules_nothing_to_read_are_warned_of(caplog):
     assert "head_growth" not in line and "loss_departure" not in line
 
 
+def test_a_guard_without_rules_says_that_no_alarm_can_come(caplog):
+    Loop(rules=())
+    assert caplog.messages == [
+        "rules is empty: no alarm can come, and a policy has nothing to act on"
+    ]
+
+
 @pytest.mark.parametrize("step", [1.5, "1", None, -1])
 def test_what_is_no_step_is_refused(step):
     loop = Loop()
