@@ -49,7 +49,9 @@ class Coverage:
         self.unseen = [site.name for site in unseen]
         self.table = _table(list(called.values()), unseen)
         watched, total = self.share
-        share = f"{watched} of {total} attention modules {'is' if watched == 1 else 'are'} watched"
+        which = " that `sites` selects" if self._instrumentation.is_selection else ""
+        verb = "is" if watched == 1 else "are"
+        share = f"{watched} of {total} attention modules{which} {verb} watched"
         if ranks.rank() == 0:
             log.tell(f"GuardBit: {share}: {', '.join(self.table)}")
         if unseen:

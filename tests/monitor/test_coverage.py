@@ -331,3 +331,12 @@ def test_the_share_is_shown_where_logging_is_not_set_up():
     line = "GuardBit: 1 of 1 attention modules is watched: F.scaled_dot_product_attention\n"
     set_up, not_set_up = done.stderr.split("not set up\n")
     assert (set_up.count(line), not_set_up.count(line)) == (0, 1)
+
+
+def test_the_share_of_a_selection_says_so(caplog):
+    model = nn.Sequential(Attention(), Attention(), WrittenOutAttention())
+    session = MonitorSession(model, every_n_train_steps=1, sites=["0"], strict=True)
+    with caplog.at_level(logging.INFO, "guardbit"), session.step(0):
+        model(torch.randn(2, 8, 32)).square().mean().backward()
+    session.close()
+    assert "1 of 1 attention modules that `sites` selects is watched" in caplog.text

@@ -20,10 +20,15 @@ from guardbit.monitor.unseen import UnseenAttentionError, refuse_unseen
 
 
 class Instrumentation:
-    """A model whose attention calls are routed through GuardBit; made by `instrument`."""
+    """A model whose attention calls are routed through GuardBit; made by `instrument`.
+
+    Attributes:
+        is_selection: Whether only the modules that `sites` named are considered.
+    """
 
     def __init__(self, model: nn.Module, sites: Sequence[str] | None) -> None:
         candidates = dict(candidates_of(model))
+        self.is_selection = sites is not None
         if sites is not None:
             candidates = select(candidates, sites, "module")
         else:
@@ -61,6 +66,7 @@ class Instrumentation:
         nothing = cls.__new__(cls)
         nothing._model, nothing._sites, nothing._at_rest = nn.Module(), {}, False
         nothing._clock, nothing._switched, nothing._installed = Clock(), [], []
+        nothing.is_selection = False
         return nothing
 
     def _attach(self, site: Site) -> None:
