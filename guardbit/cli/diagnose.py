@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -48,15 +49,18 @@ def diagnose(
 
     with refusing(OSError, ValueError):
         folder = folder_of_run(path)
-        verdict = last_verdict(folder)
         heads = heads_of_run(folder, head or ())
+        verdict = last_verdict(folder)
+        figures = output or folder / "diagnosis"
+        if not as_json:
+            _check_writable(figures)
         found = []
         for one in diagnose_heads(heads, seconds):
             found.append(one)
             if not as_json:
                 for line in text.page(one):
                     typer.echo(printable(line) if line else "")
-                place = (output or folder / "diagnosis") / text.file_name(one)
+                place = figures / text.file_name(one)
                 typer.echo(f"Figure: {printable(str(_draw(one, place)))}\n")
     if as_json:
         told = [text.as_json(one) for one in found]
@@ -71,6 +75,19 @@ def diagnose(
             " --head asks for one, --seconds for more time."
         )
     typer.echo(f"The rules' own verdict on the run is {printable(verdict)}")
+
+
+def _check_writable(place: Path) -> None:
+    """Makes a folder, and a file in it for a moment: a minute's work is not to end in an error."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"nothing can be written to {place} ({error.strerror}): give another folder by"
+            " --output, or use --json, which writes nothing"
+        ) from error
 
 
 def _keep_answer(told: list[dict[str, Any]], folder: Path) -> None:
@@ -101,6 +118,5 @@ def _draw(one: Diagnosed, place: Path) -> Path:
         roots.column_push.tolist(),
         one.found.row,
     )
-    place.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(place)
     return place

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from guardbit.diagnosis.diagnosis import Diagnosis, diagnose
 from guardbit.diagnosis.storage import KeptHead, read_snapshots
-from guardbit.store import read_events, read_metadata
+from guardbit.store import is_run, read_events, read_metadata
 
 
 class Diagnosed(NamedTuple):
@@ -43,14 +43,19 @@ def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead
         wanted: Heads as "site:number"; empty for all.
 
     Raises:
-        ValueError: If there are none, or not of a wanted head.
+        ValueError: If there are none, not of a wanted head, or `folder` is a file.
         OSError: If they cannot be read.
     """
+    if folder.is_file():
+        raise ValueError(
+            f"cannot read a run from the file {folder}: the run's folder is needed, which holds the"
+            " inputs of alarmed heads"
+        )
     heads: dict[str, list[KeptHead]] = {}
     for snapshot in read_snapshots(folder):
         heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
     if not heads:
-        raise ValueError(f"the run at {folder} holds no snapshots: {_why_none(folder)}")
+        raise ValueError(f"{_why_none(folder)}; session.snapshot(site, heads) keeps any head")
     for name in wanted:
         if name not in heads:
             raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
@@ -91,9 +96,13 @@ def last_verdict(folder: Path) -> str:
 
 def _why_none(folder: Path) -> str:
     noted = read_metadata(folder).get("snapshots")
-    if noted:
-        return str(noted)
-    return (
-        "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0;"
-        " session.snapshot(site, heads) keeps any head"
-    )
+    if not noted and is_run(folder) and not _names_heads(folder):
+        return "no head of this run was alarmed, so there is nothing to diagnose"
+    reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
+    return f"the run at {folder} holds no snapshots: {reason}"
+
+
+def _names_heads(folder: Path) -> bool:
+    """Whether a head was alarmed, or named by an advisory."""
+    events = read_events(folder)
+    return any(events.loc[events["kind"].isin(("alarm", "advisory")), "heads"].map(len))

@@ -143,9 +143,40 @@ def test_impossible_wishes_are_refused(run, arguments, why):
 def test_a_run_without_snapshots_is_refused(tmp_path, metadata, why):
     with RunWriter(tmp_path, metadata=metadata) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
+        writer.event(Event(3, "alarm", "attn", (0,), "it grows", rule="head_growth"))
     result = invoke(tmp_path)
     assert result.exit_code == 2
     assert "holds no snapshots" in result.stderr and why in result.stderr
+
+
+def test_without_an_alarm_on_a_head_there_is_nothing_to_diagnose(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
+        writer.event(Event(3, "alarm", "", (), "the loss left", rule="loss_departure"))
+        writer.event(Event(3, "verdict", "", (), "nothing happened", verdict="stable"))
+    result = invoke(tmp_path)
+    assert result.exit_code == 2
+    assert "no head of this run was alarmed, so there is nothing to diagnose" in result.stderr
+    assert "snapshot_megabytes" not in result.stderr
+
+
+def test_a_file_is_no_run_as_the_report_says(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("text")
+    result = invoke(path)
+    said = f"cannot read a run from the file {path}"
+    assert said in " ".join(result.stderr.split()) and result.exit_code == 2
+    assert said in CliRunner().invoke(app, ["report", str(path)]).stderr
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_the_work(run, tmp_path):
+    (run / "diagnosis").write_text("a file in the way; root may write to any folder")
+    result = invoke(run)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "nothing can be written to" in result.stderr and "Errno" not in result.stderr
+    assert "--output" in result.stderr and result.stderr.count("\n") == 1
+    assert invoke(run, "--json").exit_code == 0
+    assert invoke(run, "--output", tmp_path / "there").exit_code == 0
 
 
 def test_no_run_is_refused(tmp_path):
