@@ -1,10 +1,20 @@
 """What `guardbit demo` tells of a run; the run itself is tried by hand."""
 
+import json
+from pathlib import Path
+
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
+import guardbit
 from guardbit import demo
+from guardbit.cli import app
+from guardbit.cli.demo import WHICH_IS_WHICH
 from guardbit.records import Event
+from guardbit.store import read_events, read_metadata, read_run
+
+RECORDED = Path(guardbit.__file__).parent / "recorded"
 
 
 @pytest.mark.parametrize("alarmed, told", [((2,), 2), ((), 0)])
@@ -23,3 +33,37 @@ def test_before_and_after_are_of_the_head_that_was_alarmed(alarmed, told):
     cells = [list(column.cells) for column in table.columns]
     row = [column[cells[0].index("max_logit")] for column in cells[1:]]
     assert row == [f"{10.0**told:.3g}"] * 3
+
+
+def test_the_recorded_demo_says_why_other_commands_have_other_dates():
+    def asked(*arguments):
+        result = CliRunner().invoke(app, [*map(str, arguments)])
+        assert result.exit_code == 0
+        return result.stdout
+
+    report = json.loads(asked("report", RECORDED / "lost", "--json"))
+    assert f"a lead of {report['lead']:,} steps, to the alarm on its own loss" in WHICH_IS_WHICH
+    replay = json.loads(asked("replay", RECORDED / "lost", "--json"))
+    first, _, lead = WHICH_IS_WHICH.partition("first alarm at step ")[2].partition(", lead ")
+    assert first == f"{replay['first_alarm']:,}"
+    assert f"the loss left {lead.rstrip('.')} steps after the first alarm" in asked(
+        "replay", RECORDED / "lost"
+    )
+
+
+def test_the_saved_run_is_a_copy_that_was_switched_at_its_own_alarm(tmp_path):
+    events = read_events(RECORDED / "saved")
+    alarm, switch = (events[events.kind == kind].iloc[0] for kind in ("alarm", "switch"))
+    assert (alarm.step, alarm.site, alarm.heads) == (6750, "net.h.2.attn", (11,))
+    assert switch.step == alarm.step
+    branched = read_metadata(RECORDED / "saved")["study"]["branched_from"]
+    assert branched.endswith("stock-cudnn-lr1.5e-03-seed10/step=4000.ckpt")
+    frames = [read_run(RECORDED / name) for name in ("lost", "saved")]
+    losses = [frame[frame.indicator == "loss"].set_index("step").value for frame in frames]
+    apart = (losses[0] - losses[1]).dropna().abs()
+    assert apart.loc[:4000].max() == 0 < apart.loc[4000:6750].max() < 0.05 < apart.loc[6750:].max()
+    said = " ".join(
+        CliRunner().invoke(app, ["demo", "--recorded", "--run-dir", str(tmp_path)]).stdout.split()
+    )
+    assert "a copy of lost from step 4,000 on" in said
+    assert "its own first alarm, at step 6,750 in head 2.11" in said
