@@ -1,0 +1,11 @@
+"""What holds for all tests of the doctor."""
+
+import pytest
+
+from guardbit.kernels.engines import proof
+
+
+@pytest.fixture(autouse=True)
+def proofs_of_faulty_engines_are_forgotten(monkeypatch):
+    """Tests make kernels misbehave; a proof that fails by it is not the next test's."""
+    monkeypatch.setattr(proof, "_proofs", {})
