@@ -235,7 +235,7 @@ def verdicts(runs: list[Recorded]) -> Iterator[str]:
     """Yields a line for each run: its verdict."""
     for run in runs:
         sites = len({s.site for s in run.samples if s.site})
-        yield f"{run.name}: {judge(alarms_of(run.samples), sites, ended=True).verdict}"
+        yield f"{run.name}: {judge(alarms_of(run.samples), sites).verdict}"
 
 
 def heads(runs: list[Recorded]) -> Iterator[str]:

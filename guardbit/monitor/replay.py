@@ -27,8 +27,8 @@ class Replay:
     Attributes:
         alarms: In the order of their steps.
         first_alarm: Step of the first alarm, None without any.
-        verdict: What kind of run it was; "unclear" only where no rule of heads could judge it, as
-            the run has ended.
+        verdict: What kind of run it was, as a run with these rules would have recorded it;
+            "unclear" also where no rule of heads could judge it.
         why: The evidence in one sentence, and which rules could not judge it.
         advisories: What rules found that is no alarm, in the order of their steps.
     """
@@ -87,7 +87,7 @@ def replay(
     alarms = [alarm for alarm in found if not alarm.role.is_advisory]
     advisories = [alarm for alarm in found if alarm.role.is_advisory]
     sites = frame.loc[frame["site"] != "", "site"].nunique()
-    verdict, why = judge(found, sites, ended=True)
+    verdict, why = judge(found, sites)
     unjudged = detectors.unjudged(set(frame.loc[frame["value"].notna(), "indicator"].unique()))
     if unjudged:
         missing = ", ".join(dict.fromkeys(name for names in unjudged.values() for name in names))
@@ -97,7 +97,7 @@ def replay(
         for name, role in detectors.roles.items()
         if role.judges == "head" and not role.is_advisory
     }
-    if of_heads and of_heads <= unjudged.keys():
+    if of_heads <= unjudged.keys():
         verdict = "unclear"
     return Replay(alarms, alarms[0].step if alarms else None, verdict, why, advisories)
 

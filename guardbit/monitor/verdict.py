@@ -23,7 +23,7 @@ class Judgement(NamedTuple):
     why: str
 
 
-def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgement:
+def judge(alarms: Sequence[Alarm], sites: int) -> Judgement:
     """Tells a rounding failure from a learning rate that is too high, by the alarms.
 
     Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
@@ -36,9 +36,9 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     - "rounding": the first alarms are on heads of at most a third of the attention modules (of
       one, in smaller models), and the alarm on the loss comes later than at once, or never. Where
       a rule has measured the cause in those heads, any later step will do.
-    - "unclear", while the run goes on: all else. That is many modules without a common rise, or an
-      alarm on the loss at once with the first alarm on a head, or without any.
-    - "learning-rate", once the run has ended: the same, as no later alarm can blame single heads.
+    - "unclear": all else. That is many modules without a common rise, or an alarm on the loss at
+      once with the first alarm on a head, or without any. A loss alone blames nothing: it may be
+      NaN, or leave by bad data, while all heads are sound.
 
     A measured cause in most modules is no sign of rounding: where the rate is too high, heads of
     all layers end with large errors.
@@ -46,7 +46,6 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
     Args:
         alarms: All alarms of the run, or at least the first of each rule and attention module.
         sites: Number of attention modules of the model.
-        ended: Whether the run has ended, so that no further alarm can come.
 
     Returns:
         The verdict and the evidence in words.
@@ -61,7 +60,6 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
                 f"{', '.join(sorted(advised))}"
             )
         return Judgement("stable", why)
-    undecided: Verdict = "learning-rate" if ended else "unclear"
     of_heads = [alarm for alarm in alarms if alarm.role.judges == "head"]
     first_model = min((a.step for a in alarms if a.role.judges == "model"), default=None)
     first_loss = min((a.step for a in alarms if a.role.judges == "loss"), default=None)
@@ -77,14 +75,14 @@ def judge(alarms: Sequence[Alarm], sites: int, *, ended: bool = False) -> Judgem
             f"{first_model}; {loss}",
         )
     if first is None:
-        return Judgement(undecided, f"{loss} before any head shows a sign")
+        return Judgement("unclear", f"{loss} before any head shows a sign")
     early = [alarm for alarm in of_heads if alarm.step <= first.step + AT_ONCE]
     alarmed = sorted({alarm.site for alarm in early})
     biased, grown = _heads_of(early, cause=True), _heads_of(early, cause=False)
     is_local = len(alarmed) <= max(1, sites // 3)
     lead = math.inf if first_loss is None else first_loss - first.step
     return Judgement(
-        "rounding" if is_local and lead > (0 if biased else AT_ONCE) else undecided,
+        "rounding" if is_local and lead > (0 if biased else AT_ONCE) else "unclear",
         f"alarms in {len(alarmed)} of {sites} attention modules ({', '.join(alarmed)}), from step "
         f"{first.step}; {first.rule}: {first.why}; {_agreement(biased, grown)}; {loss}",
     )

@@ -13,6 +13,7 @@ from guardbit.monitor.detectors import (
     LossDeparture,
     ModelLogits,
 )
+from guardbit.monitor.findings import Findings
 from guardbit.monitor.replay import replay, samples
 from guardbit.records import Sample
 
@@ -142,12 +143,17 @@ def test_stable_runs_raise_no_alarm_recorded_by_head(run):
     assert replay(by_head(read(run))).alarms == []
 
 
-@pytest.mark.parametrize("name", ["as recorded", "every 400 steps, jittered", "no logits"])
+@pytest.mark.parametrize("name, verdict", [
+    ("as recorded", "learning-rate"),
+    ("every 400 steps, jittered", "learning-rate"),
+    # Then only the loss has left, and a loss has other reasons as well.
+    ("no logits", "unclear"),
+])  # fmt: skip
 @pytest.mark.parametrize("run", DIVERGES)
-def test_divergence_of_the_learning_rate_is_called_so(run, name):
+def test_divergence_of_the_learning_rate_is_called_so(run, name, verdict):
     perturb, _ = PERTURBATIONS[name]
     result = replay(perturb(read(run)))
-    assert result.verdict == "learning-rate"
+    assert result.verdict == verdict
     assert result.first_alarm is not None
     # The loss turns at about step 1,100, the end of the warm-up, and has lost 2 nats by 2,000.
     assert 800 <= result.first_alarm <= 2000
@@ -313,8 +319,33 @@ def test_a_loss_that_departs_where_no_head_was_measured_is_blamed_on_nothing():
     assert result.verdict == "unclear" and result.first_alarm >= 2000
     assert "alarm on the loss" in result.why and "not judged by head_growth" in result.why
     assert result.why.count("max_logit") == 1
-    # Who asks for the loss alone is told of the loss.
-    assert replay(frame, (LossDeparture(),)).verdict == "learning-rate"
+    # Who asks for the loss alone is told of the loss, and no more.
+    assert replay(frame, (LossDeparture(),)).verdict == "unclear"
+
+
+def test_a_loss_that_is_nan_over_sound_heads_is_blamed_on_nothing_as_in_the_run():
+    rows = [(step, f"h.{layer}", layer, 0, name, 5.0) for step in range(0, 60) for layer in (0, 1)
+            for name in ("w_q_spectral_norm", "max_logit")]  # fmt: skip
+    rows += [(step, "", -1, -1, "loss", 3.0 if step < 13 else math.nan) for step in range(60)]
+    frame = pd.DataFrame(rows, columns=COLUMNS)
+    result = replay(frame)
+    assert {alarm.rule for alarm in result.alarms} == {"loss_departure"}
+    assert result.verdict == "unclear" and "before any head shows a sign" in result.why
+    # What the run itself would have recorded at the alarm.
+    findings = Findings()
+    for alarm in result.alarms:
+        findings.add(alarm)
+    recorded = findings.judge(result.alarms, 2, result.alarms[0].step)
+    assert recorded is not None and result.why.startswith(recorded.why)
+    assert recorded.verdict == result.verdict
+
+
+@pytest.mark.parametrize("rules", [(), (LossDeparture(),), (ModelLogits(),)])
+def test_without_a_rule_of_heads_nothing_is_stable(rules):
+    rows = [(step, "h.0", 0, 0, "max_logit", 5.0) for step in range(0, 1000, 50)]
+    rows += [(step, "", -1, -1, "loss", 3.0) for step in range(0, 1000, 50)]
+    result = replay(pd.DataFrame(rows, columns=COLUMNS), rules)
+    assert (result.alarms, result.verdict) == ([], "unclear")
 
 
 def test_a_rule_that_says_not_what_it_reads_is_taken_to_judge():
