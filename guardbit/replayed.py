@@ -10,10 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from guardbit.dashboards.forks import against_each_other
-from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.outcome import facts, headline
 from guardbit.dashboards.report import Run, write_reports
 from guardbit.dashboards.tables import of_run
-from guardbit.store import read_events, read_metadata, read_run
+from guardbit.store import read_end, read_events, read_metadata, read_run
 
 #: What the two runs are called, and what they are.
 RUNS = {
@@ -38,9 +38,10 @@ def show_recorded(run_dir: Path) -> Path:
     for name in RUNS:
         with resources.as_file(recorded.joinpath(name)) as folder:
             samples, events = read_run(folder), read_events(folder)
-            runs.append(Run(name, samples, events, read_metadata(folder)))
+            end = read_end(folder)
+            runs.append(Run(name, samples, events, read_metadata(folder), end=end))
     outcomes = against_each_other(
-        {run.title: outcome_of(run.frame, run.events) for run in runs},
+        {run.title: run.outcome for run in runs},
         {run.title: of_run(run.frame, "loss") for run in runs},
     )
     console = Console(highlight=False)

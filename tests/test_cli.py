@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ from typer.testing import CliRunner, Result
 import guardbit
 from guardbit.cli import app
 from guardbit.dashboards.figures.style import STYLE
-from guardbit.records import Event, Sample
+from guardbit.records import Event, RunEnd, Sample
 from guardbit.store import RunWriter
 
 RUNS = Path(__file__).parent / "data" / "runs"
@@ -99,11 +101,15 @@ def test_replay_of_recorded_runs(
     result = invoke("replay", RUNS / f"{name}.csv.gz", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     replay = json.loads(result.stdout)
-    assert list(replay) == ["alarms", "first_alarm", "verdict", "outcome"]
+    assert list(replay) == [
+        "alarms", "first_alarm", "verdict", "outcome", "headline", "not_watched",
+    ]  # fmt: skip
     assert (replay["verdict"], replay["outcome"]) == (verdict, outcome)
     reported = json.loads(invoke("report", RUNS / f"{name}.csv.gz", "--json").stdout)
     assert reported["outcome"] == outcome
+    assert reported["headline"] == replay["headline"]
     assert reported["headline"] in invoke("replay", RUNS / f"{name}.csv.gz").stdout
+    assert reported["not_watched"] == replay["not_watched"] == []
     assert (reported["first_alarm"], reported["end"]) == (replay["first_alarm"], None)
     if earliest is None:
         assert (replay["alarms"], replay["first_alarm"]) == ([], None)
@@ -138,6 +144,75 @@ def test_replay_of_a_folder_without_alarms_is_one_sentence(small_run: Path) -> N
     outcome, verdict = result.stdout.splitlines()
     assert outcome == "Healthy: no alarm up to step 900"
     assert verdict.startswith("stable: ")
+
+
+def write_run(folder: Path, *, loss: float = 3.0, end: RunEnd = "finished") -> Path:
+    """Two samples of one of two attention modules, in 60 steps; its loss from step 13 on."""
+    metadata = {"sites": {"h.0.attn": {}}, "unseen": ["h.1.attn"]}
+    writer = RunWriter(folder, metadata=metadata)
+    for step in range(60):
+        writer.add([Sample(step, "", -1, "loss", (loss if step >= 13 else 3.0,))])
+        if step in (0, 50):
+            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+    writer.close(end)
+    return folder
+
+
+def test_what_limits_an_outcome_is_said_by_every_command(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", end="crashed")
+    said = (
+        "Healthy: no alarm up to step 50; the run crashed; only 1 of 2 attention modules was"
+        " watched"
+    )
+    for command in ("report", "replay"):
+        found = json.loads(invoke(command, folder, "--json").stdout)
+        assert (found["headline"], found["not_watched"]) == (said, ["h.1.attn"])
+    assert invoke("replay", folder).stdout.splitlines()[0] == said
+    assert invoke("report", folder, "--format", "md").exit_code == 0
+    assert (folder / "report.md").read_text().startswith(f"# {said}\n")
+
+
+def test_a_nan_loss_over_sound_heads_is_unclear_to_report_and_replay(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", loss=math.nan)
+    why = "alarm on the loss at step 16 before any head shows a sign"
+    with RunWriter(folder, start_step=59) as writer:  # as the run records it
+        lost = "the loss is not finite"
+        writer.event(Event(16, "alarm", "", (), lost, rule="loss_departure", judges="loss"))
+        writer.event(Event(16, "verdict", "", (), why, verdict="unclear"))
+    reported, replayed = (
+        json.loads(invoke(command, folder, "--json").stdout) for command in ("report", "replay")
+    )
+    for name in ("headline", "outcome", "verdict", "first_alarm"):
+        assert reported[name] == replayed[name]
+    assert replayed["outcome"] == replayed["verdict"] == "unclear"
+    assert replayed["headline"].startswith(
+        "Unclear: the loss left at step 13, and no head says why"
+    )
+
+
+def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path: Path) -> None:
+    # Fewer losses than the median of the loss's level takes.
+    levels = {"settings": {"levels": {"loss_departure": {"loss": 1.0}}}}
+    with RunWriter(tmp_path / "run", metadata=levels) as writer:
+        for step in range(2):
+            writer.add([Sample(step, "", -1, "loss", (3.0,))])
+            writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+    result = invoke("report", tmp_path / "run")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+def test_a_report_that_has_no_place_says_to_give_one(
+    plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    result = invoke("report", plain_run)
+    check_refused(result, f"the report cannot be written to {plain_run / 'report.html'} (Read-only")
+    assert result.stderr.endswith("; give --output a folder that can be written to\n")
+    monkeypatch.undo()
+    assert invoke("report", plain_run, "--output", tmp_path / "there.html").exit_code == 0
 
 
 def test_replay_takes_other_thresholds() -> None:

@@ -55,8 +55,9 @@ def replay(
     with refusing(OSError, ValueError):
         rules = _with_thresholds(DEFAULT_RULES, threshold or ())
         samples = read_samples(path)
-        result = replay_frame(samples, rules, normalised_sites(read_metadata(path)))
-        outcome = _outcome_of_replay(path, samples, result)
+        metadata = read_metadata(path)
+        result = replay_frame(samples, rules, normalised_sites(metadata))
+        outcome = _outcome_of_replay(path, samples, result, metadata)
     if as_json:
         alarms = [
             {"step": alarm.step, "site": alarm.site, "heads": alarm.heads, "rule": alarm.rule}
@@ -69,6 +70,8 @@ def replay(
                     "first_alarm": result.first_alarm,
                     "verdict": result.verdict,
                     "outcome": outcome.kind,
+                    "headline": headline(outcome),
+                    "not_watched": outcome.not_watched,
                 }
             )
         )
@@ -99,17 +102,20 @@ def replay(
     console.print(verdict, markup=False, highlight=False, soft_wrap=True)
 
 
-def _outcome_of_replay(path: Path, frame: pd.DataFrame, result: Replay) -> Outcome:
+def _outcome_of_replay(
+    path: Path, frame: pd.DataFrame, result: Replay, metadata: dict[str, Any]
+) -> Outcome:
     """The outcome by the alarms of a replay, and by the switches that the run recorded."""
     import pandas as pd
 
     from guardbit.dashboards.outcome import outcome_of
-    from guardbit.store import read_events
+    from guardbit.store import read_end, read_events
 
     recorded = read_events(path)
     switches = recorded.loc[recorded["kind"] == "switch"]
     found = events_of_replay(frame, result)
-    return outcome_of(frame, pd.concat([found, switches]) if len(switches) else found)
+    events = pd.concat([found, switches]) if len(switches) else found
+    return outcome_of(frame, events, metadata, read_end(path))
 
 
 def _with_thresholds(rules: Sequence[Rule], thresholds: Sequence[str]) -> tuple[Rule, ...]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,13 +87,27 @@ def report(
         if is_shared and len(paths) > 1:
             raise ValueError(f"a {format.value} shows one run, got {len(paths)}")
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
-        if format is ReportFormat.gif or format is ReportFormat.card:
-            written = write_shared(runs[0], place, format.value)
-        else:
-            written = write_reports(runs, place, format=format.value)
+        with _saying_where(place):
+            if format is ReportFormat.gif or format is ReportFormat.card:
+                written = write_shared(runs[0], place, format.value)
+            else:
+                written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
     if open_it:
         typer.launch(written.resolve().as_uri())
+
+
+@contextlib.contextmanager
+def _saying_where(place: Path) -> Iterator[None]:
+    """Turns an error of writing into a sentence that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ValueError(
+            f"the report cannot be written to {place} ({why}); give --output a folder that can be"
+            " written to"
+        ) from error
 
 
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
@@ -118,10 +133,10 @@ def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
     from guardbit.store import read_end
 
     runs = {str(path): read_recorded(path) for path in paths}
-    outcomes = {path: outcome_of(frame, events) for path, (frame, events, _) in runs.items()}
+    outcomes = {path: outcome_of(*run, read_end(path)) for path, run in runs.items()}
     losses = {path: of_run(frame, "loss") for path, (frame, *_) in runs.items()}
     return [
-        {"run": path, **outcome.as_json(), "end": read_end(path)}
+        {"run": path, **outcome.as_json()}
         for path, outcome in against_each_other(outcomes, losses).items()
     ]
 
@@ -129,10 +144,11 @@ def _outcomes_in_json(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def _read_whole(path: Path, name: str) -> ReportedRun:
     from guardbit.dashboards.report import Run
     from guardbit.dashboards.report.diagnosed import Kept, read_kept
-    from guardbit.store import folder_of_run, is_run
+    from guardbit.store import folder_of_run, is_run, read_end
 
     folder = folder_of_run(path)
-    return Run(name, *read_recorded(path), read_kept(folder) if is_run(folder) else Kept())
+    kept = read_kept(folder) if is_run(folder) else Kept()
+    return Run(name, *read_recorded(path), kept, read_end(path))
 
 
 def _name(path: Path) -> str:

@@ -15,7 +15,8 @@ from guardbit.dashboards import figures, marks, ranking
 from guardbit.dashboards.names import place_of_run
 from guardbit.dashboards.outcome import Outcome, facts, headline, outcome_of
 from guardbit.dashboards.palette import OUTCOME_COLOURS
-from guardbit.store import read_events, read_metadata, read_run
+from guardbit.records import RunEnd
+from guardbit.store import read_end, read_events, read_metadata, read_run
 
 
 def load(path: str | os.PathLike[str]) -> LoadedRun:
@@ -39,7 +40,7 @@ def load(path: str | os.PathLike[str]) -> LoadedRun:
     if frame.empty:
         raise ValueError(f"the run at {path} holds no samples yet")
     name = place_of_run(Path(path)).name
-    return LoadedRun(name, frame, read_events(path), read_metadata(path))
+    return LoadedRun(name, frame, read_events(path), read_metadata(path), read_end(path))
 
 
 class LoadedRun:
@@ -50,22 +51,29 @@ class LoadedRun:
         samples: As `guardbit.read_run` returns them.
         events: As `guardbit.read_events` returns them.
         metadata: As `guardbit.read_metadata` returns it.
+        end: How it ended: "finished", "interrupted" or "crashed"; None where that is not known.
         plot: Its figures.
     """
 
     def __init__(
-        self, name: str, samples: pd.DataFrame, events: pd.DataFrame, metadata: dict[str, Any]
+        self,
+        name: str,
+        samples: pd.DataFrame,
+        events: pd.DataFrame,
+        metadata: dict[str, Any],
+        end: RunEnd | None = None,
     ) -> None:
         self.name = name
         self.samples = samples
         self.events = events
         self.metadata = metadata
+        self.end: RunEnd | None = end
         self.plot = Plots(self)
 
     @cached_property
     def outcome(self) -> Outcome:
         """What became of the run."""
-        return outcome_of(self.samples, self.events)
+        return outcome_of(self.samples, self.events, self.metadata, self.end)
 
     def summary(self, count: int = 10) -> pd.DataFrame:
         """The heads to watch, worst first, with their latest values.
@@ -95,7 +103,7 @@ class Plots:
 
     def heads(self) -> Figure | None:
         """Loss, and below it norm and logits of the worst heads; None without any of both."""
-        return figures.story(self._run.samples, self._run.events)
+        return figures.story(self._run.samples, self._run.events, self._run.outcome)
 
     def map(self, step: int | None = None) -> Figure | None:
         """The model map; None where nothing was recorded that it could draw.

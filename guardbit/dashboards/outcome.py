@@ -7,7 +7,7 @@ anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from guardbit.dashboards import marks, tables
+from guardbit.dashboards.coverage import Sampling, is_judged, not_watched_of, sampling_of
 from guardbit.dashboards.tables import Head
-from guardbit.records import Event
+from guardbit.records import Event, RunEnd
 
 OutcomeKind = Literal["healthy", "saved", "alarmed", "lost", "learning-rate", "unclear"]
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
@@ -41,7 +42,8 @@ class Outcome:
             alarming or growing, and the loss has not left. "alarmed": the loss has not left either,
             but heads are not switched, or go on. "lost": single heads alarmed, and the loss has
             left.
-        verdict: The last verdict; "stable" where there was no alarm, "" where none was recorded.
+        verdict: The last verdict. Where none was recorded: "" if there was an alarm, else "stable",
+            or "unclear" if no rule could judge heads.
         first_step: First recorded step, None without samples.
         last_step: The last one.
         first_alarm: Step of the first alarm, None without any.
@@ -50,6 +52,12 @@ class Outcome:
         alarmed: The heads alarmed, in the order of their first alarm; (layer, head).
         num_heads: Heads measured.
         num_layers: Attention modules measured.
+        head_samples: Steps at which heads were measured.
+        last_head_step: The last of them, None without any.
+        head_samples_every: Steps between the last two of them, None without two.
+        num_modules: Attention modules that were measured or that the run's metadata name.
+        not_watched: Names of those that called no attention that could be watched, and of those of
+            which no head was measured. Of some of them the weights were measured all the same.
         first_switch: Step of the first switch to a stabilizer, None without any.
         switched: Number of heads that were switched.
         stabilizers: What they were switched to.
@@ -58,6 +66,7 @@ class Outcome:
             alarm if that is later: largest logit and W_Q norm, where both were measured.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
+        end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
     """
 
     kind: OutcomeKind
@@ -70,6 +79,11 @@ class Outcome:
     alarmed: tuple[Head, ...]
     num_heads: int
     num_layers: int
+    head_samples: int
+    last_head_step: int | None
+    head_samples_every: int | None
+    num_modules: int
+    not_watched: tuple[str, ...]
     first_switch: int | None
     switched: int
     stabilizers: tuple[str, ...]
@@ -77,6 +91,7 @@ class Outcome:
     still_growing: int
     departed: int | None
     lead: int | None
+    end: RunEnd | None
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; `outcome` is the kind, `headline` the sentence."""
@@ -85,14 +100,26 @@ class Outcome:
         return {"outcome": kind, "headline": headline(self), **fields}
 
 
-def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
+def outcome_of(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None,
+    metadata: Mapping[str, Any] | None = None,
+    end: RunEnd | None = None,
+    *,
+    sampling: Sampling | None = None,
+) -> Outcome:
     """Derives the outcome of a run.
 
     Args:
         frame: Samples, as `guardbit.read_run` returns them.
         events: Events, as `guardbit.read_events` returns them.
+        metadata: As `guardbit.read_metadata` returns it: which rules there were, and which
+            attention modules.
+        end: How the run ended, as `guardbit.store.read_end` returns it.
+        sampling: When heads were measured; None to take it from the samples.
     """
     frame = tables.check_samples(frame)
+    sampling = sampling_of(frame) if sampling is None else sampling
     happened = marks.events_of(events)
     alarms = [event for event in happened if event.kind == "alarm"]
     of_heads = [event for event in alarms if event.site]
@@ -100,9 +127,12 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
     switched = marks.first_events(frame, events, "switch")
     first, last = (None, None) if frame.empty else tables.steps(frame)
     heads = tables.heads_of_layer(frame)
+    measured = tables.layer_of_site(frame).keys()
+    not_watched = not_watched_of(metadata, measured)
     departed = _departed(alarms, tables.of_run(frame, "loss"))
     given = [event.verdict for event in happened if event.kind == "verdict"]
-    verdict = given[-1] if given else "" if alarms else "stable"
+    unalarmed = "stable" if is_judged(metadata, sampling.indicators) else "unclear"
+    verdict = given[-1] if given else "" if alarms else unalarmed
     again = _alarming_again(frame, events, switched, last)
     # A head may have grown soundly from its switch to its alarm, as when all run switched from 0.
     since = {
@@ -122,6 +152,11 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
         alarmed=tuple(alarmed),
         num_heads=sum(map(len, heads.values())),
         num_layers=len(heads),
+        head_samples=sampling.count,
+        last_head_step=sampling.last,
+        head_samples_every=sampling.every,
+        num_modules=len(heads) + len(set(not_watched) - measured),
+        not_watched=not_watched,
         first_switch=min((event.step for event in switched.values()), default=None),
         switched=len(switched),
         stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
@@ -131,6 +166,7 @@ def outcome_of(frame: pd.DataFrame, events: pd.DataFrame | None) -> Outcome:
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
         else None,
+        end=end,
     )
 
 
@@ -203,18 +239,47 @@ def _still_growing(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head]:
 
 
 def headline(outcome: Outcome, *, is_running: bool = False) -> str:
-    """The outcome in a sentence, most important first.
+    """The outcome in a sentence, most important first, with what limits it.
 
     Args:
         outcome: The outcome.
         is_running: Whether the run is known to go on, so that nothing is final.
     """
+    return "; ".join([what_became(outcome, is_running=is_running), *limits(outcome)])
+
+
+def what_became(outcome: Outcome, *, is_running: bool = False) -> str:
+    """The headline without what limits it."""
     so_far = _SO_FAR.get(outcome.kind) if is_running else None
     return (so_far or _HEADLINES[outcome.kind])(outcome)
 
 
+def limits(outcome: Outcome) -> list[str]:
+    """What the outcome does not say by itself: that a run broke off, or is watched in part only."""
+    found = [f"the run {_BROKEN_OFF[outcome.end]}"] if outcome.end in _BROKEN_OFF else []
+    if outcome.num_heads and outcome.not_watched:
+        total = outcome.num_modules
+        watched = total - len(outcome.not_watched)
+        share = f"{watched:,}" if watched else f"the weights of {outcome.num_layers:,}"
+        were = "was" if watched == 1 else "were"
+        found.append(f"only {share} of {total:,} attention modules {were} watched")
+    return found
+
+
+_BROKEN_OFF = {"crashed": "crashed", "interrupted": "was interrupted"}
+
+
 def _healthy(outcome: Outcome) -> str:
-    return f"Healthy: no alarm up to step {outcome.last_step:,}"
+    assert outcome.last_step is not None
+    measured = outcome.last_step if outcome.last_head_step is None else outcome.last_head_step
+    # The next sample is due a cadence after the last one.
+    if outcome.last_step - measured <= (outcome.head_samples_every or 0):
+        return f"Healthy: no alarm up to step {measured:,}"
+    if outcome.head_samples == 1:
+        sampled = "1 sample of the heads,"
+    else:
+        sampled = f"{outcome.head_samples:,} samples of the heads, the last"
+    return f"Healthy: no alarm in {sampled} at step {measured:,} of {outcome.last_step:,}"
 
 
 def _saved(outcome: Outcome) -> str:
@@ -253,10 +318,13 @@ def _learning_rate(outcome: Outcome) -> str:
 
 def _unclear(outcome: Outcome) -> str:
     if outcome.departed is not None and not outcome.alarmed:
-        return f"Unclear: the loss left at step {outcome.departed:,}, and no head says why"
+        blame = "no head says why" if outcome.num_heads else "no head was watched"
+        return f"Unclear: the loss left at step {outcome.departed:,}, and {blame}"
+    if not outcome.num_heads:
+        return "Unclear: no head was watched"
     if outcome.num_alarms:
         return f"Unclear: alarms since step {outcome.first_alarm:,}, and their signs disagree"
-    return "Unclear: this run could not be judged"
+    return "Unclear: no rule could judge the heads"
 
 
 _HEADLINES = {

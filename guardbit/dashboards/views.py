@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from guardbit.catalog import CATALOG, HEAD_INDICATORS, RUN_INDICATORS
 from guardbit.dashboards import marks
+from guardbit.dashboards.coverage import Sampling
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
 from guardbit.dashboards.layers import Layers, is_shared
@@ -56,13 +57,13 @@ class RunViews:
 
     Attributes:
         events: The events, ordered by step.
-        levels: Rule -> indicator -> the level that charts draw (`levels_in`).
+        metadata: What describes the run.
         version: Number of pictures taken so far; each has its own.
     """
 
     def __init__(self, buckets: int) -> None:
         self.events: list[Event] = []
-        self.levels: dict[str, dict[str, float]] = {}
+        self.metadata: Mapping[str, Any] = {}
         self.version = 0
         self._buckets = buckets
         self._shared: set[str] = set()
@@ -72,7 +73,7 @@ class RunViews:
 
     def forget_samples(self) -> None:
         """Begins anew with the samples, as where a run was resumed from an earlier step."""
-        self._history, self._layers = History(self._buckets), Layers()
+        self._history, self._layers, self._sampling = History(self._buckets), Layers(), Sampling()
 
     @property
     def has_samples(self) -> bool:
@@ -88,6 +89,8 @@ class RunViews:
         named = batch["site"].dictionary.to_pylist()
         of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
         recorded = np.where(of_heads, batch["layer"].to_numpy(), 0)
+        of_these = [names[code] for code in np.unique(codes[of_heads])]
+        self._sampling = self._sampling.extended(steps[of_heads], of_these)
         layers = self._layers_of(named, sites, recorded, steps)
         for code, name in enumerate(names):
             chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
@@ -273,7 +276,8 @@ class RunViews:
                 if not np.isnan(value)
             ]
         events = pd.DataFrame([asdict(event) for event in self.events])
-        found = outcome_of(pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS)), events)
+        frame = pd.DataFrame(rows, columns=list(SAMPLE_COLUMNS))
+        found = outcome_of(frame, events, self.metadata, sampling=self._sampling)
         return {
             "outcome": found.kind if rows else "waiting",
             "headline": headline(found) if rows else "Waiting for the first sample",
@@ -287,7 +291,7 @@ class RunViews:
     def _levels(self) -> Json:
         """Indicator -> the levels to draw, each with the name of its rule."""
         found: dict[str, list[Json]] = {}
-        for rule, levels in self.levels.items():
+        for rule, levels in levels_in(self.metadata).items():
             for name, level in levels.items():
                 values = [level]
                 if name == "loss":
@@ -302,9 +306,8 @@ class RunViews:
         if "loss" not in self._history.run_high:
             return []
         loss = pd.Series(self._history.run_high["loss"][self._history.known]).dropna()
-        best = float(
-            np.nanmin(cast(pd.Series, loss.rolling(LOSS_SAMPLES).median()), initial=np.inf)
-        )
+        # Pandas passes NaN over, and says nothing where there is nothing else.
+        best = float(cast(pd.Series, loss.rolling(LOSS_SAMPLES).median()).min())
         return [best] if np.isfinite(best) else []
 
     def _verdict(self) -> Json | None:

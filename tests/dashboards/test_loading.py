@@ -9,6 +9,9 @@ import pytest
 from PIL import Image
 
 import guardbit
+from guardbit.dashboards.figures.style import pixels
+from guardbit.records import Sample
+from guardbit.store import RunWriter
 
 RESULTS = Path(__file__).parents[2] / "studies" / "rescue" / "results"
 
@@ -39,6 +42,23 @@ def test_its_figures_show_by_themselves(run):
         assert Image.open(io.BytesIO(figure._repr_png_())).width == 1000
     titles = [run.plot.map(step).axes[0].get_title(loc="left") for step in (None, 4000)]
     assert titles == ["Model map at step 6,750", "Model map at step 4,000"]
+
+
+def test_it_says_how_the_run_ended_and_what_was_not_watched(tmp_path):
+    writer = RunWriter(tmp_path / "run", metadata={"unseen": ["h.1"]})
+    for step in range(3):
+        writer.add([Sample(step, "h.0", 0, "max_logit", (1.0, 2.0))])
+    writer.close("interrupted")
+    run = guardbit.load(tmp_path / "run")
+    limits = "the run was interrupted; only 1 of 2 attention modules was watched"
+    assert repr(run) == f"run: Healthy: no alarm up to step 2; {limits}"
+    assert (run.end, run.outcome.not_watched) == ("interrupted", ("h.1",))
+    # Its figure says so too, and all of it can be seen.
+    figure = run.plot.heads()
+    (note,) = [text for axes in figure.axes for text in axes.texts if text.get_text() == limits]
+    pixels(figure)
+    box = note.get_window_extent(figure.canvas.get_renderer())
+    assert box.x0 >= 0 and box.y1 <= figure.bbox.height
 
 
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path):

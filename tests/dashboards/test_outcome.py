@@ -6,7 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from guardbit.dashboards.outcome import OUTCOMES, headline, outcome_of
+from guardbit.dashboards.coverage import READS
+from guardbit.dashboards.outcome import OUTCOMES, headline, limits, outcome_of
+from guardbit.monitor.detectors import DEFAULT_RULES, role_of
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
@@ -200,7 +202,103 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
     assert outcome_of(frame[frame["site"] == ""], None).kind == "unclear"
     found = outcome_of(pd.DataFrame(), None)
     assert (found.kind, found.last_step) == ("unclear", None)
-    assert headline(found) == "Unclear: this run could not be judged"
+    assert headline(found) == "Unclear: no head was watched"
+    loss = samples(lambda step: np.nan if step >= 8000 else 3.0)
+    found = outcome_of(loss[loss["site"] == ""], None)
+    assert headline(found) == "Unclear: the loss left at step 8,000, and no head was watched"
+
+
+@pytest.mark.parametrize(
+    ("head_steps", "said"),
+    [
+        ([0], "no alarm in 1 sample of the heads, at step 0 of 10,000"),
+        ([0, 50, 100], "no alarm in 3 samples of the heads, the last at step 100 of 10,000"),
+        # The next sample was due at 10,050 and at 10,100.
+        ([*range(0, 10_000, 50)], "no alarm up to step 9,950"),
+        ([*range(0, 10_000, 300)], "no alarm up to step 9,900"),
+        ([*range(0, 10_001, 100)], "no alarm up to step 10,000"),
+    ],
+)
+def test_steps_that_nobody_measured_are_not_counted_as_healthy(head_steps, said):
+    frame = samples()
+    loss = frame[frame["site"] == ""]
+    rows = [(step, SITE, 1, 2, "max_logit", 10.0) for step in head_steps]
+    found = outcome_of(pd.concat([pd.DataFrame(rows, columns=SAMPLES), loss]), None)
+    assert headline(found) == f"Healthy: {said}"
+    assert (found.head_samples, found.last_head_step) == (len(head_steps), head_steps[-1])
+    # A row without a value is no measurement.
+    empty = loss.assign(site=SITE, layer=1, head=2, indicator="max_logit", value=np.nan)
+    found = outcome_of(pd.concat([pd.DataFrame(rows, columns=SAMPLES), loss, empty]), None)
+    assert headline(found) == f"Healthy: {said}"
+
+
+@pytest.mark.parametrize(
+    ("rules", "kind"),
+    [
+        ([], "unclear"),
+        (["LossDeparture(name='loss_departure')", "ModelLogits(name='m')"], "unclear"),
+        (["GradientError(name='gradient_error')"], "unclear"),  # reads what was not measured
+        (["HeadGrowth(name='head_growth')"], "healthy"),
+        (["LossDeparture(name='loss_departure')", "MyOwn(name='mine')"], "healthy"),
+        (None, "healthy"),
+    ],
+)
+def test_a_run_whose_heads_no_rule_could_judge_is_unclear(rules, kind):
+    metadata = {} if rules is None else {"settings": {"rules": rules}}
+    found = outcome_of(samples(), None, metadata)
+    assert (found.kind, found.verdict) == (kind, {"healthy": "stable"}.get(kind, kind))
+    if kind == "unclear":
+        assert headline(found) == "Unclear: no rule could judge the heads"
+    entropy = samples().replace({"indicator": {"max_logit": "attention_entropy"}})
+    has_own = rules is not None and any("MyOwn" in rule for rule in rules)
+    assert outcome_of(entropy, None, metadata).kind == ("healthy" if has_own else "unclear")
+
+
+def test_what_rules_of_heads_read_is_what_they_say():
+    found = {}
+    for rule in DEFAULT_RULES:
+        role = role_of(rule)
+        judges_heads = role.judges == "head" and not role.is_advisory
+        # Each of them needs one of several.
+        (reads,) = rule.reads if judges_heads else ((),)
+        found[type(rule).__name__] = reads
+    assert found == READS
+
+
+def test_attention_that_was_not_watched_is_said():
+    sites = {f"h.{layer}.attn": {"unwatched": None} for layer in range(3)}
+    whole = outcome_of(samples(), None, {"sites": sites, "unseen": []})
+    assert (whole.not_watched, whole.num_modules) == ((), 3)
+    assert headline(whole) == "Healthy: no alarm up to step 10,000"
+    # One was never seen, of one no head was measured, of one the weights alone.
+    sites |= {"refused": {"unwatched": "why"}, SITE: {"unwatched": "its head size is 8"}}
+    part = outcome_of(samples(), None, {"sites": sites, "unseen": ["eager"]})
+    assert (part.not_watched, part.num_modules) == ((SITE, "refused", "eager"), 5)
+    assert headline(part) == (
+        "Healthy: no alarm up to step 10,000; only 2 of 5 attention modules were watched"
+    )
+    assert headline(part, is_running=True).startswith("Running: no alarm so far; only 2 of 5 ")
+    assert part.as_json()["not_watched"] == (SITE, "refused", "eager")
+    weights = {f"h.{layer}.attn": {"unwatched": "why"} for layer in range(3)}
+    found = outcome_of(samples(), None, {"sites": weights, "unseen": ["eager"]})
+    assert limits(found) == ["only the weights of 3 of 4 attention modules were watched"]
+    # Metadata may hold anything.
+    assert outcome_of(samples(), None, {"sites": [1], "unseen": 3, "settings": 2}).kind == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("crashed", "; the run crashed"),
+        ("interrupted", "; the run was interrupted"),
+        ("finished", ""),
+        (None, ""),
+    ],
+)
+def test_a_run_that_broke_off_is_said_to_have(end, said):
+    found = outcome_of(samples(), None, None, end)
+    assert headline(found) == f"Healthy: no alarm up to step 10,000{said}"
+    assert found.as_json()["end"] == end
 
 
 def test_one_value_a_layer_counts_layers():

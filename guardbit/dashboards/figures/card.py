@@ -24,7 +24,7 @@ from guardbit.dashboards.figures.scales import (
 )
 from guardbit.dashboards.figures.style import ShownFigure, styled
 from guardbit.dashboards.names import fitted
-from guardbit.dashboards.outcome import facts, headline, outcome_of
+from guardbit.dashboards.outcome import Outcome, facts, limits, outcome_of, what_became
 from guardbit.dashboards.palette import CONTEXT, INK, OUTCOME_COLOURS
 
 #: Inches and dots an inch: 1,200 x 630 pixels, which pages show of a link to them.
@@ -37,13 +37,19 @@ LOSS, LOGITS, MAP = (0.075, 0.415, 0.5, 0.2), (0.075, 0.12, 0.5, 0.22), (0.665, 
 
 
 @styled
-def card(frame: pd.DataFrame, events: pd.DataFrame | None = None, name: str = "") -> Figure | None:
+def card(
+    frame: pd.DataFrame,
+    events: pd.DataFrame | None = None,
+    name: str = "",
+    outcome: Outcome | None = None,
+) -> Figure | None:
     """Outcome, loss, largest logits and the model map at the first alarm, to be shared as it is.
 
     Args:
         frame: The samples.
         events: The events.
         name: Of the run.
+        outcome: What became of the run; None to derive it from samples and events alone.
 
     Returns:
         A figure of 1,200 x 630 pixels; None where no head was measured.
@@ -52,7 +58,7 @@ def card(frame: pd.DataFrame, events: pd.DataFrame | None = None, name: str = ""
     if frame.empty or not has_finite(ranking.excess(frame)["excess"]):
         return None
     figure = ShownFigure(figsize=SIZE, dpi=DPI)
-    _write(figure, frame, events, name)
+    _write(figure, outcome or outcome_of(frame, events), name)
     loss = finite(tables.of_run(frame, "loss"))
     logits = finite(tables.by_head(frame, "max_logit").mask(lambda values: values <= 0))
     if has_finite(loss):
@@ -63,18 +69,17 @@ def card(frame: pd.DataFrame, events: pd.DataFrame | None = None, name: str = ""
     return figure
 
 
-def _write(figure: Figure, frame: pd.DataFrame, events: pd.DataFrame | None, name: str) -> None:
-    outcome = outcome_of(frame, events)
+def _write(figure: Figure, outcome: Outcome, name: str) -> None:
     figure.text(0.045, 0.925, "GuardBit", weight="bold", fontsize=13, color="#b84a00")
     (short,) = fitted([name])
     figure.text(0.955, 0.925, short, ha="right", fontsize=12, color=QUIET)
-    lines = textwrap.wrap(headline(outcome), HEADLINE_WIDTH)[:MOST_LINES]
+    lines = textwrap.wrap(what_became(outcome), HEADLINE_WIDTH)[:MOST_LINES]
     height = 0.895 if len(lines) > 1 else 0.865
     figure.text(0.045, height, "●", fontsize=19, va="top", color=OUTCOME_COLOURS[outcome.kind])
     figure.text(
         0.075, height, "\n".join(lines), fontsize=22, weight="bold", va="top", linespacing=1.15
     )
-    told = textwrap.wrap(" · ".join(facts(outcome)), FACTS_WIDTH)[:MOST_LINES]
+    told = textwrap.wrap(" · ".join([*limits(outcome), *facts(outcome)]), FACTS_WIDTH)[:MOST_LINES]
     figure.text(0.075, 0.735, "\n".join(told), fontsize=11.5, va="top", color=QUIET)
 
 

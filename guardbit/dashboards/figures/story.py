@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from guardbit.dashboards import ranking, tables
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
 from guardbit.dashboards.figures.scales import end_at_departure, finite, has_finite, scale, smooth
-from guardbit.dashboards.figures.style import canvas, finish, styled
-from guardbit.dashboards.outcome import headline, outcome_of
+from guardbit.dashboards.figures.style import KEY_HEIGHT, above, canvas, finish, styled
+from guardbit.dashboards.outcome import Outcome, limits, outcome_of, what_became
 from guardbit.dashboards.palette import CONTEXT, INK
 
 #: What is shown of the heads below the loss, with the labels of the axes.
@@ -23,10 +23,17 @@ LOW_PANEL = 1.9
 
 
 @styled
-def story(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
+def story(
+    frame: pd.DataFrame, events: pd.DataFrame | None = None, outcome: Outcome | None = None
+) -> Figure | None:
     """Loss, and below it norm and logits of the worst heads; its title is the outcome.
 
     The first heads to alarm stand out, else those farthest above their baseline.
+
+    Args:
+        frame: The samples.
+        events: The events.
+        outcome: What became of the run; None to derive it from these alone.
     """
     loss = finite(tables.of_run(frame, "loss"))
     shown = {
@@ -37,9 +44,8 @@ def story(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | N
     has_loss = has_finite(loss)
     if not shown:
         return None
-    figure, all_axes = canvas(
-        headline(outcome_of(frame, events)), has_loss + len(shown), panel_height=LOW_PANEL
-    )
+    outcome = outcome or outcome_of(frame, events)
+    figure, all_axes = canvas(what_became(outcome), has_loss + len(shown), panel_height=LOW_PANEL)
     if has_loss:
         _draw_loss(all_axes[0], loss)
     heads = ranking.heads_of_story(frame, events)
@@ -49,6 +55,14 @@ def story(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | N
         axes.set_ylabel(dict(PANELS)[name] + scale(axes, table.to_numpy()).removesuffix(" scale"))
         end_at_departure(axes, table, frame, events)
     finish(all_axes, frame, events)
+    # Beside the key, in the line below the title.
+    all_axes[0].text(
+        1,
+        above(all_axes[0], KEY_HEIGHT),
+        "; ".join(limits(outcome)),
+        ha="right",
+        transform=all_axes[0].transAxes,
+    )
     for axes in all_axes:
         label_ends(axes)
     return figure

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from guardbit.dashboards.marks import events_of
 from guardbit.dashboards.names import place_of_run
-from guardbit.dashboards.views import Json, RunViews, levels_in
+from guardbit.dashboards.views import Json, RunViews
 from guardbit.store import RunFollower, read_events, read_metadata
 
 log = logging.getLogger("guardbit")
@@ -72,7 +72,7 @@ class RunWatcher:
         finally:
             self._reading = False
         try:
-            changed |= self._read_settings()
+            changed |= self._read_metadata(changed)
             changed |= self._read_events()
         finally:
             # Samples are shown whatever is wrong with the events.
@@ -137,13 +137,13 @@ class RunWatcher:
                 self._problem = str(error) or type(error).__name__
             self._stop.wait(LOOK_EVERY)
 
-    def _read_settings(self) -> bool:
-        """Reads the rules' levels anew where another session has begun; returns whether it has."""
-        if self._follower.num_sessions == self._sessions:
+    def _read_metadata(self, has_new_samples: bool) -> bool:
+        """Reads what describes the run anew, which comes with samples; returns whether it has."""
+        if self._follower.num_sessions == self._sessions and not has_new_samples:
             return False
         metadata = read_metadata(self.folder)
         with self._lock:
-            self._views.levels = levels_in(metadata)
+            self._views.metadata = metadata
             self._sessions = self._follower.num_sessions
         return True
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.views import RunViews, levels_in
+from guardbit.dashboards.views import RunViews
 
 Json = dict[str, Any]
 
@@ -82,7 +82,7 @@ def _views(
     metadata: Mapping[str, Any] | None = None,
 ) -> RunViews:
     views = RunViews(BUCKETS)
-    views.levels = levels_in(metadata or {})
+    views.metadata = metadata or {}
     views.events = marks.events_of(events)
     views.take(_batch(frame))
     views.take_picture(title)

@@ -15,7 +15,7 @@ from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
 from guardbit.dashboards.names import distinguished
-from guardbit.dashboards.outcome import Outcome, headline, outcome_of
+from guardbit.dashboards.outcome import Outcome, headline
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Run
 from guardbit.dashboards.report.document import (
@@ -92,9 +92,7 @@ def compared(runs: Sequence[Run]) -> Document:
     runs = [replace(run, title=name) for run, name in zip(runs, distinguished(titles), strict=True)]
     losses = {run.title: tables.of_run(run.frame, "loss") for run in runs}
     fork = fork_of(losses)
-    outcomes = against_each_other(
-        {run.title: outcome_of(run.frame, run.events) for run in runs}, losses
-    )
+    outcomes = against_each_other({run.title: run.outcome for run in runs}, losses)
     kinds = Counter(_SHORT[outcome.kind] for outcome in outcomes.values())
     told = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
     worst = max((outcome.kind for outcome in outcomes.values()), key=_WORST_LAST.index)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 import pandas as pd
 
 from guardbit.dashboards import effect, marks, ranking, tables
-from guardbit.dashboards.figures import CHARTS
-from guardbit.dashboards.outcome import headline, outcome_of
+from guardbit.dashboards.figures import CHARTS, story
+from guardbit.dashboards.outcome import Outcome, headline, outcome_of
 from guardbit.dashboards.report import words
 from guardbit.dashboards.report.answers import answers_of
 from guardbit.dashboards.report.diagnosed import Kept, why_heads_diverge
@@ -34,7 +35,7 @@ from guardbit.dashboards.report.document import (
     Timeline,
 )
 from guardbit.dashboards.report.rival import beside_another_engine
-from guardbit.records import Event
+from guardbit.records import Event, RunEnd
 
 #: A wider table of heads does not fit the page.
 HEAD_COLUMNS = (
@@ -59,6 +60,7 @@ class Run:
         events: Events, as `guardbit.read_events` returns them.
         metadata: Settings, versions and attention modules; JSON-able.
         kept: What is known of why heads diverge.
+        end: How it ended, as `guardbit.store.read_end` returns it.
     """
 
     title: str
@@ -66,13 +68,19 @@ class Run:
     events: pd.DataFrame | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     kept: Kept = _NOTHING
+    end: RunEnd | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        """What became of it."""
+        return outcome_of(self.frame, self.events, self.metadata, self.end)
 
 
 def document_of(run: Run) -> Document:
     """The outcome first, then the alarms, the heads to watch and the figures; last the appendix."""
     frame, events = tables.check_samples(run.frame), run.events
     happened = marks.events_of(events)
-    outcome = outcome_of(frame, events)
+    outcome = run.outcome
     return Document(
         run.title,
         extent(frame),
@@ -86,7 +94,7 @@ def document_of(run: Run) -> Document:
             *heads_to_watch(frame, events),
             *why_heads_diverge(run.kept),
             *beside_another_engine(frame, run.metadata),
-            *_figures(frame, events),
+            *_figures(frame, events, outcome),
             Appendix(),
             *timeline(happened),
             *settings(run.metadata),
@@ -339,11 +347,12 @@ def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
         yield list(group)
 
 
-def _figures(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+def _figures(frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome) -> list[Block]:
     drawn: list[Block] = []
     missing: list[str] = []
     for chart in CHARTS:
-        figure = chart.draw(frame, events)
+        draw = partial(story, outcome=outcome) if chart.draw is story else chart.draw
+        figure = draw(frame, events)
         if figure is not None:
             drawn.append(Picture(chart.name, chart.title, chart.caption, figure))
             continue

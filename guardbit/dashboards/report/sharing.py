@@ -57,7 +57,7 @@ def write_shared(run: Run, output: str | Path, kind: Shared) -> Path:
 
 
 def _picture(run: Run) -> Callable[[Path], object] | None:
-    figure = card(run.frame, run.events, run.title)
+    figure = card(run.frame, run.events, run.title, run.outcome)
     return None if figure is None else lambda output: figure.savefig(output, dpi=figure.dpi)
 
 

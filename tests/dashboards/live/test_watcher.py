@@ -90,6 +90,28 @@ def test_a_resumed_run_forgets_what_it_does_again(recorder, tmp_path):
     assert max(measured(watcher.head(1, 2)["indicators"]["max_logit"]["high"])) < 2
 
 
+def test_the_headline_counts_samples_of_heads_and_says_what_is_not_watched(tmp_path):
+    watcher = RunWatcher(tmp_path, buckets=8)
+    with RunWriter(tmp_path) as writer:
+        for step in range(100):
+            writer.add([Sample(step, "", -1, "loss", (3.0,))])
+            if step in (0, 1, 3, 5, 6):
+                writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+            if step in (1, 4, 99):
+                writer.flush()
+                watcher.look()
+        said = "Healthy: no alarm in 5 samples of the heads, the last at step 6 of 99"
+        assert watcher.state(-1, None)["headline"] == said
+        # Metadata come with samples, in a session that has begun before.
+        writer.update_metadata({"unseen": ["h.1.attn"], "settings": {"rules": []}})
+        writer.add([Sample(100, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+        writer.flush()
+        watcher.look()
+    assert watcher.state(-1, None)["headline"] == (
+        "Unclear: no rule could judge the heads; only 1 of 2 attention modules was watched"
+    )
+
+
 def test_a_long_run_keeps_its_size_and_its_peaks(recorder, tmp_path):
     watcher = RunWatcher(tmp_path, buckets=32)
     with recorder(tmp_path, layers=1, heads=2, sick=(0, 1)) as writer:

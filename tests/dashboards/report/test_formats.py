@@ -149,7 +149,7 @@ def test_runs_stand_side_by_side(comparison):
     text = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
     assert '<h1 class="outcome alarmed">2 runs: 1 alarmed, 1 healthy</h1>' in text
     assert '<dt>ill</dt><dd class="outcome alarmed">Alarmed</dd>' in text
-    assert "Healthy: no alarm up to step 4,980" in text
+    assert "Healthy: no alarm up to step 4,950" in text
     assert text.index("<th>ill</th><th>well</th>") > 0
     assert "<td>Outcome</td><td>alarmed</td><td>healthy</td>" in text
     assert "<td>First alarm</td><td>step 2,950" in text
@@ -181,7 +181,7 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 def test_a_run_without_samples_is_compared_too(tmp_path):
     runs = [Run("full", short()), Run("empty", pd.DataFrame(columns=SAMPLES))]
     text = write_reports(runs, tmp_path / "r.md", format="md").read_text()
-    assert "no samples" in text and "2 runs: 1 healthy, 1 unclear" in text
+    assert "no samples" in text and "2 runs: 2 unclear" in text
 
 
 def test_long_names_lose_in_the_text_what_they_have_in_common(run, tmp_path):

@@ -354,7 +354,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
     events = journal((90, "verdict", "", (), "Nothing to judge by.", "unclear", ""))
     page = write(tmp_path, run_without_figures(), events, None)
-    assert page.of("h1") == ["Unclear: this run could not be judged"]
+    assert page.of("h1") == ["Unclear: no rule could judge the heads"]
     assert page.lede == ["Verdict unclear: Nothing to judge by."]
 
 
@@ -380,7 +380,7 @@ def test_alarms_without_a_verdict_or_a_switch(tmp_path):
 @pytest.mark.parametrize("frame", [pd.DataFrame(), pd.DataFrame(columns=SAMPLES)])
 def test_an_empty_run_still_has_a_page(tmp_path, frame):
     page = write(tmp_path, frame, None, None)
-    assert page.of("h1") == ["Unclear: this run could not be judged"]
+    assert page.of("h1") == ["Unclear: no head was watched"]
     assert page.lede == ["The run recorded no samples."]
     assert len(page.of("li")) == len(CHARTS)
     for chart, sentence in zip(CHARTS, page.of("li"), strict=True):

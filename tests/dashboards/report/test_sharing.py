@@ -11,6 +11,7 @@ from PIL import Image
 from guardbit.dashboards import palette
 from guardbit.dashboards.figures.card import card
 from guardbit.dashboards.figures.style import pixels
+from guardbit.dashboards.outcome import outcome_of
 from guardbit.dashboards.report import Run, write_shared
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
@@ -42,12 +43,16 @@ def test_the_card_has_the_size_that_pages_show_and_tells_the_outcome(run, tmp_pa
 
 def test_the_card_of_a_run_without_an_alarm_shows_its_end(run):
     found = written(card(run.frame, None))
-    assert "Healthy: no alarm up to step 4,980" in found
+    assert "Healthy: no alarm up to step 4,950" in found
     assert "all heads at the end, step 4,980" in found and "switched" not in found
 
 
 def test_no_word_of_a_card_leaves_it(run):
-    figure = card(run.frame, run.events, "a-name-without-an-end" * 9)
+    unseen = {"unseen": [f"module.{number}" for number in range(100)]}
+    outcome = outcome_of(run.frame, run.events, unseen, "interrupted")
+    figure = card(run.frame, run.events, "a-name-without-an-end" * 9, outcome)
+    (told,) = [text for text in written(figure) if text.startswith("the run was interrupted · ")]
+    assert "only 12 of 112 attention modules were watched · first alarm at step 2,950" in told
     pixels(figure)
     renderer = figure.canvas.get_renderer()
     for text in figure.texts:
