@@ -35,6 +35,7 @@ def joined(first: Preflight, second: Preflight) -> Preflight:
         first.delta | second.delta,
         first.chosen | second.chosen,
         first.examined + second.examined,
+        first.left_out | second.left_out,
     )
 
 

@@ -69,6 +69,7 @@ MEMBERS = {
         "begin_batch",
         "catch_up",
         "close",
+        "coverage",
         "end_step",
         "grad_norm",
         "is_sampled",
