@@ -18,7 +18,7 @@ from guardbit.store import read_end, read_events, read_metadata, read_run
 #: What the two runs are called, and what they are.
 RUNS = {
     "lost": "GPT-2 small, left alone",
-    "saved": "the same run, its heads switched at the alarm",
+    "saved": "a copy from step 4,000 on, its heads switched at its own first alarm",
 }
 
 
