@@ -12,9 +12,10 @@ import pandas as pd
 
 from guardbit.dashboards.tables import check_samples, rows_of
 
-#: Class of a rule -> the indicators of which it needs one to judge heads; none of those that judge
-#: something else. A rule that is not listed is taken to judge heads by whatever was measured.
-READS: dict[str, tuple[str, ...]] = {
+#: For runs whose metadata do not say by what heads were judged: class of a rule -> the indicators
+#: of which it needs one; none of those that judge something else. A rule that is not listed is
+#: taken to judge heads by whatever was measured.
+_READS: dict[str, tuple[str, ...]] = {
     "CommonMode": (),
     "HeadGrowth": ("w_q_spectral_norm", "max_logit"),
     "GradientError": ("dq_coherent_error", "w_q_push"),
@@ -70,10 +71,16 @@ def is_judged(metadata: Mapping[str, Any] | None, indicators: Collection[str]) -
         indicators: What was measured of heads.
     """
     settings = (metadata or {}).get("settings")
-    rules = settings.get("rules") if isinstance(settings, Mapping) else None
-    kinds = READS if not isinstance(rules, list | tuple) else [_kind(rule) for rule in rules]
+    settings = settings if isinstance(settings, Mapping) else {}
+    judged_by, rules = settings.get("heads_judged_by"), settings.get("rules")
+    if isinstance(judged_by, Mapping):
+        return bool(indicators) and any(
+            all(not set(either).isdisjoint(indicators) for either in needed)
+            for needed in judged_by.values()
+        )
+    kinds = _READS if not isinstance(rules, list | tuple) else [_kind(rule) for rule in rules]
     return any(
-        kind not in READS or not set(READS[kind]).isdisjoint(indicators) for kind in kinds
+        kind not in _READS or not set(_READS[kind]).isdisjoint(indicators) for kind in kinds
     ) and bool(indicators)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from guardbit.catalog import INDICATORS
 from guardbit.doctor.rival import Rival
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.detectors.rule import levels_of
+from guardbit.monitor.detectors.rule import judges_heads, levels_of, reads_of
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
@@ -78,6 +78,7 @@ class Settings:
             "audit_repeats": self.audit_repeats,
             "rules": [str(rule) for rule in self.rules],
             "levels": levels_of(self.rules),
+            "heads_judged_by": {r.name: reads_of(r) for r in self.rules if judges_heads(r)},
         }
 
     def _check_numbers(self) -> None:

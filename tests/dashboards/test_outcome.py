@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from guardbit.dashboards.coverage import READS
 from guardbit.dashboards.outcome import OUTCOMES, headline, limits, outcome_of
-from guardbit.monitor.detectors import DEFAULT_RULES, role_of
+from guardbit.monitor.settings import Settings
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
 EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
@@ -254,15 +253,29 @@ def test_a_run_whose_heads_no_rule_could_judge_is_unclear(rules, kind):
     assert outcome_of(entropy, None, metadata).kind == ("healthy" if has_own else "unclear")
 
 
-def test_what_rules_of_heads_read_is_what_they_say():
-    found = {}
-    for rule in DEFAULT_RULES:
-        role = role_of(rule)
-        judges_heads = role.judges == "head" and not role.is_advisory
-        # Each of them needs one of several.
-        (reads,) = rule.reads if judges_heads else ((),)
-        found[type(rule).__name__] = reads
-    assert found == READS
+@pytest.mark.parametrize(
+    ("judged_by", "kind"),
+    [
+        ({}, "unclear"),
+        ({"mine": []}, "healthy"),  # reads nothing that it names
+        ({"growth": [["w_q_spectral_norm", "max_logit"]]}, "healthy"),
+        ({"growth": [["w_q_spectral_norm"], ["max_logit"]]}, "unclear"),  # needs both
+        ({"error": [["dq_coherent_error"]]}, "unclear"),
+        ({"error": [["dq_coherent_error"]], "logits": [["max_logit"]]}, "healthy"),
+    ],
+)
+def test_a_run_says_by_what_its_heads_were_judged(judged_by, kind):
+    # The rules' names are not asked then.
+    settings = {"heads_judged_by": judged_by, "rules": ["HeadGrowth(name='head_growth')"]}
+    assert outcome_of(samples(), None, {"settings": settings}).kind == kind
+
+
+def test_the_default_rules_are_told_with_a_run():
+    told = Settings().described()["heads_judged_by"]
+    assert told == {
+        "head_growth": [["w_q_spectral_norm", "max_logit"]],
+        "gradient_error": [["dq_coherent_error", "w_q_push"]],
+    }
 
 
 def test_attention_that_was_not_watched_is_said():

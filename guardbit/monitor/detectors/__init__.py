@@ -20,7 +20,7 @@ import numpy as np
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import rules
 from guardbit.monitor.detectors.evidence import measured_errors
-from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, role_of
+from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, reads_of, role_of
 
 # What the rules are, their folder says, and it alone.
 from guardbit.monitor.detectors.rules import *  # noqa: F403
@@ -122,8 +122,7 @@ class Detectors:
         """
         missing: dict[str, list[str]] = {}
         for rule in self.rules:
-            for needed in getattr(rule, "reads", ()):
-                either = (needed,) if isinstance(needed, str) else needed
+            for either in reads_of(rule):
                 if not self.roles[rule.name].is_advisory and not set(either) & set(indicators):
                     missing.setdefault(rule.name, []).extend(either)
         return missing

@@ -102,6 +102,18 @@ def levels_of(rules: Iterable[Rule]) -> dict[str, dict[str, float]]:
     return {rule.name: dict(found) for rule in rules if (found := getattr(rule, "levels", None))}
 
 
+def reads_of(rule: Rule) -> list[list[str]]:
+    """Returns what a rule needs: of each list one indicator."""
+    needed = getattr(rule, "reads", ())
+    return [[either] if isinstance(either, str) else list(either) for either in needed]
+
+
+def judges_heads(rule: Rule) -> bool:
+    """Whether a rule raises alarms on heads."""
+    role = role_of(rule)
+    return role.judges == "head" and not role.is_advisory
+
+
 def role_of(rule: Rule) -> Role:
     """Returns what a rule judges."""
     role = getattr(rule, "role", Role())
