@@ -113,8 +113,8 @@ def _never_began(error: Exception) -> bool:
 def _is_no_object(method: Callable[..., Any], given: object) -> str:
     kind = method.__qualname__.partition(".")[0]
     return (
-        f"{kind} was called as a class, with {type(given).__name__} in its place: make an object,"
-        f" {kind}(), and pass that"
+        f"{method.__qualname__} was called on the class, with a {type(given).__name__}, and not on"
+        f" an object: make one, {kind}(...), and use that"
     )
 
 

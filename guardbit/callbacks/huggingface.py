@@ -28,7 +28,7 @@ from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings, check_policy
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm
-from guardbit.store import RUN_FOLDER, folder_of_run
+from guardbit.store import RUN_FOLDER
 from guardbit.store.files import publish
 
 #: Name of the guard's state in a checkpoint's folder.
@@ -138,9 +138,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         end(self, "crashed")  # had the run before ended, its session were closed
-        self._place = dirpath = folder_of_run(
-            self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
-        )
+        self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
             self._reporters = _reporters_beside(self)

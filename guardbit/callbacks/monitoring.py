@@ -28,7 +28,7 @@ from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
 from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings
 from guardbit.records import Alarm, RunEnd
-from guardbit.store import RUN_FOLDER, folder_of_run
+from guardbit.store import RUN_FOLDER
 
 log = logging.getLogger("guardbit")
 
@@ -165,7 +165,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         # Taken, not kept: the next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         self._logged, self._logged_step = LoggedRun(), None
-        self._place = dirpath = folder_of_run(self.dirpath or _run_directory(trainer) / RUN_FOLDER)
+        self._place = dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
         self.session = watched(
             self.strict,
             lambda: MonitorSession(

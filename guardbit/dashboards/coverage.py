@@ -31,7 +31,7 @@ class Sampling:
     Attributes:
         count: Number of steps.
         last: The last of them, None without any.
-        every: Steps between the last two, None without two.
+        every: The most steps between two, None without two.
         indicators: The indicators.
     """
 
@@ -50,7 +50,7 @@ class Sampling:
         return Sampling(
             self.count + len(new),
             known[-1] if known else None,
-            known[-1] - known[-2] if new and len(known) > 1 else self.every,
+            max([self.every or 0, *np.diff(known).tolist()]) or None,
             self.indicators | frozenset(indicators),
         )
 

@@ -114,7 +114,11 @@ class Preflight:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all calls were run on all kinds of inputs."""
+        """Whether nothing is left out, see `left_out`.
+
+        The math kernel, which is left out of calls that are too large for it, does not count, nor
+        do calls of a model that cannot be examined at all.
+        """
         return not self.left_out
 
     def as_json(self) -> dict[str, Any]:

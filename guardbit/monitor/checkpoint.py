@@ -77,7 +77,7 @@ class Checkpoint:
         """
         if "format" not in state and "stabilizers" not in state:
             raise ValueError(
-                "this is no state of GuardBit's: it has neither a format nor stabilizers"
+                "this is no state of GuardBit's: pass what `state_dict` of a session returned"
             )
         if state.get("format") != _FORMAT:
             self._load_of_another_version(state)

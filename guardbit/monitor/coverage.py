@@ -108,11 +108,14 @@ def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[
     # attention.
     seen = {part for s in called.values() if _is_attention(s) for part in s.module.modules()}
     callers = {site.module for site in called.values()}
+    parts = {part for caller in callers for part in caller.modules()}
     found = [
         site
         for site in candidates.values()
         if _is_attention(site)
         and site.module not in seen
+        # A part that only the model calls attention may be the projections of what calls it.
+        and (site.module not in parts or looks_like_attention(site.module))
         and callers.isdisjoint(site.module.modules())
         and interception.ran(site.number, site.module)
     ]

@@ -8,13 +8,14 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
 from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages, log
 from guardbit.records import STABILIZERS, Event, RunEnd, Sample, printable
-from guardbit.store import RunWriter, is_run, read_events
+from guardbit.store import RunWriter, folder_of_run, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
 
@@ -127,7 +128,7 @@ class Journal:
     def _open(self, start: _Start) -> str:
         """Opens the folder, and adds the events of earlier steps that it lacks."""
         assert self._dirpath is not None
-        goes_on = is_run(self._dirpath)
+        goes_on, inside = is_run(self._dirpath), folder_of_run(self._dirpath)
         writer = RunWriter(
             self._dirpath,
             metadata=self._metadata(),
@@ -136,17 +137,18 @@ class Journal:
         if goes_on and not start.is_resumed:
             log.warning(
                 "%s holds a run already, and this one does not go on from its checkpoint: it"
-                " replaces what was recorded from step %d on; another dirpath keeps both",
+                " hides what was recorded from step %d on; another dirpath keeps both",
                 self._dirpath,
                 start.step,
             )
         if start.is_resumed and goes_on:
             log.tell(f"GuardBit: the run in {self._dirpath} goes on from step {start.step}")
         elif start.is_resumed:
+            before = inside if inside != Path(self._dirpath) else "the folder of before"
             log.tell(
                 f"GuardBit: this run goes on from a checkpoint, and {self._dirpath} holds nothing"
-                f" of it: its telemetry begins at step {start.step}; to go on in the folder of"
-                " before, pass that as dirpath"
+                f" of it: its telemetry begins at step {start.step}; to go on in {before}, pass"
+                " that as dirpath"
             )
         recorded = _recorded(self._dirpath, start.step)
         missing = _missing(start.remembered, recorded, start.step)

@@ -17,6 +17,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
+from numbers import Complex, Real
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -97,6 +98,16 @@ def _no_heads(_: object) -> Mapping[str, Collection[int]]:
 def _warn(line: str) -> None:
     if ranks.rank() == 0:
         log.warning("%s", line)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    try:
+        float(value)  # pyright: ignore[reportArgumentType]
+    except Exception:  # whatever the object does
+        return False
+    return not isinstance(value, Complex) or isinstance(value, Real)
 
 
 def _all_off(_: object) -> frozenset[str]:
@@ -418,16 +429,16 @@ class MonitorSession(Guarded):
         """
         self._stepping.use("loss")
         step = self._schedule.step
-        if step is not None and self._takes_scalars() and self._is_number("loss", value):
-            self.attempt("loss", lambda: self._measurement.loss(step, value, factor))
+        if step is not None and self._takes_scalars():
+            self._take("loss", value, lambda: self._measurement.loss(step, value, factor))
 
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._stepping.use("grad_norm")
         step = self._schedule.step
-        if step is not None and self._takes_scalars() and self._is_number("grad_norm", value):
-            self.attempt("grad_norm", lambda: self._measurement.grad_norm(step, value))
+        if step is not None and self._takes_scalars():
+            self._take("grad_norm", value, lambda: self._measurement.grad_norm(step, value))
 
     @guard.method(_nothing)
     def validation_loss(self, value: Tensor | float) -> None:
@@ -442,19 +453,19 @@ class MonitorSession(Guarded):
             self._journal.add([sample])
 
         if not self._closed:
-            self.attempt("validation loss", record)
+            self._take("validation_loss", value, record)
 
-    def _is_number(self, name: str, value: object) -> bool:
-        """Whether a scalar can be taken; what is none is left out, and told once."""
-        if isinstance(value, Tensor):
-            return True
-        try:
-            float(value)  # pyright: ignore[reportArgumentType]
-        except (TypeError, ValueError):
-            if self._telling.first(name):
-                _warn(f"{name} is {value!r}, which is no number: it is left out")
-            return False
-        return True
+    def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
+        """Takes a scalar of the loop's; what is no single number is left out, and told once."""
+
+        def take_number() -> None:
+            if _is_number(value):
+                take()
+            elif self._telling.first(name):
+                kind = type(value).__name__
+                _warn(f"{name} is a {kind} that is no single real number: it is left out")
+
+        self.attempt(name, take_number)
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
@@ -572,7 +583,7 @@ class MonitorSession(Guarded):
         step = self._schedule.step
         if step is None or not self._schedule.is_within_step:
             return
-        self._stepping.end()
+        self._stepping.abandon()
         self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)

@@ -40,7 +40,7 @@ log = _Log(logging.getLogger("guardbit"))
 
 
 #: What is lost with a stage, where its name does not say it.
-_MEANS = {"store": "telemetry is not kept from here on; alarms and switches go on: "}
+_MEANS = {"store": " (telemetry is not kept from here on; alarms and switches go on)"}
 
 
 class FailedElsewhereError(RuntimeError):
@@ -84,7 +84,7 @@ class Stages:
             return
         self.off.add(stage)
         log.warning(
-            "the stage '%s' failed and is off for the rest of the run, which goes on: %s%s",
+            "the stage '%s' failed and is off for the rest of the run, which goes on%s: %s",
             stage,
             _MEANS.get(stage, ""),
             # Some errors, such as MemoryError, have no text.

@@ -16,9 +16,9 @@ from guardbit.kernels.engines import hub_kernel_is_loaded
 # a slash; GuardBit sees those of FlashAttention once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
-_ATTENTION = re.compile("attention|attn|mha|multi_?head", re.IGNORECASE)
+_ATTENTION = re.compile("attention|attn|mha|^multi_?head$", re.IGNORECASE)
 
-# Words of their own only: "mla" is in "NormLayer".
+# As the last word only: "mla" is in "NormLayer", and an `MLAHead` may be anything.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|[a-z]+")
 _KINDS_OF_ATTENTION = frozenset({"gqa", "mqa", "mla"})
 
@@ -39,8 +39,8 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
             has to have parts with matrices: in GPT-2 `c_attn` is a projection.
     """
     kind = type(module).__name__
-    words = {word.lower() for word in _WORDS.findall(kind)}
-    if _ATTENTION.search(kind) or words & _KINDS_OF_ATTENTION:
+    words = [word.lower() for word in _WORDS.findall(kind)]
+    if _ATTENTION.search(kind) or not _KINDS_OF_ATTENTION.isdisjoint(words[-1:]):
         return _has_matrix(module)
     last = name.rpartition(".")[2].rpartition("_")[2].lower()
     return last in _SLOTS and any(_has_matrix(part) for part in module.children())

@@ -40,6 +40,9 @@ CHECKPOINT_EVERY = 800
 #: Seconds between two looks at what runs, and that a run has to obey before it is killed.
 LOOK, OBEY = 1.0, 10.0
 
+#: How often a run that is written to is copied.
+_TRIES = 20
+
 #: The command of a module of the study and its arguments.
 Command = Callable[[str, Sequence[str]], list[str]]
 
@@ -72,15 +75,17 @@ class Jobs:
         print(f"{name}: started", flush=True)
 
     def look(self) -> None:
-        """Waits a moment, and forgets what has ended; ends all when the time is up."""
+        """Waits a moment, and forgets what has ended.
+
+        Raises:
+            SystemExit: The time is up.
+        """
         time.sleep(LOOK)
         for name, process in list(self.running.items()):
             if process.poll() is not None:
                 del self.running[name]
                 print(f"{name}: ended with {process.returncode}", flush=True)
         if time.monotonic() > self.end:
-            for name in list(self.running):
-                self.stop(name)
             raise SystemExit("the time is up")
 
     def stop(self, name: str) -> None:
@@ -95,6 +100,11 @@ class Jobs:
             process.kill()
             process.wait()
         print(f"{name}: stopped", flush=True)
+
+    def stop_all(self) -> None:
+        """Ends all that runs."""
+        for name in list(self.running):
+            self.stop(name)
 
     @property
     def minutes(self) -> float:
@@ -130,9 +140,19 @@ def chosen(alarms: dict[int, int | None], most: int) -> list[int]:
 
 
 def frozen(run: Path, folder: Path) -> Path:
-    """A copy of a run as it is, with its checkpoint at `STEP`: the run itself goes on."""
+    """A copy of a run as it is, with its checkpoint at `STEP`: the run itself goes on.
+
+    Files may vanish meanwhile, because what was written before is merged; then it is copied anew.
+    """
     target = folder / run.name
-    shutil.copytree(run, target, ignore=shutil.ignore_patterns("*.ckpt", ".*.partial"))
+    for attempt in range(_TRIES):
+        try:
+            shutil.copytree(run, target, ignore=shutil.ignore_patterns("*.ckpt", ".*.partial"))
+            break
+        except shutil.Error:
+            shutil.rmtree(target)
+            if attempt == _TRIES - 1:
+                raise
     checkpoint = f"step={STEP}.ckpt"
     (target / checkpoint).hardlink_to(run / checkpoint)
     return target
@@ -148,7 +168,16 @@ def families(options: argparse.Namespace, command: Command = python) -> list[int
     Returns:
         The seeds that were copied.
     """
+    if (options.folder / "frozen").exists():
+        raise SystemExit(f"{options.folder}/frozen is of a call that was cut off: remove it first")
     jobs = Jobs(options.folder / "logs", command, options.minutes)
+    try:
+        return _families(options, jobs)
+    finally:
+        jobs.stop_all()
+
+
+def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
     common = ["--backend", "cudnn", "--again", str(options.again), "--snapshot-megabytes", "0",
               "--steps", str(options.steps), "--corpus", str(options.corpus)]  # fmt: skip
     starts, runs = {}, {}

@@ -382,14 +382,6 @@ def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, 
     assert read_end(tmp_path / "a run") == "finished"
 
 
-def test_a_log_directory_stands_for_the_run_that_it_holds(trains, tmp_path):
-    version = tmp_path / "version_0"
-    for dirpath in (version / "guardbit", version, version / "guardbit"):
-        trains.fit(AttentionMonitor(2, dirpath=dirpath, strict=True), max_steps=3)
-    assert len(list((version / "guardbit").glob("session-*.json"))) == 3
-    assert not list(version.glob("session-*.json"))
-
-
 class Lines:
     """A session as far as the last line reads it."""
 

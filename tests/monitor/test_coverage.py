@@ -145,11 +145,28 @@ def test_attention_is_known_by_the_name_that_the_model_gives_it_and_by_its_kinds
 @pytest.mark.parametrize(
     "module",
     [Block("attn_norm", kind_of("NormLayer")), Block("c_attn", nn.Linear(32, 32)),
-     Block("mixer", kind_of("NormLayer")), Block("mlp", kind_of("MLP"))],
+     Block("mixer", kind_of("NormLayer")), Block("mlp", kind_of("MLP")),
+     Block("head", kind_of("MultiHeadClassifier")), Block("head", kind_of("MLAHead"))],
     ids=lambda module: module.name + type(getattr(module, module.name)).__name__,
 )  # fmt: skip
 def test_what_only_sounds_like_attention_is_not_named(tmp_path, module):
     watched(tmp_path, Attention(), module)
+    assert told(tmp_path) == []
+
+
+class Projecting(Attention):
+    """Calls attention itself, and has the projections in a part called so."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = Block("qkv", nn.Linear(32, 32))
+
+    def forward(self, x):
+        return super().forward(self.attn(x))
+
+
+def test_the_projections_of_attention_that_is_seen_are_not_named(tmp_path):
+    watched(tmp_path, type("Layer", (Projecting,), {})())
     assert told(tmp_path) == []
 
 

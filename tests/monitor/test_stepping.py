@@ -33,21 +33,46 @@ def test_steps_that_begin_and_end_need_no_word(stepping, said):
     assert said == []
 
 
-def test_one_step_that_an_error_cut_short_is_no_mistake(stepping, said):
-    for step in (0, 1):  # the loop caught an error in step 0
+def test_steps_that_an_error_cut_short_are_no_mistake(stepping, said):
+    for step in (0, 1, 2):  # the loop caught errors in steps 0 and 1
         stepping.begin(step)
     stepping.end()
     for _ in range(2):  # a step that is done once more
-        stepping.begin(2)
+        stepping.begin(3)
         stepping.end()
+    for _ in range(5):  # and one that takes several tries
+        stepping.begin(4)
+        stepping.abandon()
+    stepping.begin(4)
+    stepping.end()
+    stepping.close()
     assert said == []
 
 
 def test_steps_that_never_end_are_told_once(stepping, said):
     for step in range(10):
         stepping.begin(step)
+    stepping.close()
     (line,) = said
-    assert line.startswith("3 steps have begun and not ended, up to step 2: nothing of them is")
+    assert line.startswith("3 steps in a row have begun and not ended, the last of them step 2: ")
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 1], [0] * 20])
+def test_a_session_in_which_no_step_ended_says_so_at_its_end(stepping, said, steps):
+    for step in steps:
+        stepping.begin(step)
+    stepping.close()
+    (line,) = said
+    assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: nothing")
+
+
+def test_more_micro_batches_than_anybody_has_are_told_while_the_run_goes_on(stepping, said):
+    for _ in range(1024):
+        stepping.begin(0)
+    assert said == []
+    stepping.begin(0)
+    (line,) = said
+    assert line.startswith("step 0 has begun 1024 times and not ended")
 
 
 def test_a_number_that_does_not_move_is_told_once(stepping, said):
@@ -55,7 +80,7 @@ def test_a_number_that_does_not_move_is_told_once(stepping, said):
         stepping.begin(7)
         stepping.end()
     (line,) = said
-    assert line.startswith("step 7 has begun and ended 3 times")
+    assert line.startswith("step 7 has begun and ended 2 times, and begins again")
 
 
 @pytest.mark.parametrize("what", ["loss", "end_step"])
@@ -92,7 +117,7 @@ def run(begin, end):
     ("begin", "end", "said"),
     [
         (False, True, "loss came and no step has begun"),
-        (True, False, "3 steps have begun and not ended"),
+        (True, False, "3 steps in a row have begun and not ended"),
         (False, False, "loss came and no step has begun"),
     ],
 )

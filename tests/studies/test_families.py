@@ -102,7 +102,24 @@ def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, prepared, monkeypatc
     with pytest.raises(SystemExit, match="the time is up"):
         while True:
             jobs.look()
+    jobs.stop_all()
     assert all(process.poll() is not None for process in processes) and not jobs.running
+
+
+def test_nothing_goes_on_after_an_error(tmp_path, prepared, monkeypatch):
+    monkeypatch.setattr(families, "LOOK", 0.05)
+    (prepared / "3" / "sleeps").touch()
+    made = []
+    started = families.Jobs.start
+    monkeypatch.setattr(
+        families.Jobs, "start", lambda jobs, *args: (started(jobs, *args), made.append(jobs))
+    )
+    monkeypatch.setattr(families, "frozen", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        families.families(options_of(tmp_path), command_of(prepared))
+    assert not made[0].running
+    with pytest.raises(SystemExit, match="frozen is of a call that was cut off"):
+        families.families(options_of(tmp_path), command_of(prepared))
 
 
 @pytest.mark.parametrize(

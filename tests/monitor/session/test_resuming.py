@@ -224,15 +224,18 @@ def test_a_run_hears_that_another_writes_into_its_folder(tmp_path, caplog):
 
 @pytest.mark.parametrize("same", [True, False])
 def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
-    first = Loop(every_n_train_steps=1, dirpath=tmp_path / "first")
+    first = Loop(every_n_train_steps=1, dirpath=tmp_path / "first" / "guardbit")
     first.run([0, 1], close=False)
     state = first.session.state_dict()
     first.session.close()
-    folder = tmp_path / ("first" if same else "second")
+    folder = tmp_path / ("first/guardbit" if same else "first")  # the log directory, not the run
     second = Loop(every_n_train_steps=1, dirpath=folder)
     second.session.load_state_dict(state)
     with caplog.at_level(logging.INFO, "guardbit"):
         second.run([2, 3])
     goes_on = f"GuardBit: the run in {folder} goes on from step 2"
-    begins = f"{folder} holds nothing of it: its telemetry begins at step 2"
+    begins = (
+        f"{folder} holds nothing of it: its telemetry begins at step 2; to go on in"
+        f" {folder}/guardbit, pass that as dirpath"
+    )
     assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)

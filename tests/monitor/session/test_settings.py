@@ -1,5 +1,6 @@
 """Settings, steps and losses that are refused or warned of."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,7 +62,21 @@ def test_what_is_no_step_is_refused(step):
     loop.session.close()
 
 
-@pytest.mark.parametrize("loss", ["x", None, [1.0]])
+class Raises:
+    """Nothing can be made of it."""
+
+    def __float__(self):
+        raise RuntimeError("no number")
+
+    __repr__ = __float__
+
+
+@pytest.mark.parametrize(
+    "loss",
+    ["x", None, [1.0], 10**400, Raises(), 1j, np.complex64(1j), torch.ones(3), torch.tensor(1j),
+     torch.ones((), device="meta"), {"loss": 1.0}],
+    ids=lambda loss: type(loss).__name__,
+)  # fmt: skip
 def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
     for step, value in enumerate([loss, 0.5, loss, 0.25]):
@@ -69,20 +84,24 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
             loop.backward(step)
             record.loss(value)
             record.grad_norm(loss)
+            record.validation_loss(loss)
     loop.session.close()
+    assert not loop.session.stages_off
     assert values(tmp_path, "loss") == {1: 0.5, 3: 0.25} and values(tmp_path, "grad_norm") == {}
-    told = [line for line in caplog.messages if "which is no number: it is left out" in line]
+    kind = type(loss).__name__
+    told = [line for line in caplog.messages if "left out" in line]
     assert told == [
-        f"{name} is {loss!r}, which is no number: it is left out" for name in ("loss", "grad_norm")
+        f"{name} is a {kind} that is no single real number: it is left out"
+        for name in ("loss", "grad_norm", "validation_loss")
     ]
 
 
-@pytest.mark.parametrize("loss", [torch.ones(3), torch.tensor(1j)])
-def test_what_is_no_loss_turns_off_the_losses_alone(tmp_path, caplog, loss):
+def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog, monkeypatch):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    monkeypatch.setattr(loop.session._measurement, "loss", lambda *_: 1 / 0)
     with loop.session.step(0) as record:
         loop.backward(0)
-        record.loss(loss)
+        record.loss(0.5)
     loop.run([1])
     assert sampled(tmp_path) == [0, 1] and values(tmp_path, "loss") == {}
     assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
@@ -124,7 +143,7 @@ def test_a_closed_session_switches_nothing():
 
 def test_a_state_of_something_else_is_refused():
     loop = Loop(every_n_train_steps=1)
-    with pytest.raises(ValueError, match="this is no state of GuardBit's"):
+    with pytest.raises(ValueError, match="this is no state of GuardBit's: pass what"):
         loop.session.load_state_dict(model_of().state_dict())
     loop.session.close()
 
@@ -133,5 +152,5 @@ def test_a_store_that_fails_says_what_is_lost(tmp_path, caplog):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
     loop.session._stages.fail("store", OSError("no space left"))
     (line,) = caplog.messages
-    assert "telemetry is not kept from here on; alarms and switches go on: no space left" in line
+    assert "(telemetry is not kept from here on; alarms and switches go on): no space left" in line
     loop.run([0])

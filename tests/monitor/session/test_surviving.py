@@ -143,17 +143,6 @@ def test_training_is_the_same_with_every_stage_failing(monkeypatch):
         assert torch.equal(one, other)
 
 
-def test_a_loss_that_is_no_number_turns_the_losses_off_only(tmp_path, caplog):
-    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
-    loop.session.begin_batch(0)
-    loop.backward(0)
-    loop.session.loss(torch.ones(3))
-    loop.session.end_step()
-    loop.session.close()
-    assert sum("the stage 'loss' failed" in message for message in caplog.messages) == 1
-    assert sampled(tmp_path) == [0]
-
-
 def test_events_are_logged_where_nobody_has_set_up_logging(caplog):
     loop = Loop(every_n_train_steps=1)
     with caplog.at_level(logging.INFO, "guardbit"):
