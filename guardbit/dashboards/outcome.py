@@ -54,7 +54,7 @@ class Outcome:
         num_layers: Attention modules measured.
         head_samples: Steps at which heads were measured.
         last_head_step: The last of them, None without any.
-        head_samples_every: Steps between the last two of them, None without two.
+        head_samples_every: The most steps between two of them, None without two.
         num_modules: Attention modules that were measured or that the run's metadata name.
         not_watched: Names of those that called no attention that could be watched, and of those of
             which no head was measured. Of some of them the weights were measured all the same.

@@ -8,6 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,9 +221,12 @@ class Journal:
             self._failures, self._is_failing = 0, False
 
     def _look_around(self, writer: RunWriter) -> None:
-        """Tells once that another run writes into the folder."""
-        if not self._is_hidden and writer.is_hidden():
-            self._is_hidden = True
+        """Tells once that another run writes into the folder; a look that fails is no failed write."""
+        if self._is_hidden:
+            return
+        with suppress(OSError):
+            self._is_hidden = writer.is_hidden()
+        if self._is_hidden:
             log.warning(
                 "another run has begun to write into %s: what this one records there is hidden"
                 " from now on; give each run a dirpath of its own",

@@ -10,7 +10,10 @@ _IN_A_ROW = 3
 #: Nobody has as many micro-batches in a step.
 _MANY = 1024
 
-_HOW = "call begin_batch(step) before and end_step() after each, or use `with session.step(step)`"
+_HOW = (
+    "call begin_batch(step) before each forward and end_step() after the optimizer's step, or use"
+    " `with session.step(step)`"
+)
 
 
 class Stepping:
@@ -68,7 +71,7 @@ class Stepping:
             what: Its name.
         """
         if self._last is None:
-            self._once("not begun", f"{what} came and no step has begun: {_HOW}")
+            self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
 
     def close(self) -> None:
         """The session is closed."""

@@ -89,7 +89,9 @@ def test_what_comes_without_a_step_is_told_once(stepping, said, what):
         stepping.use(what)
     stepping.close()
     (line,) = said
-    assert line.startswith(f"{what} came and no step has begun: call begin_batch(step) before")
+    assert line.startswith(
+        f"{what}() was called, but no step has begun: call begin_batch(step) before"
+    )
 
 
 def test_a_session_without_a_step_says_so_at_its_end(stepping, said):
@@ -116,9 +118,9 @@ def run(begin, end):
 @pytest.mark.parametrize(
     ("begin", "end", "said"),
     [
-        (False, True, "loss came and no step has begun"),
+        (False, True, "loss() was called, but no step has begun"),
         (True, False, "3 steps in a row have begun and not ended"),
-        (False, False, "loss came and no step has begun"),
+        (False, False, "loss() was called, but no step has begun"),
     ],
 )
 def test_a_session_that_sees_no_step_is_not_silent(begin, end, said, caplog):

@@ -239,3 +239,14 @@ def test_a_resumed_run_says_where_its_past_is(tmp_path, caplog, same):
         f" {folder}/guardbit, pass that as dirpath"
     )
     assert (goes_on in caplog.text, begins in caplog.text) == (same, not same)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_failed_write(tmp_path, caplog, monkeypatch):
+    def fails(_):
+        raise OSError("stale")
+
+    monkeypatch.setattr(RunWriter, "is_hidden", fails)
+    loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
+    loop.run([0, 1])
+    assert sampled(tmp_path) == [0, 1]
+    assert not loop.session.stages_off and "could not be written" not in caplog.text
