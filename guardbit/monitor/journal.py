@@ -221,7 +221,7 @@ class Journal:
             self._failures, self._is_failing = 0, False
 
     def _look_around(self, writer: RunWriter) -> None:
-        """Tells once that another run writes into the folder; a look that fails is no failed write."""
+        """Tells once that another run writes into the folder; a failed look is no failed write."""
         if self._is_hidden:
             return
         with suppress(OSError):
