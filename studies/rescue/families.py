@@ -1,12 +1,12 @@
 """Starts of several seeds, six copies of those that are alarmed, and the push before the alarm.
 
-    python -m studies.rescue.families --seeds 1 3 5 --again 12 --minutes 26
+    python -m studies.rescue.families --seeds 1 3 5 --again 12 --most 1
 
-The starts run side by side on cuDNN without a switch. When all of them have come to step 6,400,
-those that have been alarmed by then go on, as many as are asked for at most, first alarmed first,
-and each is copied six times; the others end. `copies.py` compares them. Then `push.py` goes on from
-the last checkpoint before the first alarm of each, with nothing beside it, for `growth.py`. When
-the time is up, what runs is stopped; what it has recorded stays.
+The starts run side by side on cuDNN without a switch. Those that have been alarmed by step 6,400, as
+many as are asked for at most, first alarmed first, go on and are copied there six times; the others
+end as soon as it is known that they are not among them. `copies.py` compares them. Then `push.py`
+goes on from the last checkpoint before the first alarm of each, with nothing beside it, for
+`growth.py`. When the time is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
@@ -187,13 +187,20 @@ def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
         runs[seed] = options.folder / run_name(parse(arguments), "stock")
         starts[seed] = f"seed{seed}"
         jobs.start(starts[seed], "train", arguments)
+    going_on = set(options.seeds)
     # A sample after `STEP` is a sign that all up to it is written.
-    while any(reached(runs[s]) <= STEP and starts[s] in jobs.running for s in options.seeds):
+    while any(reached(runs[s]) <= STEP and starts[s] in jobs.running for s in going_on):
         jobs.look()
-    alarms = {seed: first_alarm(run, STEP) for seed, run in runs.items() if reached(run) > STEP}
+        alarms = {s: first_alarm(runs[s], STEP) for s in going_on if reached(runs[s])}
+        found = chosen(alarms, options.most)
+        if len(found) == options.most:
+            for seed in going_on - set(found):
+                jobs.stop(starts[seed])
+            going_on = set(found)
+    alarms = {s: first_alarm(runs[s], STEP) for s in going_on if reached(runs[s]) > STEP}
     copied = chosen(alarms, options.most)
     print(f"first alarms: {alarms}; copied: {copied}", flush=True)
-    for seed in set(options.seeds) - set(copied):
+    for seed in going_on - set(copied):
         jobs.stop(starts[seed])
     kept = options.folder / "frozen"
     kept.mkdir()

@@ -23,6 +23,8 @@ if module == "train" and "--branch" not in arguments:
     run = pathlib.Path(given["--folder"]) / name
     shutil.copytree(prepared / given["--seed"], run)
     (run / "clock.csv").write_text("6400,1.0\\n6500,2.0\\n")
+    if (run / "early").exists():
+        (run / "clock.csv").write_text("100,1.0\\n")
     time.sleep(600 if (run / "sleeps").exists() else 0)
 elif module == "train":
     at = arguments.index
@@ -85,6 +87,17 @@ def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(
     assert checkpoints == ["step=2400.ckpt", "step=4000.ckpt"]
     runs = {path.name for path in (tmp_path / "runs").iterdir()}
     assert "frozen" not in runs and sum(name.endswith("-from6400") for name in runs) == 12
+
+
+def test_the_others_end_as_soon_as_enough_are_alarmed(tmp_path, prepared, monkeypatch):
+    monkeypatch.setattr(families, "LOOK", 0.05)
+    # These two would neither come to step 6,400 nor to an end.
+    for seed in (3, 5):
+        (prepared / str(seed) / "sleeps").touch()
+        (prepared / str(seed) / "early").touch()
+    copied = families.families(options_of(tmp_path, most=1, seeds=[1, 3, 5]), command_of(prepared))
+    assert copied == [1]
+    assert sum(call[0] == "push" for call in calls(prepared)) == 1
 
 
 def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, prepared, monkeypatch):
