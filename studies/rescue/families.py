@@ -2,11 +2,11 @@
 
     python -m studies.rescue.families --seeds 1 3 5 --again 12 --most 1
 
-The starts run side by side on cuDNN without a switch. Those that have been alarmed by step 6,400, as
-many as are asked for at most, first alarmed first, go on and are copied there six times; the others
-end as soon as it is known that they are not among them. `copies.py` compares them. Then `push.py`
-goes on from the last checkpoint before the first alarm of each, with nothing beside it, for
-`growth.py`. When the time is up, what runs is stopped; what it has recorded stays.
+The starts run side by side on cuDNN without a switch. Those that have been alarmed by step 6,400,
+as many as are asked for at most, first alarmed first, go on and are copied there six times; the
+others end as soon as it is known that they are not among them. `copies.py` compares them. Then
+`push.py` goes on from the last checkpoint before the first alarm of each, with nothing beside it,
+for `growth.py`. When the time is up, what runs is stopped; what it has recorded stays.
 """
 
 from __future__ import annotations
