@@ -40,6 +40,7 @@ ORIGINALS = {
     "seed9": "stock-cudnn-lr1.5e-03-seed9-again5",
     "seed10": "stock-cudnn-lr1.5e-03-seed10-again5",
     "seed12": "stock-cudnn-lr1.5e-03-seed12-again11",
+    "seed1": "stock-cudnn-lr1.5e-03-seed1-again12",
     "seed12-6400": "stock-cudnn-lr1.5e-03-seed12-again11",
 }
 
