@@ -3,7 +3,8 @@
     python -m studies.rescue.branches studies/rescue/results --figure late.png
 
 Within a family all branches see the same batches as the run that they are of, so losses are
-compared step by step. The figure leaves out the copies from step 6,400, which `copies.py` draws.
+compared step by step. The figure leaves out the copies from step 6,400, which `copies.py` draws,
+and those from 4,800, which `counterfactual.py` draws.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 
 #: Copies from here on are compared over seeds, by a rule set before (`copies.py`).
 STEP = 6400
+
+#: Copies from here on began before the first alarm (`counterfactual.py`).
+BEFORE = 4800
 
 #: Rate's factor of an untouched branch -> what it did.
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
@@ -114,12 +118,12 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
 def draw(runs: list[Run]) -> plt.Figure:
     """A row a family: how far losses lie above the matched run's, and the largest logits.
 
-    Families of copies from `STEP` are left out: `copies.draw` has them, on less room.
+    Families of copies from `STEP` and `BEFORE` are left out: others draw them, on less room.
     """
     families: dict[str, list[tuple[Run, int]]] = {}
     by_name = {run.name: run for run in runs}
     for run, origin, step in branches(runs):
-        if step != STEP:
+        if step not in (STEP, BEFORE):
             families.setdefault(origin.name, []).append((run, step))
     figure, axes = plt.subplots(len(families), 2, figsize=(11, 3.8 * len(families)), squeeze=False)
     for (name, family), (left, right) in zip(families.items(), axes, strict=True):
@@ -154,7 +158,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("results", type=Path)
     parser.add_argument("--until", type=float, default=math.inf, help="compare up to this step")
-    parser.add_argument("--figure", type=Path, help=f"where to draw all but those from {STEP:,}")
+    parser.add_argument("--figure", type=Path, help="where to draw those not drawn elsewhere")
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
