@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("starlette", reason="the extra `live` is not installed")
+pytest.importorskip("uvicorn", reason="the extra `live` is not installed")
+
 from guardbit.dashboards.live import LiveServer, RunList, RunWatcher
 from tests.dashboards.live.serving import Recorder, looking_often, running
 

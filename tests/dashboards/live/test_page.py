@@ -18,7 +18,6 @@ import pytest
 from guardbit.records import Event, Sample
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytest.importorskip("starlette", reason="the extra `live` is not installed")
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 pytestmark = pytest.mark.skipif(

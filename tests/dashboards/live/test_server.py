@@ -9,9 +9,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `live` is not installed")
-pytest.importorskip("uvicorn", reason="the extra `live` is not installed")
-
 from guardbit.dashboards.live import LiveServer, RunWatcher, connections
 from guardbit.dashboards.live.server import ASSETS
 from tests.dashboards.live.serving import Recorder, looking_often, running

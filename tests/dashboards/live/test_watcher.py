@@ -10,8 +10,6 @@ import textwrap
 import numpy as np
 import pytest
 
-pytest.importorskip("starlette", reason="the extra `live` is not installed")
-
 from guardbit.catalog import INDICATORS
 from guardbit.dashboards.live import RunWatcher
 from guardbit.records import Event, Sample
