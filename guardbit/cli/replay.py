@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 RunPath = Annotated[
     Path,
     typer.Argument(
+        metavar="RUN",
         help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's scalars.",
         show_default=False,
     ),

@@ -33,7 +33,7 @@ def report(
     paths: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RUN...",
+            metavar="RUN",
             help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's "
             "scalars; two to four stand side by side.",
             show_default=False,

@@ -1,4 +1,4 @@
-"""Which correction holds alarmed heads best? Six copies of each of five runs, from step 6,400.
+"""Which correction holds alarmed heads best? Six copies of each run, from step 6,400.
 
     python -m studies.rescue.copies studies/rescue/results --figure copies.png
 

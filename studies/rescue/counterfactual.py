@@ -3,8 +3,8 @@
     python -m studies.rescue.counterfactual studies/rescue/results --figure counterfactual.png
 
 All copies of a family begin at one checkpoint of their original, before any head of it had been
-alarmed, and see the same batches. Some run on `exact_delta` from the next step on, in all heads;
-others go on as the original did, and differ from it by chance: sums of cuDNN's backward do not
+alarmed, and see the same batches. Some run on `exact_delta` in all heads, from their second step
+on; others go on as the original did, and differ from it by chance: sums of cuDNN's backward do not
 repeat themselves. sigma is a head's largest singular value of W_Q; its growth is told in log
 points, hundredths of log sigma, from the checkpoint to the last step that all runs have.
 """
@@ -39,7 +39,7 @@ class Family(NamedTuple):
         origin: What they are of.
         step: At which they begin.
         copies: Those that are corrected first.
-        last: The last step whose sigmas all of them have.
+        last: The last step whose sigmas all of them, and the original, have.
     """
 
     origin: Run
@@ -49,7 +49,7 @@ class Family(NamedTuple):
 
 
 def alarms(run: Run, until: float = math.inf) -> dict[Head, int]:
-    """The step of the first alarm of each head that has had one up to a step, first first."""
+    """Each head's first alarm, up to a step, earliest first."""
     layers = run.frame.groupby("site")["layer"].first()
     found: dict[Head, int] = {}
     of_heads = run.events.query("kind == 'alarm' and site != '' and step <= @until")
@@ -60,20 +60,28 @@ def alarms(run: Run, until: float = math.inf) -> dict[Head, int]:
 
 
 def families(runs: list[Run]) -> list[Family]:
-    """The originals of which there are copies of both kinds from before the first alarm."""
+    """The originals of which there are copies of both kinds from before the first alarm.
+
+    Left out are copies on another kernel, and families of which no head had been alarmed in the
+    original by the last step that all have.
+    """
     copies: dict[tuple[str, int], list[Run]] = {}
     origins = {}
     for run, origin, step in branches(runs):
-        before = step < min(alarms(origin).values(), default=0)
-        if before and what_was_done(run) in (UNCHANGED, CORRECTED):
+        is_before = step < min(alarms(origin).values(), default=0)
+        is_alike = run.facts["backend"] == origin.facts["backend"]
+        if is_before and is_alike and what_was_done(run) in (UNCHANGED, CORRECTED):
             copies.setdefault((origin.name, step), []).append(run)
             origins[origin.name] = origin
     found = []
     for (name, step), some in copies.items():
         some.sort(key=lambda run: (what_was_done(run) == UNCHANGED, run.name))
-        if len({what_was_done(run) for run in some}) == 2:
-            ends = [sigmas(run).index.max() for run in (origins[name], *some)]
-            found.append(Family(origins[name], step, some, int(min(ends))))
+        shared = sigmas(origins[name]).index
+        for run in some:
+            shared = shared.intersection(sigmas(run).index)
+        last = int(shared.max()) if len(shared) else step
+        if len({what_was_done(run) for run in some}) == 2 and alarms(origins[name], last):
+            found.append(Family(origins[name], step, some, last))
     return found
 
 
@@ -84,8 +92,8 @@ def sigmas(run: Run) -> pd.DataFrame:
 
 
 def growth(run: Run, family: Family) -> pd.Series:
-    """Of all heads, in log points, from the family's first step to its last."""
-    begin, end = sigmas(family.origin).loc[family.step], sigmas(run).loc[family.last]
+    """Of all heads, in log points, from the family's first step, or the last one kept before it."""
+    begin, end = sigmas(family.origin).loc[: family.step].iloc[-1], sigmas(run).loc[family.last]
     return 100 * np.log(end / begin)
 
 
@@ -106,8 +114,8 @@ def table(family: Family) -> pd.DataFrame:
 
     Returns:
         What was done to it; of each head of `watched` its `growth`, its largest logit at the last
-        step and the step of its first alarm; of all heads the median and the largest growth, and
-        how many have been alarmed.
+        step and the step of its first alarm; of all heads the median and the largest growth, how
+        many have been alarmed, and the largest logit at the last step.
     """
     rows = []
     for run in (family.origin, *family.copies):
@@ -133,8 +141,7 @@ def told(family: Family) -> str:
     corrected, unchanged = (
         found.loc[found["what"] == what, first] for what in (CORRECTED, UNCHANGED)
     )
-    count, corrections = len(corrected) + len(unchanged), len(corrected)
-    apart = "all lie below all" if corrected.max() < unchanged.min() else "they overlap"
+    chance = math.comb(len(corrected) + len(unchanged), len(corrected))
     text = found.set_index("what").rename_axis(None).T.to_string(
         float_format="{:,.1f}".format, na_rep="-"
     )  # fmt: skip
@@ -143,8 +150,17 @@ def told(family: Family) -> str:
 {text}
 
 grew: log points of sigma. logit: the largest, at the last step. alarm: the step of the first.
-The head that was alarmed first in the original, with exact_delta against unchanged: {apart}.
-If it made no difference, all would be below all in 1 of {math.comb(count, corrections)} cases."""
+Growth of the head that was alarmed first in the original, with exact_delta against unchanged:
+{compared(corrected, unchanged)}. That all would be below all is chance in 1 of {chance} cases."""
+
+
+def compared(corrected: pd.Series, unchanged: pd.Series) -> str:
+    """How two kinds of copies lie to one another."""
+    if not np.isfinite(corrected).all() or not np.isfinite(unchanged).all():
+        return "not all are finite"
+    if corrected.max() < unchanged.min():
+        return "all lie below all"
+    return "all lie above all" if corrected.min() > unchanged.max() else "they overlap"
 
 
 def draw(found: list[Family]) -> plt.Figure:
@@ -193,6 +209,10 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--figure", type=Path, help="where to draw it")
     options = parser.parse_args(arguments)
     found = families(load(options.results))
+    if not found:
+        raise SystemExit(
+            f"{options.results}: no run has both kinds of copies from before its alarm"
+        )
     print("\n\n".join(map(told, found)))
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)

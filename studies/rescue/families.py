@@ -113,8 +113,8 @@ class Jobs:
 
 
 def first_alarm(folder: Path, until: float = float("inf")) -> int | None:
-    """The step of a run's first alarm, None if there is none up to a step."""
-    alarms = read_events(folder).query("kind == 'alarm' and step <= @until")["step"]
+    """The step of a run's first alarm of a head, None if there is none up to a step."""
+    alarms = read_events(folder).query("kind == 'alarm' and site != '' and step <= @until")["step"]
     return None if alarms.empty else int(alarms.min())
 
 
@@ -137,6 +137,22 @@ def chosen(alarms: dict[int, int | None], most: int) -> list[int]:
     """
     found = sorted((step, seed) for seed, step in alarms.items() if step is not None)
     return [seed for _, seed in found][:most]
+
+
+def out_of_it(alarms: dict[int, int | None], at: dict[int, int], most: int) -> set[int]:
+    """The starts of which it is known that they will not be copied.
+
+    They have come so far without an alarm that one would be too late.
+
+    Args:
+        alarms: Seed -> step of its first alarm, up to `STEP`.
+        at: Seed -> step that it has reached.
+        most: How many are copied at most.
+    """
+    found = chosen(alarms, most)
+    steps = [step for seed in found if (step := alarms[seed]) is not None]
+    limit = max(steps) if len(found) == most else STEP
+    return {seed for seed in alarms if seed not in found and at[seed] > limit}
 
 
 def frozen(run: Path, folder: Path) -> Path:
@@ -188,15 +204,14 @@ def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
         starts[seed] = f"seed{seed}"
         jobs.start(starts[seed], "train", arguments)
     going_on = set(options.seeds)
-    # A sample after `STEP` is a sign that all up to it is written.
+    # A clock after a step is a sign that all up to it is written.
     while any(reached(runs[s]) <= STEP and starts[s] in jobs.running for s in going_on):
         jobs.look()
-        alarms = {s: first_alarm(runs[s], STEP) for s in going_on if reached(runs[s])}
-        found = chosen(alarms, options.most)
-        if len(found) == options.most:
-            for seed in going_on - set(found):
-                jobs.stop(starts[seed])
-            going_on = set(found)
+        at = {seed: reached(runs[seed]) for seed in going_on}
+        alarms = {s: first_alarm(runs[s], STEP) if at[s] else None for s in going_on}
+        for seed in out_of_it(alarms, at, options.most):
+            jobs.stop(starts[seed])
+            going_on.remove(seed)
     alarms = {s: first_alarm(runs[s], STEP) for s in going_on if reached(runs[s]) > STEP}
     copied = chosen(alarms, options.most)
     print(f"first alarms: {alarms}; copied: {copied}", flush=True)

@@ -4,27 +4,40 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from studies.rescue.counterfactual import alarms, draw, families, growth, table, told, watched
+from studies.rescue.counterfactual import (
+    alarms,
+    compared,
+    draw,
+    families,
+    growth,
+    main,
+    table,
+    told,
+    watched,
+)
 from studies.rescue.packed import Run
 
 HEADS = [(1, 0), (1, 1), (2, 0)]
 ORIGIN = "stock-seed7"
 
 
-def run_of(name, rates, last, alarmed=(), arm="stock", stabilizer=None, begin=0):
+def run_of(
+    name, rates, last, alarmed=(), arm="stock", stabilizer=None, begin=0, every=200, backend="cudnn"
+):
     """sigma of each head is exp(rate * (step - 1000)); logits are ten times that."""
     rows = []
-    for step in range(begin, last + 1, 200):
+    for step in range(begin, last + 1, every):
         for (layer, head), rate in zip(HEADS, rates, strict=True):
             sigma = np.exp(rate * (step - 1000))
             rows += [(step, f"h.{layer}", layer, head, "w_q_spectral_norm", sigma),
                      (step, f"h.{layer}", layer, head, "max_logit", 10 * sigma)]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
-    events = pd.DataFrame(
-        [(step, "alarm", f"h.{layer}", heads) for step, layer, heads in alarmed],
-        columns=["step", "kind", "site", "heads"],
-    )
-    facts = {"arm": arm, "stabilizer": stabilizer, "seed": 7, "rate_factor": 1.0}
+    events = [(step, "alarm", f"h.{layer}", heads) for step, layer, heads in alarmed]
+    # None of these is an alarm of a head.
+    others = [(100, "advisory", "h.1", (1,)), (200, "alarm", "", ())]
+    events = pd.DataFrame([*others, *events], columns=["step", "kind", "site", "heads"])
+    facts = {"arm": arm, "stabilizer": stabilizer, "seed": 7, "rate_factor": 1.0,
+             "backend": backend}  # fmt: skip
     facts["branched_from"] = f"/x/{ORIGIN}/step=1000.ckpt" if "-from" in name else None
     return Run(name, facts, frame, events)
 
@@ -41,7 +54,7 @@ def runs():
             ("late", "exact_delta", "b", (0, 0, 0), 2400, []),
         ]
     ]
-    alarmed = [(1700, 1, (1,)), (1500, 2, (0,)), (3000, 1, (0,))]
+    alarmed = [(1700, 1, (1,)), (1500, 2, (0,)), (1900, 2, (0,)), (3000, 1, (0,))]
     return [run_of(ORIGIN, (1e-4, 2e-4, 1e-3), 3000, alarmed), *copies]
 
 
@@ -59,6 +72,34 @@ def test_copies_that_begin_at_the_alarm_or_later_are_none_of_these(runs, first_a
 
 def test_a_family_needs_copies_of_both_kinds(runs):
     assert families(runs[:3]) == [] == families([runs[0], *runs[3:]])
+
+
+def test_other_copies_are_left_out(runs):
+    others = [
+        run_of("late-keys-seed7-from1000", (0, 0, 0), 1400, (), "late", "centered_keys", 1200),
+        run_of("stock-guardbit-seed7-from1000", (0, 0, 0), 1400, begin=1200, backend="guardbit"),
+        run_of("late_heads-seed7-from1000", (0, 0, 0), 1400, (), "late_heads", "exact_delta", 1200),
+    ]
+    (family,) = families([*runs, *others])
+    assert len(family.copies) == 4 and family.last == 2000
+
+
+def test_the_original_may_be_the_shortest(runs):
+    short = run_of(ORIGIN, (0, 0, 1e-3), 1600, [(1500, 2, (0,))])
+    assert families([short, *runs[1:]])[0].last == 1600
+
+
+def test_without_an_alarm_that_all_have_reached_there_is_nothing_to_compare(runs):
+    assert families([run_of(ORIGIN, (0, 0, 0), 3000, [(2200, 1, (0,))]), *runs[1:]]) == []
+
+
+def test_runs_that_keep_other_steps_are_compared_at_those_they_share(runs):
+    coarse = run_of("late-c-seed7-from1000", (0, 0, 0), 2400, (), "late", "exact_delta", 1200, 600)
+    (family,) = families([*runs, coarse])
+    assert family.last == 1800
+    # The checkpoint's own sigma is not kept: the last one before it is taken, at 800.
+    early = family._replace(step=999)
+    assert growth(family.origin, early)[(2, 0)] == pytest.approx(100)
 
 
 def test_heads_that_any_run_names_are_watched_that_of_the_original_first(runs):
@@ -82,15 +123,38 @@ def test_growth_is_told_in_log_points_from_where_the_copies_began(runs):
         [10 * np.e, 10 * np.exp(-0.1), 10, 10 * np.exp(0.5), 10 * np.exp(0.1)]
     )
     assert found["alarmed"].tolist() == [2, 0, 0, 1, 0]
+    largest = [10 * np.e, 10, 10, 10 * np.exp(0.5), 10 * np.exp(0.3)]
+    assert found["largest logit"].tolist() == pytest.approx(largest)
     assert found["1.1 alarm"].dropna().tolist() == [1700, 1600]
 
 
 def test_what_was_to_be_compared_is_said_with_its_chance(runs):
     (family,) = families(runs)
-    assert "with exact_delta against unchanged: all lie below all" in told(family)
-    assert "in 1 of 6 cases" in told(family)  # four runs, two of them corrected
-    grown = run_of("late-c-seed7-from1000", (0, 0, 2e-4), 2400, (), "late", "exact_delta", 1200)
-    assert "they overlap" in told(families([*runs, grown])[0])
+    assert "all lie below all. That all would be below all is chance in 1 of 6 cases" in told(
+        family
+    )
+    more = run_of("late-c-seed7-from1000", (0, 0, 2e-4), 2400, (), "late", "exact_delta", 1200)
+    (family,) = families([*runs, more])
+    assert "they overlap. That all would be below all is chance in 1 of 10 cases" in told(family)
+
+
+@pytest.mark.parametrize(
+    ("corrected", "unchanged", "said"),
+    [
+        ([1, 2], [3, 4], "all lie below all"),
+        ([1, 3], [3, 4], "they overlap"),
+        ([5, 6], [3, 4], "all lie above all"),
+        ([1, np.nan], [3, 4], "not all are finite"),
+        ([1, 2], [3, np.inf], "not all are finite"),
+    ],
+)
+def test_how_copies_lie_to_one_another(corrected, unchanged, said):
+    assert compared(pd.Series(corrected), pd.Series(unchanged)) == said
+
+
+def test_results_without_such_copies_are_refused(tmp_path):
+    with pytest.raises(SystemExit, match="no run has both kinds of copies"):
+        main([str(tmp_path)])
 
 
 def test_the_figure_has_a_panel_a_head_and_one_of_logits(runs):

@@ -24,7 +24,7 @@ if module == "train" and "--branch" not in arguments:
     shutil.copytree(prepared / given["--seed"], run)
     (run / "clock.csv").write_text("6400,1.0\\n6500,2.0\\n")
     if (run / "early").exists():
-        (run / "clock.csv").write_text("100,1.0\\n")
+        (run / "clock.csv").write_text("5100,1.0\\n")
     time.sleep(600 if (run / "sleeps").exists() else 0)
 elif module == "train":
     at = arguments.index
@@ -41,7 +41,7 @@ elif module == "train":
 def prepared(tmp_path):
     folder = tmp_path / "prepared"
     folder.mkdir()
-    for seed, alarms in {1: [5000, 4100], 3: [], 5: [6450], 8: [3000]}.items():
+    for seed, alarms in {1: [5000, 4100], 3: [], 5: [6450], 8: [3200]}.items():
         with RunWriter(folder / str(seed)) as writer:
             for step in alarms:
                 writer.event(Event(step=step, kind="alarm", site="h.2", heads=[0], why="it grew"))
@@ -76,7 +76,8 @@ def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(
     monkeypatch.setattr(families, "LOOK", 0.05)
     (prepared / "3" / "sleeps").touch()  # the one without an alarm would go on; it is ended
     copied = families.families(options_of(tmp_path), command_of(prepared))
-    assert copied == [8, 1]  # alarmed at 3,000 and 4,100; seed 5 later than 6,400, seed 3 never
+    # 8 is alarmed at 3,200, where there is a checkpoint, 1 at 4,100, 5 after 6,400, 3 never.
+    assert copied == [8, 1]
     made = calls(prepared)
     seeds = [call[call.index("--seed") + 1] for call in made if call[0] == "train"]
     assert sorted(seeds[:4]) == ["1", "3", "5", "8"]
@@ -89,15 +90,49 @@ def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(
     assert "frozen" not in runs and sum(name.endswith("-from6400") for name in runs) == 12
 
 
-def test_the_others_end_as_soon_as_enough_are_alarmed(tmp_path, prepared, monkeypatch):
+def test_a_start_that_ends_before_its_time_is_not_copied(tmp_path, prepared, monkeypatch):
     monkeypatch.setattr(families, "LOOK", 0.05)
-    # These two would neither come to step 6,400 nor to an end.
+    (prepared / "1" / "early").touch()  # it dies after an alarm, and has no checkpoint to copy
+    assert families.families(options_of(tmp_path, seeds=[1, 8]), command_of(prepared)) == [8]
+
+
+@pytest.mark.parametrize(
+    ("alarms", "at", "most", "expected"),
+    [
+        # One is enough: those past its alarm are too late, one before it may still be first.
+        ({1: 4100, 3: None, 5: None}, {1: 4500, 3: 4200, 5: 4000}, 1, {3}),
+        ({1: 4100, 3: None, 5: None}, {1: 4500, 3: 4100, 5: 4100}, 1, set()),
+        ({1: 4100, 3: 3000}, {1: 4500, 3: 4200}, 1, {1}),
+        # Two are asked for: the later one of them counts.
+        ({1: 4100, 3: 3000, 5: None}, {1: 4500, 3: 4200, 5: 4050}, 2, set()),
+        ({1: 4100, 3: 3000, 5: None}, {1: 4500, 3: 4200, 5: 4200}, 2, {5}),
+        # Fewer are found: whoever has no alarm by step 6,400 is out.
+        ({1: 4100, 3: None, 5: None}, {1: 6500, 3: 6500, 5: 6400}, 2, {3}),
+        ({1: None, 3: None}, {1: 0, 3: 6400}, 1, set()),
+    ],
+)
+def test_starts_end_when_an_alarm_would_be_too_late(alarms, at, most, expected):
+    assert families.out_of_it(alarms, at, most) == expected
+
+
+def test_the_others_end_while_the_one_goes_on(tmp_path, prepared, monkeypatch):
+    monkeypatch.setattr(families, "LOOK", 0.05)
+    # Neither would come to an end; one is at 6,500, past the alarm of seed 1 at 4,100.
     for seed in (3, 5):
         (prepared / str(seed) / "sleeps").touch()
-        (prepared / str(seed) / "early").touch()
     copied = families.families(options_of(tmp_path, most=1, seeds=[1, 3, 5]), command_of(prepared))
     assert copied == [1]
     assert sum(call[0] == "push" for call in calls(prepared)) == 1
+
+
+def test_only_alarms_of_heads_count(tmp_path):
+    with RunWriter(tmp_path / "run") as writer:
+        writer.event(Event(step=500, kind="alarm", site="", heads=(), why="all logits grow"))
+        writer.event(Event(step=900, kind="alarm", site="h.2", heads=[0], why="it grew"))
+        writer.event(Event(step=700, kind="advisory", site="h.2", heads=[0], why="keys are alike"))
+    assert families.first_alarm(tmp_path / "run") == 900
+    assert families.first_alarm(tmp_path / "run", 900) == 900
+    assert families.first_alarm(tmp_path / "run", 899) is None
 
 
 def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, prepared, monkeypatch):
