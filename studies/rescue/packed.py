@@ -16,6 +16,7 @@ from guardbit.monitor.replay import samples
 from guardbit.records import Event
 from guardbit.store import RunWriter, read_metadata
 from studies.rescue.heads import pack_heads
+from studies.rescue.updates import pack_updates
 
 #: Steps between the losses that are kept, and between all else.
 LOSS_STEPS, HEAD_STEPS = 20, 200
@@ -113,6 +114,7 @@ def pack(runs: Path, results: Path, snapshots: int = 0) -> None:
                 writer.event(Event(**event))
         squeeze(target)
         pack_heads(folder, target, snapshots)
+        pack_updates(folder, target)
 
 
 def rounded(frame: pd.DataFrame) -> pd.DataFrame:

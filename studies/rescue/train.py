@@ -46,6 +46,7 @@ from studies.rescue.heads import KeepHeads
 from studies.rescue.llama import Llama
 from studies.rescue.model import LanguageModel, Net, Size
 from studies.rescue.packed import step_of
+from studies.rescue.updates import FILE, KeepUpdates
 
 SCOPES = {"rescue": "head", "rescue_layer": "layer", "rescue_all": "model"}
 LATE = ("late", "late_layers", "late_heads")
@@ -161,6 +162,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--audited-heads", type=int, default=1, help="of a layer, at each sample")
     parser.add_argument("--snapshot-every", type=int, default=500, help="steps; alarmed heads")
     parser.add_argument("--snapshot-megabytes", type=float, default=1000)
+    parser.add_argument("--updates-every", type=int, help="steps; entropy of heads' updates")
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
     parser.add_argument("--corpus-bytes", type=int, default=600_000_000)
@@ -289,6 +291,8 @@ def main(arguments: list[str]) -> Path:
     callbacks: list[Callback] = [monitor, Clock(folder / "clock.csv", options.minutes)]
     if options.snapshot_megabytes:
         callbacks.append(KeepHeads(monitor, options.snapshot_every))
+    if options.updates_every is not None:
+        callbacks.append(KeepUpdates(monitor, folder / FILE, options.updates_every))
     if options.arm in SCOPES:
         scope, quiet_steps = SCOPES[options.arm], options.calm_steps
         callbacks.append(AutoStabilizer(options.stabilizer, scope=scope, quiet_steps=quiet_steps))
