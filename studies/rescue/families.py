@@ -21,7 +21,7 @@ from pathlib import Path
 
 from guardbit import read_events
 from studies.rescue.branches import STEP
-from studies.rescue.packed import step_of
+from studies.rescue.packed import HEAD_STEPS, step_of
 from studies.rescue.train import parse, run_name
 
 #: What is done to the copies, as arguments of `train.py`.
@@ -195,7 +195,8 @@ def families(options: argparse.Namespace, command: Command = python) -> list[int
 
 def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
     common = ["--backend", "cudnn", "--again", str(options.again), "--snapshot-megabytes", "0",
-              "--steps", str(options.steps), "--corpus", str(options.corpus)]  # fmt: skip
+              "--updates-every", str(HEAD_STEPS), "--steps", str(options.steps),
+              "--corpus", str(options.corpus)]  # fmt: skip
     starts, runs = {}, {}
     for seed in options.seeds:
         arguments = [*common, "--folder", str(options.folder), "--arm", "stock",
