@@ -1,0 +1,33 @@
+"""Instrumentation that is taken out when a test ends, and leaves nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+import guardbit
+from guardbit.kernels.runtime import runtime
+from guardbit.monitor.interception.frames import frame_stack
+from tests.conftest import STOCK
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    torch._dynamo.reset()
+    assert F.scaled_dot_product_attention is STOCK[0]
+    assert not runtime.running
+    assert not frame_stack
+
+
+@pytest.fixture
+def instrument():
+    made = []
+
+    def make(model, **options):
+        made.append(guardbit.instrument(model, **options))
+        return made[-1]
+
+    yield make
+    for instrumentation in made:
+        instrumentation.remove()

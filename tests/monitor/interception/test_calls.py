@@ -1,0 +1,238 @@
+"""Calls that cannot be switched stay with PyTorch, whatever they are made with."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from tests.conftest import STOCK
+
+# PyTorch's own, while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def odd_calls():
+    def q(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    return {
+        "dropout 1.0": ((q(1, 2, 5, 16),) * 3, {"dropout_p": 1.0}),
+        "not of shape": ((q(2, 5, 16),) * 3, {}),
+        "computes in torch.float64": ((q(1, 2, 5, 16, dtype=torch.float64),) * 3, {}),
+        "values differ in shape": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 1, 5, 16)), {}),
+        "another head size": ((q(1, 2, 5, 16), q(1, 2, 5, 16), q(1, 2, 5, 32)), {}),
+        "batch or head size": ((q(2, 2, 5, 16), *(q(1, 2, 5, 16),) * 2), {}),
+        "head size 8 is outside 16 to 256": ((q(1, 2, 5, 8),) * 3, {}),
+        "broadcasts keys": ((q(1, 2, 5, 16), *(q(1, 1, 5, 16),) * 2), {}),
+    }
+
+
+@pytest.mark.parametrize("reason", odd_calls())
+def test_odd_calls_stay_with_pytorch(reason, instrument):
+    class Caller(nn.Module):
+        def forward(self, tensors, options):
+            return F.scaled_dot_product_attention(*tensors, **options)
+
+    model = Caller()
+    tensors, options = odd_calls()[reason]
+    torch.manual_seed(3)
+    expected = STOCK[0](*tensors, **options)
+    inst = instrument(model)
+    for _ in range(2):
+        torch.manual_seed(3)
+        assert torch.equal(model(tensors, options), expected)
+    assert reason in inst.sites["Caller"].refusal
+
+
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "rows", "keys"), [(0, 4, 8, 8), (2, 0, 8, 8), (2, 4, 0, 8), (2, 4, 8, 0)]
+)
+def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instrument):
+    """PyTorch serves them, whatever kernel is forced, before it chooses one."""
+
+    class Bare(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model = Bare()
+    q = torch.randn(batch, heads, rows, 16, requires_grad=True)
+    k = torch.randn(batch, heads, keys, 16, requires_grad=True)
+
+    def run():
+        with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend)):
+            out = model(q, k)
+        return out, *torch.autograd.grad(out.sum(), (q, k))
+
+    expected = run()
+    inst = instrument(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    full = torch.randn(2, 4, 8, 16)
+    model(full, full)
+    assert inst.sites["Bare"].refusal is None
+    inst.switch("*", "compensated")
+    assert all(torch.equal(a, b) for a, b in zip(run(), expected, strict=True))
+    assert inst.sites["Bare"].refusal is None
+    assert inst.stabilizers() == {"Bare": ["compensated"] * 4}
+
+
+def test_errors_of_pytorch_stay_its_own(instrument):
+    class Caller(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    model = Caller()
+    q, k = torch.zeros(1, 2, 5, 16), torch.zeros(1, 2, 5, 16, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError) as theirs:
+        model(q, k)
+    instrument(model)
+    with pytest.raises(RuntimeError) as ours:
+        model(q, k)
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_meta_and_torch_func(tiny, tokens, instrument):
+    model = tiny.GPT()
+    weights = dict(model.named_parameters())
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (tokens,))
+
+    before = torch.func.grad(loss)(weights)
+    inst = instrument(model)
+    after = torch.func.grad(loss)(weights)
+    assert tiny.equal(before, after)
+    assert "torch.func" in inst.sites["h.0.attn"].refusal
+    on_meta = copy.deepcopy(model).to("meta")
+    assert on_meta(tokens.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("by", ["torch.func", "dual tensors"])
+def test_forward_mode_is_pytorch_s(by, tiny, tokens, instrument):
+    """Which has it for its math kernel, and refuses it for the others."""
+    model = tiny.GPT()
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+    tangents = {name: torch.ones_like(x) for name, x in weights.items()}
+
+    def derivative():
+        def loss(weights):
+            return torch.func.functional_call(model, weights, (tokens,))
+
+        if by == "torch.func":
+            return torch.func.jvp(loss, (weights,), (tangents,))[1]
+        with torch.autograd.forward_ad.dual_level():
+            make_dual = torch.autograd.forward_ad.make_dual
+            result = loss({name: make_dual(x, tangents[name]) for name, x in weights.items()})
+            return torch.autograd.forward_ad.unpack_dual(result).tangent
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        expected = derivative()
+        instrument(model)
+        assert torch.equal(derivative(), expected)
+    with pytest.raises(NotImplementedError, match="forward AD"):
+        derivative()
+
+
+def test_saved_tensors_may_go_through_a_file(tiny, tokens, instrument):
+    """Offload of activations to disk; what a file may hold by default is tensors, no functions."""
+
+    def pack(x):
+        stream = io.BytesIO()
+        torch.save(x, stream)
+        return stream
+
+    def unpack(stream):
+        stream.seek(0)
+        return torch.load(stream, weights_only=True)
+
+    model = tiny.GPT()
+    before = tiny.step(model, tokens)
+    instrument(model)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert tiny.equal(tiny.step(model, tokens), before)
+
+
+def test_gradient_penalties_work_where_pytorch_offers_them(tiny, tokens, instrument):
+    model = tiny.GPT()
+
+    def penalty():
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = model(tokens)
+        weight = model.h[0].attn.qkv.weight
+        (gradient,) = torch.autograd.grad(loss, weight, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), weight)[0]
+
+    before = penalty()
+    instrument(model)
+    # Another order of sums; the values themselves are below 1.
+    torch.testing.assert_close(penalty(), before, rtol=1e-4, atol=1e-6)
+    # Where PyTorch has none either, it says so instead of leaving attention out.
+    weight = model.h[0].attn.qkv.weight
+    (gradient,) = torch.autograd.grad(model(tokens), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradient.square().sum(), weight)
+
+
+class SometimesDouble(nn.Module):
+    """A language model whose attention computes in FP64 with some batches."""
+
+    def __init__(self, tiny):
+        super().__init__()
+
+        class Attention(tiny.Attention):
+            def attend(self, q, k, v, dtype):
+                return super().attend(q.to(dtype), k.to(dtype), v.to(dtype)).float()
+
+        self.embed = nn.Embedding(32, 64)
+        self.h = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, tokens, dtype=torch.float32):
+        x = self.embed(tokens)
+        for attention in self.h:
+            x = x + attention(x, dtype)
+        return x.square().mean()
+
+
+DOUBLE = ("first", "last", "always", "in evaluation", "at first check")
+
+
+@pytest.mark.parametrize(
+    ("how", "double"),
+    [
+        *(("eager", case) for case in DOUBLE),
+        ("whole", "last"), ("whole", "in evaluation"),
+        ("blocks", "first"), ("blocks", "at first check"),
+    ],
+)  # fmt: skip
+def test_calls_that_can_be_switched_and_others(how, double, tiny, tokens, instrument):
+    wide, plain = torch.float64, torch.float32
+    model = SometimesDouble(tiny)
+    inst = instrument(model)
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if how == "whole" else model
+    for block in model.h if how == "blocks" else ():
+        block.compile(backend="aot_eager", fullgraph=True)
+    batches = {"first": (wide, plain), "last": (plain, wide), "always": (wide,)}
+    batches = batches.get(double, (plain,))
+    if double == "at first check":
+        with torch.no_grad():
+            run(tokens, wide)
+        assert all("float64" in site.refusal for site in inst.sites.values())
+    for batch in batches:
+        tiny.step(model, tokens, batch, run=run)
+    if double == "in evaluation":
+        with torch.no_grad():
+            run(tokens, wide)
+    sites = list(inst.sites.values())
+    assert [site.num_heads for site in sites] == [4, 4]
+    if double in ("in evaluation", "at first check", "first"):
+        assert [site.refusal for site in sites] == [None, None]
+    else:
+        # A refusal is about the latest training step.
+        assert all("float64" in site.refusal for site in sites)

@@ -1,0 +1,196 @@
+"""Compiled models keep their bits and their graphs."""
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import guardbit
+from guardbit.kernels.runtime import runtime
+from guardbit.monitor.interception import installation
+from guardbit.monitor.interception.entry_points import sdpa
+from tests.monitor.interception.models import SelfAttention, language, llama
+
+# PyTorch's own, while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def test_the_default_compiler(tiny, instrument):
+    # Attention alone: the C++ compiler takes seconds for each kernel around it.
+    model = nn.Sequential(tiny.Attention())
+    x = torch.randn(2, 12, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
+    before = tiny.step(model, x, run=torch.compile(model, fullgraph=True))
+    torch._dynamo.reset()
+    inst = instrument(model)
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    assert tiny.equal(tiny.step(model, x, run=compiled), before)
+    site = inst.sites["0"]
+    weight = model[0].qkv.weight
+    assert torch.equal(site.query_weights(), weight[:64].view(4, 16, 64))
+    assert torch.equal(site.key_weights(), weight[64:128].view(4, 16, 64))
+    inst.switch("*", "compensated", heads=[0, 3])
+    switched = tiny.step(model, x, run=compiled)
+    eager = tiny.step(model, x)
+    # Eager and compiled differ in the order of sums; head 0 and 3 are compensated in both.
+    for name, value in switched.items():
+        torch.testing.assert_close(value, eager[name], rtol=1e-4, atol=1e-5)
+    assert site.launches["backward", "compensated"] == 2
+    inst.switch("*", "none")
+    assert tiny.equal(tiny.step(model, x, run=compiled), before)
+    assert counter.frame_count == 1
+
+
+def test_blocks_compiled_one_by_one_share_a_graph(tiny, tokens, instrument):
+    model = tiny.GPT(layers=12)
+    before = tiny.step(model, tokens)
+    inst = instrument(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    for block in model.h:
+        block.compile(backend=counter, fullgraph=True)
+    assert tiny.equal(tiny.step(model, tokens), before)
+    inst.switch("h.7.attn", "compensated", heads=[2])
+    tiny.step(model, tokens)
+    assert counter.frame_count == 1  # a recompilation for each would pass the limit of 8
+    switched = [n for n, s in inst.sites.items() if ("backward", "compensated") in s.launches]
+    assert switched == ["h.7.attn"]
+    for index in (0, 11):
+        weight = model.h[index].attn.qkv.weight
+        assert torch.equal(inst.sites[f"h.{index}.attn"].query_weight(2), weight[32:48])
+
+
+older_compilers_name_the_outermost_module = pytest.mark.skipif(
+    torch.__version__ < "2.12",
+    reason="while torch 2.11 traces, it shows the site of the outermost module for refused calls",
+)
+
+
+@older_compilers_name_the_outermost_module
+def test_compiled_modules_of_torch_and_their_refusals(tiny, instrument):
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = SelfAttention(batch_first=True)
+            self.dropout = SelfAttention(batch_first=True, dropout=0.1)
+            self.weights = SelfAttention(need_weights=True, batch_first=True)
+
+        def forward(self, x):
+            return self.weights(self.dropout(self.plain(x)))
+
+    model, x = Three(), torch.randn(2, 9, 64)
+    before = tiny.step(model, x, run=torch.compile(model, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    inst = instrument(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert tiny.equal(tiny.step(model, x, run=compiled), before)
+    refusals = {name: site.refusal for name, site in inst.sites.items()}
+    assert list(refusals) == ["plain.inner", "dropout.inner", "weights.inner"]
+    assert refusals["plain.inner"] is None
+    assert refusals["dropout.inner"] is None
+    assert "dropout 0.1" in inst.sites["dropout.inner"].errors_unavailable
+    assert inst.sites["plain.inner"].errors_unavailable is None
+    assert "need_weights=True" in refusals["weights.inner"]
+    assert inst.sites["weights.inner"].num_heads == 4
+    weight = model.plain.inner.in_proj_weight
+    assert torch.equal(inst.sites["plain.inner"].query_weight(1), weight[16:32])
+
+
+@older_compilers_name_the_outermost_module
+def test_compiled_hugging_face(tiny, instrument):
+    model, batch = llama(), language()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    before = tiny.step(model, **batch, run=compiled)
+    torch._dynamo.reset()
+    inst = instrument(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert tiny.equal(tiny.step(model, **batch, run=compiled), before)
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    assert torch.equal(inst.sites["model.layers.1.self_attn"].query_weight(2), weight[32:48])
+    inst.switch("*", "stochastic")
+    tiny.step(model, **batch, run=compiled)
+    assert inst.sites["model.layers.0.self_attn"].launches["forward", "stochastic"] == 1
+
+
+def test_graph_breaks_inside_attention(tiny, tokens, instrument):
+    class Broken(tiny.Attention):
+        def forward(self, x):
+            y = super().forward(x)
+            torch._dynamo.graph_break()
+            return y + 0 * x
+
+    model = tiny.GPT(attention=Broken)
+    before = tiny.step(model, tokens)
+    inst = instrument(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
+        assert not runtime.running
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    weight = model.h[1].attn.qkv.weight
+    assert torch.equal(inst.sites["h.1.attn"].query_weight(0), weight[:16])
+
+
+def test_weights_around_a_compiled_module_without_any(tiny, instrument):
+    class Core(nn.Module):
+        def forward(self, q, k, v):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+            self.core = Core()
+
+        def forward(self, x):
+            heads = (f(x).unflatten(-1, (4, 16)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.core(*heads).transpose(1, 2).flatten(2)
+
+    for compiled in (False, True):
+        model = nn.Sequential(nn.Linear(64, 64), Outer())
+        inst = instrument(model)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        tiny.step(model, torch.randn(2, 9, 64), run=run)
+        assert list(inst.sites) == ["1.core"]
+        assert torch.equal(inst.sites["1.core"].query_weight(3), model[1].q.weight[48:])
+
+
+def test_a_table_of_the_compiler_that_is_made_anew_still_knows_us(tiny, tokens):
+    # As `torch.distributed.init_process_group` does, in a process that compiles afterwards.
+    model = tiny.GPT()
+    expected = tiny.step(model, tokens)
+    inst = guardbit.instrument(model)
+    try:
+        torch._dynamo.trace_rules.clear_lru_cache()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        inst.observe(lambda _: None)
+        assert tiny.equal(tiny.step(model, tokens, run=compiled), expected)
+        assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    finally:
+        inst.remove()
+        torch._dynamo.reset()
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    assert sdpa.scaled_dot_product_attention not in rules
+    assert F.scaled_dot_product_attention in rules
+
+
+def test_libraries_that_are_looked_for_are_not_compiled(tiny, tokens, instrument, monkeypatch):
+    model = tiny.GPT(layers=1)
+    instrument(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(2):  # the first one imports much
+        tiny.step(model, tokens, run=compiled)
+    frames = torch._dynamo.utils.counters["frames"].copy()
+    monkeypatch.setitem(sys.modules, "another", types.ModuleType("another"))
+    looked = []
+    monkeypatch.setattr(installation.ENTRY_POINTS[-1], "find", lambda: looked.append(True))
+    tiny.step(model, tokens, run=compiled)
+    assert looked
+    assert torch._dynamo.utils.counters["frames"] == frames

@@ -1,0 +1,59 @@
+"""Models of Hugging Face keep their bits: masks, dropout, checkpointing."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from tests.monitor.interception.models import language, llama
+
+# PyTorch's own, while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def test_dropout_as_hugging_face_has_it(tiny, instrument):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=64, n_layer=2, n_head=4, n_positions=32,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = transformers.GPT2LMHeadModel(config).train()
+    before = tiny.step(model, **language())
+    inst = instrument(model)
+    assert tiny.equal(tiny.step(model, **language()), before)
+    site = inst.sites["transformer.h.1.attn"]
+    assert site.settle_layout() is None
+    assert site.refusal is None
+    inst.switch(site.name, "compensated", heads=[2])
+    tiny.step(model, **language())
+    assert site.launches["forward", "compensated"] == site.launches["backward", "compensated"] == 1
+
+
+def test_the_attention_implementation_keeps_the_padding_mask(tiny, instrument):
+    model = llama()
+    batch = language(padded=True)
+    before = tiny.step(model, **batch)
+    unpadded = tiny.step(model, **language())
+    assert not torch.equal(before["loss"], unpadded["loss"])
+    inst = instrument(model)
+    model.set_attn_implementation("guardbit")
+    assert model.config._attn_implementation == "guardbit"
+    assert tiny.equal(tiny.step(model, **batch), before)
+    assert tiny.equal(tiny.step(model, **language()), unpadded)
+    assert len(inst.sites) == 2
+
+
+# The newer name is not in transformers 5.0 yet.
+@pytest.mark.filterwarnings("ignore:.*activation_checkpointing:FutureWarning")
+def test_checkpointing_as_hugging_face_has_it(tiny, instrument):
+    model = llama()
+    before = tiny.step(model, **language())
+    model.gradient_checkpointing_enable()
+    inst = instrument(model)
+    seen = []
+    inst.observe(lambda call: seen.append(call.site))
+    assert tiny.equal(tiny.step(model, **language()), before)
+    assert seen == [site.number for site in inst.sites.values()][::-1]

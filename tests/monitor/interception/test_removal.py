@@ -1,0 +1,180 @@
+"""An instrumented model is given back as it was, after accidents and copied too."""
+
+import contextlib
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import guardbit
+from guardbit.kernels.runtime import runtime
+from tests.callbacks.several_ranks import launch
+from tests.conftest import STOCK
+
+# PyTorch's own, while it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def state_of(model):
+    return {
+        name: (
+            sorted(vars(module)), len(module._forward_hooks), len(module._forward_pre_hooks),
+            len(module._forward_hooks_always_called), len(module._forward_pre_hooks_with_kwargs),
+        )
+        for name, module in model.named_modules()
+    }  # fmt: skip
+
+
+def test_removal_restores_everything(tiny, tokens):
+    first, second = tiny.GPT(), tiny.GPT()
+    before = [tiny.step(model, tokens) for model in (first, second)]
+    originals = (
+        F.multi_head_attention_forward,
+        torch.utils.checkpoint.checkpoint,
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,
+    )
+    states = state_of(first), state_of(second)
+    one, two = guardbit.instrument(first), guardbit.instrument(second)
+    for model, expected in zip((first, second), before, strict=True):
+        assert tiny.equal(tiny.step(model, tokens), expected)
+    assert list(one.sites) == list(two.sites) == ["h.0.attn", "h.1.attn"]
+    one.switch("*", "compensated")
+    assert two.stabilizers()["h.0.attn"] == ["none"] * 4
+
+    one.remove()
+    assert F.scaled_dot_product_attention is not STOCK[0]
+    assert state_of(first) == states[0]
+    assert tiny.equal(tiny.step(second, tokens), before[1])
+    one.remove()
+    assert F.scaled_dot_product_attention is not STOCK[0]
+    two.remove()
+    assert F.scaled_dot_product_attention is STOCK[0]
+    assert state_of(second) == states[1]
+    assert originals == (
+        F.multi_head_attention_forward,
+        torch.utils.checkpoint.checkpoint,
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint,
+    )
+    assert tiny.equal(tiny.step(first, tokens), before[0])
+    assert not one.sites
+
+    again = guardbit.instrument(first)
+    tiny.step(first, tokens)
+    assert again.stabilizers()["h.0.attn"] == ["none"] * 4
+    again.remove()
+
+
+def test_a_compiled_model_is_given_back(tiny, tokens):
+    model = tiny.GPT()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    inst = guardbit.instrument(compiled)
+    before = tiny.step(model, tokens, run=compiled)
+    launches = inst.sites["h.0.attn"].launches
+    inst.remove()
+    assert tiny.equal(tiny.step(model, tokens, run=compiled), before)
+    assert launches == {("forward", "FLASH_ATTENTION"): 1, ("backward", "FLASH_ATTENTION"): 1}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_interrupted_forward_leaves_nothing(error, tiny, tokens, instrument):
+    class Failing(tiny.Attention):
+        fails = False
+
+        def forward(self, x):
+            y = super().forward(x)
+            if self.fails:
+                raise error("stop")
+            return y
+
+    model = tiny.GPT(attention=Failing)
+    inst = instrument(model)
+    before = tiny.step(model, tokens)
+    Failing.fails = True
+    with pytest.raises(error, match="stop"):
+        model(tokens)
+    if error is RuntimeError:
+        assert not runtime.running
+    Failing.fails = False
+    assert tiny.equal(tiny.step(model, tokens), before)
+    assert not runtime.running
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+
+
+def test_another_hook_that_fails_first_moves_no_site(tiny, tokens, instrument):
+    model = tiny.GPT()
+
+    def fails(*_):
+        raise RuntimeError("not today")
+
+    handle = model.h[0].attn.register_forward_pre_hook(fails)
+
+    class Tolerant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gpt = model
+
+        def forward(self, tokens):
+            with contextlib.suppress(RuntimeError):
+                self.gpt.h[0].attn(torch.zeros(1, 2, 64))
+            assert len(runtime.running) == 1
+            handle.remove()
+            return self.gpt(tokens)
+
+    outer = Tolerant()
+    inst = instrument(outer)
+    tiny.step(outer, tokens)
+    assert list(inst.sites) == ["gpt.h.0.attn", "gpt.h.1.attn"]
+
+
+def test_copies_of_an_instrumented_model(tiny, tokens, instrument):
+    model = tiny.GPT()
+    before = tiny.step(model, tokens)
+    inst = instrument(model)
+    twin = copy.deepcopy(model)
+    assert tiny.equal(tiny.step(twin, tokens), before)
+    assert not inst.sites, "a copy, an average of the weights say, is another model"
+    tiny.step(model, tokens)
+    inst.switch("*", "compensated")
+    assert tiny.equal(tiny.step(twin, tokens), before)
+    inst.switch("*", "none")
+    own = instrument(twin)
+    tiny.step(twin, tokens)
+    own.switch("*", "compensated")
+    assert inst.stabilizers()["h.0.attn"] == ["none"] * 4
+    inst.remove()
+    tiny.step(twin, tokens)
+    assert own.sites["h.0.attn"].launches["backward", "compensated"] == 1
+
+
+def test_pickled_models_work_in_a_process_that_did_not_instrument(tmp_path, instrument):
+    model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
+    inst = instrument(model)
+    x = torch.randn(2, 5, 64)
+    expected = model(x)
+    inst.switch("*", "row_max")
+    stream = io.BytesIO()
+    torch.save((model, x, expected), stream)
+    (tmp_path / "model.pt").write_bytes(stream.getvalue())
+    code = """
+import sys, torch, guardbit
+torch.set_num_threads(1)
+model, x, expected = torch.load(sys.argv[1], weights_only=False)
+other = guardbit.instrument(torch.nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True))
+assert torch.equal(model(x), expected)
+assert not other.sites
+mine = guardbit.instrument(model)
+model(x)
+assert list(mine.sites) == ["self_attn"]
+"""
+    (tmp_path / "other.py").write_text(code)
+    launch(tmp_path / "other.py", 1, tmp_path / "model.pt")
+    inst.switch("*", "none")
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
