@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
 import guardbit
 from guardbit.kernels.runtime import runtime

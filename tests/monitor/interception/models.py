@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 

@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 
 from tests.conftest import STOCK

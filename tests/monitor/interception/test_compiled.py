@@ -6,7 +6,6 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-import torch.utils.checkpoint
 
 from tests.monitor.interception.models import language, llama
-
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
 
 
 def test_dropout_as_hugging_face_has_it(tiny, instrument):

@@ -16,12 +16,6 @@ from guardbit.monitor.interception import checkpointing, installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
 from tests.conftest import STOCK
 
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 
 def test_aliases_are_covered(tiny, tokens, instrument):
     class Aliased(tiny.Attention):

@@ -16,12 +16,6 @@ from guardbit.kernels.runtime import runtime
 from tests.callbacks.several_ranks import launch
 from tests.conftest import STOCK
 
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
-
 
 def state_of(model):
     return {

@@ -2,19 +2,11 @@
 
 import threading
 
-import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
 import guardbit
 from guardbit.kernels.runtime import runtime
-
-# PyTorch's own, while it compiles.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
 
 
 def test_what_another_thread_computes_meanwhile_is_not_this_model_s(tiny, tokens, instrument):
