@@ -1,0 +1,128 @@
+"""A watched Lightning run computes what an unwatched one computes."""
+
+import math
+
+import pytest
+import torch
+
+from guardbit import AttentionMonitor, AutoStabilizer, read_metadata, read_run
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL
+from tests.callbacks.monitoring.reading import values
+
+pytestmark = [
+    # Advice of Lightning on worker processes, logging intervals and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    # Lightning's own use of PyTorch.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+RUNS = {
+    "fp32": {},
+    "bf16": {"precision": "bf16-mixed"},
+    "accumulate": {"precision": "bf16-mixed", "accumulate_grad_batches": 2},
+    "clip": {"precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    "validation": {"precision": "bf16-mixed", "validation": True, "val_check_interval": 3},
+}
+
+
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_a_watched_run_ends_with_the_bits_of_an_unwatched_one(
+    trains, same_weights, tmp_path, settings
+):
+    plain, _ = trains.fit(**settings)
+    callbacks = (
+        AttentionMonitor(2, dirpath=tmp_path / "run", strict=True),
+        AutoStabilizer("compensated", scope="head"),
+    )
+    watched, _ = trains.fit(*callbacks, **settings)
+    assert same_weights(plain, watched)
+    assert plain.raw_losses == watched.raw_losses
+    frame = read_run(tmp_path / "run")
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator), "it must really have measured"
+
+
+def test_examinations_leave_the_bits_and_are_recorded(trains, same_weights, tmp_path):
+    plain, _ = trains.fit(max_steps=3)
+    asked = {"compare": "math", "audit_repeats": True, "preflight": 20, "num_audited_heads": 2}
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True, **asked)
+    watched, _ = trains.fit(monitor, max_steps=3)
+    assert same_weights(plain, watched)
+    found = set(read_run(tmp_path / "run")["indicator"])
+    assert {"repeat_difference", "compared_dq_relative_error"} <= found
+    (said,) = read_metadata(tmp_path / "run")["preflight"]
+    assert said.startswith("preflight at the model's own shapes and masks: ")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch.*")  # the compiler's own
+def test_the_bits_are_the_same_under_compile(trains, same_weights, tmp_path):
+    def model():
+        torch._dynamo.reset()
+        gpt = trains.TinyGPT()
+        gpt.net.h = gpt.net.h[:1]  # the C++ compiler takes seconds for each kernel
+        gpt.net.compile(fullgraph=True)
+        return gpt
+
+    plain, _ = trains.fit(model=model(), max_steps=4, precision="bf16-mixed")
+    callbacks = (
+        AttentionMonitor(2, dirpath=tmp_path / "run", strict=True),
+        AutoStabilizer("compensated", scope="head"),
+    )
+    watched, _ = trains.fit(*callbacks, model=model(), max_steps=4, precision="bf16-mixed")
+    assert same_weights(plain, watched)
+    frame = read_run(tmp_path / "run")
+    assert set(HEAD_INDICATORS) - OCCASIONAL <= set(frame.indicator)
+
+
+class ManualGPT:
+    """Two optimizers that take turns within a batch, as adversarial training has them."""
+
+    def __new__(cls, base):
+        class Manual(base):
+            def __init__(self):
+                super().__init__()
+                self.automatic_optimization = False
+
+            def training_step(self, batch, batch_idx):
+                losses = []
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+                    loss = self.loss(batch)
+                    self.manual_backward(loss)
+                    losses.append(loss.item())
+                    optimizer.step()
+                self.raw_losses.append((batch_idx, losses[-1]))
+                return loss
+
+            def on_before_optimizer_step(self, optimizer):
+                owned = [p for group in optimizer.param_groups for p in group["params"]]
+                norm = sum(p.grad.double().square().sum() for p in owned).sqrt().item()
+                step = 2 * (self.trainer.global_step // 2)
+                self.raw_grad_norms.setdefault(step, []).append(norm)
+
+            def configure_optimizers(self):
+                body, embeddings = self.net.h, (self.net.wte, self.net.wpe)
+                return [
+                    torch.optim.SGD(body.parameters(), lr=0.1),
+                    torch.optim.SGD([p for e in embeddings for p in e.parameters()], lr=0.1),
+                ]
+
+        return Manual()
+
+
+def test_manual_optimization_with_two_optimizers(trains, same_weights, tmp_path):
+    # `global_step` counts both optimizers: batches begin at steps 0, 2, 4, ...
+    plain, _ = trains.fit(model=ManualGPT(trains.TinyGPT), max_steps=16)
+    monitor = AttentionMonitor(3, dirpath=tmp_path / "run", strict=True)
+    watched, _ = trains.fit(monitor, model=ManualGPT(trains.TinyGPT), max_steps=16)
+    assert same_weights(plain, watched)
+    frame = read_run(tmp_path / "run")
+    # The first batches at or after 0, 3, 6, 9, 12.
+    sampled = [0, 4, 6, 10, 12]
+    assert sorted(values(frame, "grad_norm")) == sampled
+    assert sorted(set(frame[frame.indicator == "max_logit"].step)) == sampled
+    for step, norm in values(frame, "grad_norm").items():
+        expected = math.hypot(*watched.raw_grad_norms[step])
+        assert norm == pytest.approx(expected, rel=1e-5)  # summed in FP32
+    losses = {2 * batch: loss for batch, loss in watched.raw_losses}
+    assert values(frame, "loss") == losses

@@ -1,0 +1,167 @@
+"""What reaches loggers and the log, and what callbacks say."""
+
+import csv
+import inspect
+import logging
+import re
+import typing
+from unittest.mock import Mock
+
+import pytest
+from lightning.pytorch.callbacks import (
+    Callback,
+)
+from lightning.pytorch.loggers import CSVLogger
+
+from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
+from guardbit.callbacks.lines import last_line
+from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.catalog import LOGGED_KEYS
+from guardbit.monitor import transfer
+from guardbit.monitor.detectors import Finding
+from guardbit.store import read_end
+from tests.callbacks.monitoring.reading import SITES, Recorder
+
+pytestmark = [
+    # Advice of Lightning on worker processes, logging intervals and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    # Lightning's own use of PyTorch.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+def documented_keys():
+    table = re.findall(r"^\s*``(guardbit/\w+)``\s+\S", inspect.getdoc(AttentionMonitor), re.M)
+    assert len(set(table)) == len(table) > 0
+    return set(table)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+def test_the_keys_logged_are_the_keys_documented(trains, tmp_path, monkeypatch, late):
+    if late:  # as from a GPU
+        monkeypatch.setattr(transfer, "_send", lambda joined: (joined.cpu(), Mock()))
+    recorder, table = Recorder(), CSVLogger(tmp_path / "logs")
+
+    class Bars(Callback):
+        seen: typing.ClassVar = []
+
+        def on_train_batch_end(self, trainer, *_):
+            self.seen.append(trainer.progress_bar_metrics)
+
+    monitor = AttentionMonitor(2, strict=True)
+    trains.fit(Bars(), monitor, max_steps=5, logger=[recorder, table], log_every_n_steps=1)
+    ours = [
+        (step, metrics)
+        for step, metrics in recorder.logged
+        if any(key.startswith("guardbit/") for key in metrics)
+    ]
+    # As Lightning's own logger connector counts: the first step is 0.
+    assert [step for step, _ in ours] == [0, 2, 4]
+    differ = documented_keys() ^ {*LOGGED_KEYS, *COUNTED_KEYS, *WORST_KEYS}
+    assert not differ, f"the table in AttentionMonitor's docstring is wrong about {differ}"
+    assert ours[0][1].keys() == documented_keys() - {"guardbit/dq_relative_error"}
+    assert ours[1][1].keys() == ours[2][1].keys() == documented_keys()
+    frame = read_run(tmp_path / "recorder" / "version_0" / "guardbit")  # as checkpoints would lie
+    for step, metrics in ours:
+        now = frame[frame.step == step]
+        for key, indicator in LOGGED_KEYS.items():
+            if key in metrics:
+                heads = now[now.indicator == indicator].value.to_list()
+                assert metrics[key] == max(heads, key=abs)
+        assert metrics["guardbit/alarmed_heads"] == metrics["guardbit/switched_heads"] == 0
+        # Three samples know no normal.
+        assert metrics["guardbit/worst_excess"] == 1
+    with open(f"{table.log_dir}/metrics.csv") as lines:
+        rows = list(csv.DictReader(lines))
+    assert documented_keys() <= rows[0].keys()
+    assert [int(row["step"]) for row in rows if row["guardbit/max_logit"]] == [0, 2, 4]
+    assert Bars.seen[-1] == {"alarmed_heads": 0}
+
+
+class Fires:
+    """Names head 1 of the second layer at its first value."""
+
+    name = "fires"
+
+    def examine(self, frame, state):
+        is_there = SITES[1] in frame.of("max_logit")
+        return [Finding(SITES[1], (1,), "a sentence of its own")] if is_there else []
+
+
+@pytest.mark.parametrize("rules", [(), (Fires(),)], ids=["healthy", "alarmed"])
+def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, caplog, rules):
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
+    with caplog.at_level(logging.INFO):
+        trains.fit(monitor, max_steps=5)
+    found = "1 head alarmed, no stabilizer attached" if rules else "no head alarmed up to step 4"
+    said = f"run finished, {found}; the report: guardbit report '{tmp_path}/a run'"
+    assert [line for line in caplog.messages if "report" in line] == [f"GuardBit: {said}"]
+    assert read_end(tmp_path / "a run") == "finished"
+
+
+class Lines:
+    """A session as far as the last line reads it."""
+
+    sampled_step, num_alarmed_heads, stages_off, policy = 4, 0, frozenset(), None
+    coverage = (3, 3)
+
+    def __init__(self, **given):
+        vars(self).update(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "no head alarmed up to step 4"),
+        ({"coverage": (0, 2)}, "no head was watched"),
+        ({"coverage": (0, 0)}, "no head was watched"),
+        ({"sampled_step": None, "coverage": (0, 0)}, "no step was sampled"),
+        (
+            {"coverage": (1, 3)},
+            "no head alarmed up to step 4, in the 1 of 3 attention modules that are watched",
+        ),
+        (
+            {"coverage": (1, 3), "num_alarmed_heads": 2, "policy": "some"},
+            "2 heads alarmed, in the 1 of 3 attention modules that are watched",
+        ),
+        ({"num_alarmed_heads": 2}, "2 heads alarmed, no stabilizer attached"),
+    ],
+)
+def test_the_last_line_says_what_was_watched(tmp_path, given, found):
+    report = f"; the report: guardbit report {tmp_path}"
+    assert (
+        last_line("finished", Lines(**given), tmp_path)
+        == f"GuardBit: run finished, {found}{report}"
+    )
+    elsewhere = last_line("crashed", Lines(**given), tmp_path / "never written")
+    assert elsewhere == f"GuardBit: run crashed, {found}"
+
+
+@pytest.mark.parametrize("callback", [AttentionMonitor, AutoStabilizer])
+def test_lightning_s_callbacks_say_what_hugging_face_s_trainer_takes(callback):
+    with pytest.raises(AttributeError, match="with Hugging Face's Trainer use HuggingFaceMonitor"):
+        callback().on_init_end  # noqa: B018 - what the Trainer looks up first
+    with pytest.raises(AttributeError, match=r"object has no attribute 'nonsense'$"):
+        callback().nonsense  # noqa: B018
+
+
+def test_a_stabilizer_that_does_not_say_whether_it_acts_is_refused():
+    with pytest.raises(ValueError, match="dry_run is 'no'; it must be True or False"):
+        AutoStabilizer(dry_run="no")
+
+
+def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
+    monitor = AttentionMonitor(2, dirpath=tmp_path, strict=True, rules=(Fires(),))
+    trains.fit(monitor, AutoStabilizer(), max_steps=5)
+    kinds = set(read_events(tmp_path)["kind"])
+    assert {"alarm", "switch", "verdict"} <= kinds
+    assert caplog.text.count("a sentence of its own") == 1
+    assert sum("verdict rounding" in line for line in caplog.messages) == 1
+
+
+def test_signatures_are_plain_enough_for_a_command_line():
+    for callback in (AttentionMonitor, AutoStabilizer):
+        hints = typing.get_type_hints(callback.__init__)
+        for name, parameter in inspect.signature(callback).parameters.items():
+            assert name in hints, name
+            assert parameter.default is not inspect.Parameter.empty

@@ -1,0 +1,156 @@
+"""What `AttentionMonitor` records in small Lightning runs, and when."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+)
+from lightning.pytorch.plugins import MixedPrecision
+
+import guardbit
+from guardbit import AttentionMonitor, read_run
+from guardbit.catalog import HEAD_INDICATORS, OCCASIONAL, of_probe
+from tests.callbacks.monitoring.reading import SITES, values
+
+pytestmark = [
+    # Advice of Lightning on worker processes, logging intervals and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    # Lightning's own use of PyTorch.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_steps_losses_and_gradient_norms(trains, tmp_path, accumulate, clip):
+    # Seven batches an epoch: with three a step the last step of each epoch has one only.
+    monitor = AttentionMonitor(4, dirpath=tmp_path / "run", strict=True)
+    settings = {"accumulate_grad_batches": accumulate, "gradient_clip_val": clip}
+    model, trainer = trains.fit(monitor, batches=7, max_steps=11, **settings)
+    assert trainer.global_step == 11
+    frame = read_run(tmp_path / "run")
+    heads = frame[frame.site != ""]
+    assert sorted(set(heads.step)) == [0, 4, 8]
+    assert sorted(set(heads.site)) == SITES and sorted(set(heads["head"])) == [0, 1]
+    by_step = {}
+    for step, loss in model.raw_losses:
+        by_step.setdefault(step, []).append(loss)
+    assert [len(by_step[step]) for step in range(3)] == [1, 1, 1] * (accumulate == 1) + [
+        3,
+        3,
+        1,
+    ] * (accumulate == 3)
+    recorded = values(frame, "loss")
+    assert sorted(recorded) == list(range(11))
+    for step, losses in by_step.items():
+        # Lightning has divided by 3 in FP32.
+        assert recorded[step] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    norms = values(frame, "grad_norm")
+    assert sorted(norms) == [0, 4, 8]
+    for step, norm in norms.items():
+        assert norm == pytest.approx(model.raw_grad_norms[step], rel=1e-5)
+        assert clip is None or norm > clip
+
+
+def test_a_change_of_accumulation_between_epochs(trains, tmp_path):
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
+    schedule = GradientAccumulationScheduler({0: 1, 1: 2})
+    model, _ = trains.fit(monitor, schedule, batches=4, max_steps=8)
+    by_step = {}
+    for step, loss in model.raw_losses:
+        by_step.setdefault(step, []).append(loss)
+    assert [len(losses) for losses in by_step.values()] == [1, 1, 1, 1, 2, 2, 2, 2]
+    recorded = values(read_run(tmp_path / "run"), "loss")
+    for step, losses in by_step.items():
+        assert recorded[step] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+def test_delta_bias_under_a_loss_scale_is_that_without(trains, tmp_path):
+    def scaled(scale):
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1000)
+        folder = tmp_path / f"run{scale}"
+        monitor = AttentionMonitor(2, dirpath=folder, strict=True)
+        precision = MixedPrecision("bf16-mixed", "cpu")
+        precision.scaler = scaler
+        trains.fit(monitor, max_steps=1, plugins=[precision])
+        return read_run(folder).set_index(["site", "head", "indicator"]).value
+
+    one, many = scaled(1.0), scaled(1024.0)
+    names = ["delta_bias", "delta_bias_abs", "delta_bias_cumulative", "grad_norm", "loss"]
+    for name in names:
+        # Powers of two scale all roundings alike.
+        expected = one.xs(name, level="indicator")
+        torch.testing.assert_close(
+            torch.tensor(many.xs(name, level="indicator").to_numpy()),
+            torch.tensor(expected.to_numpy()),
+            rtol=1e-6,
+            atol=0,
+        )
+        assert (expected != 0).all()
+
+
+def test_a_step_skipped_by_the_scaler_is_recorded_and_does_no_harm(trains, tmp_path):
+    class Overflowing(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.inf if batch_idx == 2 else loss
+
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
+    precision = MixedPrecision("bf16-mixed", "cpu")
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model, _ = trains.fit(monitor, model=Overflowing(), plugins=[precision], max_steps=6)
+    assert precision.scaler.get_scale() == 4.0, "the scaler must have skipped a step"
+    frame = read_run(tmp_path / "run")
+    assert values(frame, "loss")[2] == math.inf
+    cumulative = frame[(frame.indicator == "delta_bias_cumulative") & (frame.step >= 2)]
+    assert cumulative.value.map(math.isfinite).all() and len(cumulative) == 2 * 4
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+def test_a_nan_loss_and_a_step_without_one(trains, tmp_path):
+    class Failing(trains.TinyGPT):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 2 else loss * torch.nan if batch_idx >= 4 else loss
+
+    monitor = AttentionMonitor(2, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, model=Failing(), max_steps=7)
+    frame = read_run(tmp_path / "run")
+    recorded = values(frame, "loss")
+    assert sorted(recorded) == [0, 1, 3, 4, 5, 6]
+    assert [step for step, loss in recorded.items() if math.isnan(loss)] == [4, 5, 6]
+    # No backward at step 2, NaN gradients at step 4, NaN weights at step 6.
+    assert set(frame[frame.indicator == "delta_bias"].step) == {0}
+    assert set(frame[frame.indicator == "max_logit"].step) == {0, 4}
+    assert set(frame[frame.indicator == "w_q_spectral_norm"].step) == {0, 2}
+
+
+@pytest.mark.parametrize("indicator", [n for n in HEAD_INDICATORS if n not in OCCASIONAL])
+def test_each_indicator_alone(trains, tmp_path, indicator):
+    monitor = AttentionMonitor(1, indicators=[indicator], dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, max_steps=2)
+    frame = read_run(tmp_path / "run")
+    assert set(frame.indicator) == {indicator}
+    assert set(frame.site) == set(SITES)
+
+
+def test_unmeasured_are_only_what_was_not_asked_for(trains, tmp_path):
+    monitor = AttentionMonitor(
+        1, sites=["*.0.attn"], num_audited_heads=0, num_rows=3, dirpath=tmp_path / "run"
+    )
+    trains.fit(monitor, max_steps=2)
+    frame = read_run(tmp_path / "run")
+    assert set(frame.site) == {"", SITES[0]}
+    unasked = {*of_probe("gradient_audit"), *OCCASIONAL}
+    assert set(frame.indicator) == set(guardbit.INDICATORS) - unasked
+
+
+def test_audits_go_round_the_heads(trains, tmp_path):
+    monitor = AttentionMonitor(1, dirpath=tmp_path / "run", strict=True)
+    trains.fit(monitor, max_steps=5)
+    frame = read_run(tmp_path / "run")
+    audited = frame[(frame.indicator == "dq_relative_error") & (frame.site == SITES[0])]
+    # The direction of the head is known from the first sampled step on.
+    assert list(zip(audited.step, audited["head"], strict=True)) == [(1, 1), (2, 0), (3, 1), (4, 0)]

@@ -1,0 +1,81 @@
+"""Several fits and other entry points of one trainer."""
+
+import importlib.metadata
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger
+
+import guardbit
+from guardbit import AttentionMonitor, AutoStabilizer, read_run
+from tests.callbacks.monitoring.reading import SITES, values
+
+pytestmark = [
+    # Advice of Lightning on worker processes, logging intervals and the like.
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning.*"),
+    # Lightning's own use of PyTorch.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+]
+
+
+def test_validate_test_and_predict_do_nothing(trains, tmp_path):
+    model = trains.TinyGPT()
+    trainer = trains.trainer(
+        AttentionMonitor(1, dirpath=tmp_path / "run"), AutoStabilizer("compensated", scope="head")
+    )
+    trainer.validate(model, trains.data(2), verbose=False)
+    trainer.test(model, trains.data(2), verbose=False)
+    trainer.predict(model, trains.data(2))
+    assert not (tmp_path / "run").exists()
+    assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
+
+
+def test_fitting_twice_goes_on(trains, tmp_path, same_weights):
+    def fitted(*callbacks):
+        model, trainer = trains.fit(*callbacks, max_steps=5)
+        trainer.fit_loop.epoch_loop.max_steps = 9
+        trainer.validate(model, trains.data(2), verbose=False)
+        trainer.fit(model, trains.data(64))
+        return model, trainer
+
+    monitor = AttentionMonitor(4, dirpath=tmp_path / "run", strict=True)
+    watched, trainer = fitted(monitor, AutoStabilizer("compensated", scope="head"))
+    assert trainer.global_step == 9
+    frame = read_run(tmp_path / "run")
+    assert sorted(set(frame[frame.site != ""].step)) == [0, 4, 8]
+    assert sorted(values(frame, "loss")) == list(range(9))
+    sums = frame[(frame.site == SITES[0]) & (frame["head"] == 0)].set_index(["indicator", "step"])
+    steps = [sums.value["delta_bias", step] for step in (0, 4, 8)]
+    assert sums.value["delta_bias_cumulative", 8] == pytest.approx(sum(steps), rel=1e-12)
+    assert same_weights(fitted()[0], watched)
+
+
+def test_a_callback_used_in_another_run_begins_anew(trains, tmp_path):
+    monitor, stabilizer = AttentionMonitor(4), AutoStabilizer("compensated", scope="head")
+    trains.fit(monitor, stabilizer, max_steps=9, logger=CSVLogger(tmp_path, version=0))
+    trains.fit(monitor, max_steps=5, logger=CSVLogger(tmp_path, version=1))
+    first, second = (
+        read_run(tmp_path / "lightning_logs" / f"version_{n}" / "guardbit") for n in (0, 1)
+    )
+    assert sorted(set(first[first.site != ""].step)) == [0, 4, 8]
+    assert sorted(set(second[second.site != ""].step)) == [0, 4]
+    for frame in (first, second):
+        at_start = frame[(frame.step == 0) & (frame.site != "")]
+        at_start = at_start.set_index(["indicator", "site", "head"]).value
+        assert (at_start["delta_bias_cumulative"] == at_start["delta_bias"]).all()
+    metadata = guardbit.read_metadata(tmp_path / "lightning_logs" / "version_1" / "guardbit")
+    assert metadata["settings"]["stabilizer"] is None, "it watches only, without AutoStabilizer"
+
+
+def test_the_metadata_say_what_was_watched_and_how(trains, tmp_path):
+    trains.fit(
+        AttentionMonitor(2, dirpath=tmp_path / "run"),
+        AutoStabilizer("compensated", scope="head"),
+        max_steps=1,
+    )
+    metadata = guardbit.read_metadata(tmp_path / "run")
+    assert metadata["settings"]["every_n_train_steps"] == 2
+    assert metadata["settings"]["stabilizer"] == "compensated"
+    assert list(metadata["sites"]) == SITES
+    for site in metadata["sites"].values():
+        assert site["heads"] == 2 and site["kernels"] and site["not_switchable"] is None
+    assert metadata["versions"]["torch"] == importlib.metadata.version("torch")
