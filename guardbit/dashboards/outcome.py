@@ -282,11 +282,13 @@ def _healthy(outcome: Outcome) -> str:
     return f"Healthy: no alarm in {sampled} at step {measured:,} of {outcome.last_step:,}"
 
 
+def _when(outcome: Outcome) -> str:
+    of_several = ", the first" if len(outcome.alarmed) > 1 else ""
+    return f"{of_several} at step {outcome.first_alarm:,}"
+
+
 def _saved(outcome: Outcome) -> str:
-    return (
-        f"Saved: {_counted(outcome)} alarmed at step {outcome.first_alarm:,}, corrected, loss"
-        " unharmed"
-    )
+    return f"Saved: {_counted(outcome)} alarmed{_when(outcome)}, corrected, loss unharmed"
 
 
 def _alarmed(outcome: Outcome) -> str:
@@ -342,10 +344,7 @@ def _healthy_so_far(outcome: Outcome) -> str:
 
 
 def _saved_so_far(outcome: Outcome) -> str:
-    return (
-        f"Running: {_counted(outcome)} alarmed at step {outcome.first_alarm:,}, corrected, loss"
-        " unharmed so far"
-    )
+    return f"Running: {_counted(outcome)} alarmed{_when(outcome)}, corrected, loss unharmed so far"
 
 
 def _alarmed_so_far(outcome: Outcome) -> str:

@@ -96,7 +96,7 @@ def _whence(found: Diagnosis) -> str:
 
 def tables(found: Diagnosis) -> Iterator[str]:
     """Yields the tables behind the answer, line by line."""
-    yield f"{'dQ':<24}{'error':>10}{'push':>11}{'sigma':>8}{'sum left':>10}"
+    yield f"{'dQ':<24}{'error':>10}{'push':>11}{'std devs':>10}{'sum left':>10}"
     whole = found.isolation.together.summed or 1.0
     yield _line("as it was", found.error, whole)
     for name, measures in found.isolation.without.items():
@@ -211,7 +211,7 @@ def _numbers(measures: Measures) -> dict[str, float | None]:
 def _line(name: str, measures: Measures, whole: float) -> str:
     return (
         f"{name:<24}{_percent(measures.relative_error):>10}{measures.push_share:>+11.2g}"
-        f"{measures.significance:>+8.1f}{_percent(measures.summed / whole):>10}"
+        f"{measures.significance:>+10.1f}{_percent(measures.summed / whole):>10}"
     )
 
 

@@ -36,7 +36,7 @@ class Policy:
     The default is one, because a needless switch is cheap: the default stabilizer computes the same
     softmax and makes delta exact. When the logits of all layers run away at once, the cause is not
     the rounding in one head. For `HOLD_STEPS` a head then qualifies only if a rule has measured the
-    cause in it, which is a delta bias.
+    cause in it, an error of dQ that adds up (`gradient_error`).
 
     The scope says what is switched when a head qualifies: "head", that head; "layer", all heads of
     its attention module; "model", all heads of the model, with those of modules that are called

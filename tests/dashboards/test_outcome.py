@@ -80,6 +80,8 @@ def test_alarmed_switched_and_the_loss_unharmed_is_saved():
         "Saved: 1 of 12 heads alarmed at step 6,750, corrected, loss unharmed"
     )
     assert (found.first_alarm, found.first_switch, found.switched) == (6750, 6750, 4)
+    later = outcome(alarm(6750), switch(6750), alarm(6800, head=1), verdict(6750, "rounding"))
+    assert headline(later).startswith("Saved: 2 of 12 heads alarmed, the first at step 6,750, corr")
     assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
 
 

@@ -23,6 +23,13 @@ if it is installed, FlashAttention, with documents, windows, soft caps and sinks
 on an H200 with PyTorch 2.11 and FlashAttention 4 (4.0.0b36). FlashAttention 2 and 3 were never run
 themselves."""
 
+#: What the tables' columns mean.
+WORDS = """"right": the rows of W_Q or W_K that were found are those of the head. "watched": calls
+are measured. "audited": so is the error of dQ. "switchable", "switched": a switch takes effect.
+"neutral": until a switch the run keeps every bit. "resumes": a checkpoint brings the switch back.
+"refused at setup": there is nothing to watch; a `MonitorSession` raises an error, and with a
+callback the run goes on unwatched, with a warning."""
+
 ON_SEVERAL_RANKS = """Runs on several ranks are tested with two to four gloo processes on CPUs
 (`tests/callbacks`). Under PyTorch's `context_parallel` only the norms of the weights are watched,
 because no rank has whole rows of scores; its ring was tested with the CPU's kernel. These were
@@ -49,7 +56,7 @@ def line(cells):
 def document(tables):
     """Makes the whole file from title -> rows, in the order of the tests."""
     written = f"`{COMMAND}`\nwrites this page; the tests compare it with what they observe."
-    parts = [f"# What is supported\n\n{written}\n\n{ON_GPUS}\n\n{ON_SEVERAL_RANKS}\n"]
+    parts = [f"# What is supported\n\n{WORDS}\n\n{written}\n\n{ON_GPUS}\n\n{ON_SEVERAL_RANKS}\n"]
     for title, header in HEADERS.items():
         rule = line("---" for _ in header)
         parts.append("\n".join([f"## {title}\n", line(header), rule, *tables[title]]) + "\n")
