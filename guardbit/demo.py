@@ -214,7 +214,7 @@ def run_demo(healthy: bool, run_dir: Path) -> None:
     _quieten()
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
-        max_steps=NUM_STEPS,
+        max_epochs=1,
         precision="bf16-mixed",
         accelerator="cpu",
         gradient_clip_val=1.0,
