@@ -1,4 +1,4 @@
-"""Do heads grow without rounding? Copies from before the first alarm, corrected and unchanged.
+"""Do heads grow without the error of delta? Copies from before the first alarm.
 
     python -m studies.rescue.counterfactual studies/rescue/results --figure counterfactual.png
 

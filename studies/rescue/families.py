@@ -142,7 +142,7 @@ def chosen(alarms: dict[int, int | None], most: int) -> list[int]:
 def out_of_it(alarms: dict[int, int | None], at: dict[int, int], most: int) -> set[int]:
     """The starts of which it is known that they will not be copied.
 
-    They have come so far without an alarm that one would be too late.
+    They have passed the step by which they would have had to be alarmed.
 
     Args:
         alarms: Seed -> step of its first alarm, up to `STEP`.

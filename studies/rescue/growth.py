@@ -35,12 +35,12 @@ _NATIVE = ("growth_run", "growth_flash", "growth_guardbit")
 
 #: Name of a file, less "push-" -> the run, beside it, whose checkpoint it went on from.
 ORIGINALS = {
+    "seed1": "stock-cudnn-lr1.5e-03-seed1-again12",
     "seed4": "stock-cudnn-lr1.5e-03-seed4-again9",
     "seed8": "stock-cudnn-lr1.5e-03-seed8-again11",
     "seed9": "stock-cudnn-lr1.5e-03-seed9-again5",
     "seed10": "stock-cudnn-lr1.5e-03-seed10-again5",
     "seed12": "stock-cudnn-lr1.5e-03-seed12-again11",
-    "seed1": "stock-cudnn-lr1.5e-03-seed1-again12",
     "seed12-6400": "stock-cudnn-lr1.5e-03-seed12-again11",
 }
 

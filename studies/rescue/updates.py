@@ -42,7 +42,8 @@ def update_entropy(query: Tensor, key: Tensor, query_before: Tensor, key_before:
         key_before: W_K at the earlier step.
 
     Returns:
-        In nats, FP64 `(H,)`, from 0 to log(2 D); NaN where nothing changed.
+        In nats, FP64 `(H,)`, from 0 to log(2 D); NaN where nothing changed or a weight is
+        not finite.
     """
     shared = len(query) // len(key)
     query, query_before = query.double(), query_before.double()
@@ -50,6 +51,9 @@ def update_entropy(query: Tensor, key: Tensor, query_before: Tensor, key_before:
     d_query, of_key = _balanced(query - query_before, key_before)
     d_key, of_query = _balanced(key - key_before, query_before)
     left, right = torch.cat([d_query, of_query], dim=1), torch.cat([of_key, d_key], dim=1)
+    # An eigensolver raises where a weight is not finite, and that must not end a run that diverges.
+    is_finite = (left.isfinite() & right.isfinite()).all(dim=(1, 2))[:, None, None]
+    left, right = left.where(is_finite, 0.0), right.where(is_finite, 0.0)
     values, vectors = torch.linalg.eigh(left @ left.mT)
     root = vectors * values.clamp_min(0).sqrt()[:, None, :]
     squares = torch.linalg.eigvalsh(root.mT @ (right @ right.mT) @ root).clamp_min(0)
@@ -61,7 +65,7 @@ def _balanced(change: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Two factors of each head, scaled so that they are of one size and have the same product."""
     sizes = [torch.linalg.matrix_norm(x) for x in (change, other)]
     scale = (sizes[0] / sizes[1]).sqrt()
-    scale = scale.where(scale > 0, 1.0)[:, None, None]
+    scale = scale.where((scale > 0) & scale.isfinite(), 1.0)[:, None, None]
     return change / scale, other * scale
 
 

@@ -69,6 +69,24 @@ def test_where_nothing_changed_there_is_no_spectrum():
     assert update_entropy(*map(torch.from_numpy, [*before, *before])).isnan().all()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_head_that_has_diverged_takes_no_other_with_it(value):
+    now, before = (list(map(torch.from_numpy, some)) for some in drawn(3, 3, 4, 16, 1e-2))
+    expected = update_entropy(*now, *before)
+    now[0][1, 2, 3] = value
+    found = update_entropy(*now, *before)
+    assert found[1].isnan() and torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_a_projection_of_zeros_has_an_update_all_the_same():
+    (query, key), (query_before, key_before) = drawn(1, 1, 3, 16, 1e-2)
+    zero = np.zeros_like(key_before)
+    found = update_entropy(*map(torch.from_numpy, [query, key, query_before, zero]))
+    assert found.item() == pytest.approx(
+        dense(query[0], key[0], query_before[0], zero[0]), abs=1e-9
+    )
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_records_what_its_weights_did(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(3000, dtype=np.uint16) % 300)
