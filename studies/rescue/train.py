@@ -6,7 +6,8 @@
 Arms: `stock` leaves attention alone; `rescue` adds `AutoStabilizer`, which switches the heads that
 alarms name, `rescue_layer` and `rescue_all` the same with the scopes "layer" and "model";
 `from_start` switches all heads after the first step, `late` after the first step of a branch,
-`late_layers` and `late_heads` then only those in which the original was alarmed before;
+`late_layers` and `late_heads` then only those in which the original was alarmed before (with
+`--delta-error` a multiple of delta's error is handed on, see `errors.py`);
 `qk_clip` bounds logits from a branch on. Within a seed all arms see the same batches
 and start from the same weights.
 
@@ -40,8 +41,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
+from guardbit.kernels.deltas import DELTAS
 from guardbit.monitor.qk_clip import clip
 from studies.rescue import corpus
+from studies.rescue.errors import FACTORS, HandOn
 from studies.rescue.heads import KeepHeads
 from studies.rescue.llama import Llama
 from studies.rescue.model import LanguageModel, Net, Size
@@ -151,6 +154,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--arm", choices=ARMS, required=True)
     parser.add_argument("--backend", choices=BACKENDS, default="any", help="of attention")
     parser.add_argument("--stabilizer", default="compensated")
+    parser.add_argument(
+        "--delta-error", choices=FACTORS, metavar="FACTOR",
+        help=f"late arms: hand on the exact delta and so much of its error, {', '.join(FACTORS)}",
+    )  # fmt: skip
     parser.add_argument("--calm-steps", type=int, help="after which a switch is undone")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=1000)
@@ -184,6 +191,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.backend == "guardbit" and options.architecture != "gpt2":
         parser.error("--backend guardbit is for --architecture gpt2")
+    if options.delta_error is not None:
+        if options.arm not in LATE:
+            parser.error(f"--delta-error is for the arms {', '.join(LATE)}")
+        # So it is called in all that is recorded; what switches is the entry of `exact_delta`.
+        options.stabilizer = f"error{options.delta_error}"
     return options
 
 
@@ -248,7 +260,11 @@ def switch_late(monitor: AttentionMonitor, options: argparse.Namespace, folder: 
         }
     what = {"late": "all heads", "late_layers": "alarmed layers", "late_heads": "alarmed heads"}
     why = f"{what[options.arm]}, at step {options.branch_step}"
-    return SwitchOnce(monitor, options.stabilizer, options.branch_step + 1, why, heads)
+    stabilizer = options.stabilizer
+    if options.delta_error is not None:
+        stabilizer = "exact_delta"
+        why += f", {options.delta_error} of delta's error handed on"
+    return SwitchOnce(monitor, stabilizer, options.branch_step + 1, why, heads)
 
 
 def main(arguments: list[str]) -> Path:
@@ -256,6 +272,8 @@ def main(arguments: list[str]) -> Path:
     options = parse(arguments)
     size = Size(**{field.name: getattr(options, field.name) for field in fields(Size)})
     tokens, facts = corpus.prepare(options.corpus, options.corpus_bytes, size.vocabulary)
+    if options.delta_error is not None:
+        DELTAS["exact_delta"] = HandOn(options.delta_error, options.seed)
     model = LanguageModel(
         size,
         # INT16 on the device: half of INT32, and 16,384 entries fit.
@@ -347,6 +365,10 @@ def main(arguments: list[str]) -> Path:
     counter = DataLoader(range(options.steps))
     with nullcontext() if backend is None else sdpa_kernel(backend):
         trainer.fit(model, counter, ckpt_path=checkpoint)
+    if options.delta_error is not None:
+        handed = DELTAS["exact_delta"]
+        about |= {"handed_rows": handed.rows, "handed_kept": int(handed.kept)}
+        (folder / "about.json").write_text(json.dumps(about, indent=2))
     print(f"{folder}: {trainer.global_step} steps", flush=True)
     return folder
 

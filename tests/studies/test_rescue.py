@@ -18,11 +18,11 @@ from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
 from studies.rescue.llama import rotate
-from studies.rescue.model import LanguageModel, Size
+from studies.rescue.model import LanguageModel
+from tests.studies.conftest import TINY
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 RESULTS = Path(analyse.__file__).with_name("results")
-TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
 
 
 @pytest.mark.parametrize("arguments, name", [
@@ -68,17 +68,6 @@ class AtStepTwo:
     def examine(self, frame, state):
         due = frame.step == 2 and frame.of("max_logit")
         return [Finding("net.h.0.attn", (1,), "at step 2")] if due else []
-
-
-@pytest.fixture
-def common(tmp_path):
-    """Arguments of a study that takes seconds."""
-    np.save(tmp_path / "tokens.npy", np.arange(3000, dtype=np.uint16) % 300)
-    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": 3000}))
-    sizes = [f"--{name}={getattr(TINY, name)}" for name in TINY.__dataclass_fields__]
-    return [*sizes, "--device=cpu", f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8",
-            "--every-n-train-steps=2", f"--folder={tmp_path / 'runs'}",
-            "--checkpoint-every=2"]  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

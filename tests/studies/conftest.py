@@ -1,0 +1,21 @@
+"""A rescue study that takes seconds."""
+
+import json
+
+import numpy as np
+import pytest
+
+from studies.rescue.model import Size
+
+TINY = Size(layers=1, heads=2, width=32, context=16, vocabulary=300, sequences=2)
+
+
+@pytest.fixture
+def common(tmp_path):
+    """Arguments of a study that takes seconds."""
+    np.save(tmp_path / "tokens.npy", np.arange(3000, dtype=np.uint16) % 300)
+    (tmp_path / "tokens.json").write_text(json.dumps({"tokens": 3000}))
+    sizes = [f"--{name}={getattr(TINY, name)}" for name in TINY.__dataclass_fields__]
+    return [*sizes, "--device=cpu", f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8",
+            "--every-n-train-steps=2", f"--folder={tmp_path / 'runs'}",
+            "--checkpoint-every=2"]  # fmt: skip

@@ -1,0 +1,114 @@
+"""What is handed on in place of the exact delta, against FP64, and a run in which it is."""
+
+import json
+
+import pytest
+import torch
+
+from guardbit import read_events
+from guardbit.kernels import deltas
+from studies.rescue import train
+from studies.rescue.errors import FACTORS, RANDOM, HandOn
+from tests.kernels.exact_delta_cases import make
+from tests.oracle import attend
+
+SHAPE = 2, 4, 4, 64, 32
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def case(request):
+    return make("causal", torch.bfloat16, SHAPE, request.param)
+
+
+def handed(case, factor, heads=(0, 1, 2, 3), into=None):
+    """(B, H, N) in FP64: the kernel's delta, the exact one, and the one that is handed on; O'."""
+    forward = attend(case.q, case.k, case.v, case.spec)
+    rounded = forward.out.bfloat16()
+    carried = HandOn(factor, 3)(
+        case.d_out, case.q, case.k, case.v, rounded, forward.lse.float(),
+        spec=case.spec, head_ids=heads, into=into,
+    )  # fmt: skip
+    d_out = case.d_out.double()
+    deltas_of = [(d_out * x.double()).sum(-1) for x in (rounded, forward.out, carried)]
+    return *deltas_of, carried, rounded
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_delta_is_the_exact_one_and_a_multiple_of_the_error(case, factor):
+    own, exact, found, _, _ = handed(case, factor)
+    error = own - exact
+    # FP32 sums on the way, where the error is BF16's: 2^-9 of the products.
+    close = {"rtol": 0.0, "atol": 2.0**-20 * case.d_out.abs().max().item() * 8}
+    assert error.abs().mean() > 100 * close["atol"]
+    if factor == RANDOM:
+        torch.testing.assert_close((found - exact).abs(), error.abs(), **close)
+        kept = ((found - exact) * error > 0).double().mean()
+        # 512 rows: 5 standard deviations are .11.
+        assert 0.39 < kept < 0.61
+    else:
+        torch.testing.assert_close(found, exact + float(factor) * error, **close)
+
+
+def test_signs_are_drawn_anew_and_other_random_numbers_stay(case):
+    hand = HandOn(RANDOM, 3)
+    state = torch.get_rng_state()
+    error = torch.ones(2, 4, 64)
+    first, second = hand._factors(error), hand._factors(error)
+    assert not torch.equal(first, second)
+    assert set(first.unique().tolist()) == {-1.0, 1.0}
+    assert torch.equal(HandOn(RANDOM, 3)._factors(error), first)
+    assert not torch.equal(HandOn(RANDOM, 4)._factors(error), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_other_heads_keep_what_they_have(case):
+    *_, carried, rounded = handed(case, "-1", heads=(1,))
+    assert torch.equal(carried[:, [0, 2, 3]], rounded[:, [0, 2, 3]])
+    assert not torch.equal(carried[:, 1], rounded[:, 1])
+    begun = torch.ones_like(rounded)
+    *_, carried, _ = handed(case, "-1", heads=(1,), into=begun)
+    assert carried is begun
+    assert bool((carried[:, [0, 2, 3]] == 1).all())
+
+
+def test_rows_that_cannot_carry_another_keep_their_own(case):
+    case.d_out[0, 2, 5, :8] = 0
+    *_, carried, rounded = handed(case, "2")
+    assert torch.equal(carried[0, 2, 5], rounded[0, 2, 5])
+
+
+def test_it_runs_in_a_call(case, monkeypatch):
+    """With factor 1 gradients are the kernel's own; with 0 those of `exact_delta`."""
+    native = case.native()
+    exact, _ = case.switched(("exact_delta",) * 4)
+    for factor, same in (("1", native), ("0", exact)):
+        hand = HandOn(factor, 0)
+        monkeypatch.setitem(deltas.DELTAS, "exact_delta", hand)
+        found, state = case.switched(("exact_delta",) * 4)
+        assert state.ran == ("exact_delta",) * 4, state.substituted
+        assert (hand.rows, int(hand.kept)) == (2 * 4 * 64, 0)
+        # A few numbers lie next to where BF16 rounds, and round the other way: 2^-8 of them.
+        torch.testing.assert_close(found[1], same[1], rtol=2.0**-7, atol=1e-4)
+    assert not torch.equal(native[1], exact[1])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run(common, monkeypatch):
+    monkeypatch.setattr(train, "DELTAS", deltas.DELTAS)
+    monkeypatch.setitem(deltas.DELTAS, "exact_delta", deltas.DELTAS["exact_delta"])
+    train.main(["--arm=stock", "--again=6", *common])
+    branch = ["--branch", "--branch-step=4", "--again=7", "--of-again=6", *common]
+    folder = train.main(["--arm=late", "--delta-error=-1", *branch])
+    assert folder.name == "late-error-1-any-lr1.5e-03-seed0-again7-from4"
+    about = json.loads((folder / "about.json").read_text())
+    assert about["stabilizer"] == "error-1"
+    assert about["handed_rows"] > 0
+    (switch,) = read_events(folder).query("kind == 'switch'").itertuples()
+    assert (switch.stabilizer, switch.heads) == ("exact_delta", (0, 1))
+    assert "-1 of delta's error" in switch.why
+
+
+def test_it_is_for_late_arms(capsys):
+    with pytest.raises(SystemExit):
+        train.parse(["--arm=stock", "--delta-error=1"])
+    assert "--delta-error is for the arms late" in capsys.readouterr().err
