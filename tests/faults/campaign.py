@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 # CUDA's threads do not survive a fork; one thread each, because runs are many.
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+if __name__ == "__main__":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 COLUMNS = ["seed", "scenario", "error", "point", "result", "detail"]
 

@@ -15,7 +15,8 @@ import sys
 from collections import Counter
 
 # As in the campaign, whose runs these are.
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+if __name__ == "__main__":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 
 def died(job: tuple[str, bool]) -> tuple[bool, str]:

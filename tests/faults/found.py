@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 # As in the campaign, whose runs these are.
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+if __name__ == "__main__":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 from tests.faults.injection import ROOT, Point
 from tests.faults.running import BROKEN, Plan, inject, warm_up

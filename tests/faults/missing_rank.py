@@ -12,7 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+if __name__ == "__main__":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 
 from guardbit import MonitorSession, read_events
 from guardbit.monitor import ranks

@@ -28,7 +28,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+if __name__ == "__main__":
+    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
 
 #: Seconds and bytes that a command may take.
 PATIENCE, MEMORY = 60.0, 1 << 30

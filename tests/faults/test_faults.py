@@ -1,5 +1,6 @@
 """A small part of what the commands in this folder do; `docs/promises.md` has the whole of it."""
 
+import os
 import random
 import subprocess
 import sys
@@ -23,6 +24,18 @@ def test_injected_faults_break_no_promise(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert len((tmp_path / "faults.csv").read_text().splitlines()) == 41
+
+
+def test_to_import_these_commands_hides_no_gpu():
+    """`pytest -m gpu` imports them, and PyTorch counts devices by the environment."""
+    names = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+    without = {name: value for name, value in os.environ.items() if name not in names}
+    look = f"import os, tests.faults.test_faults; print([n for n in {names} if n in os.environ])"
+    done = subprocess.run(
+        [sys.executable, "-c", look],
+        cwd=ROOT, env=without, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.stdout.split("\n")[-2] == "[]", done.stdout + done.stderr
 
 
 def test_what_once_broke_a_promise_does_not_again():
