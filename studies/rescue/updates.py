@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from guardbit import AttentionMonitor
+from guardbit import AttentionMonitor, MonitorSession
 
 #: Name of the file in a run's folder, in that of a packed run, and of the columns of both.
 FILE, PACKED = "updates.csv", "updates.csv.gz"
@@ -87,6 +87,16 @@ class KeepUpdates(Callback):
         session = self.monitor.session
         if session is None or trainer.global_step % self.every:
             return
+        # Matrices are small: threads only wait for each other, and where several runs share a
+        # machine's cores for minutes instead of a second.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            self._look(trainer.global_step, session)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _look(self, step: int, session: MonitorSession) -> None:
         lines = []
         for name, site in session.instrumentation.sites.items():
             # Weights are views of what is trained.
@@ -94,7 +104,7 @@ class KeepUpdates(Callback):
             if name in self._before:
                 entropies = update_entropy(*now, *self._before[name]).tolist()
                 lines += [
-                    f"{trainer.global_step},{name},{head},{entropy:.4g}\n"
+                    f"{step},{name},{head},{entropy:.4g}\n"
                     for head, entropy in enumerate(entropies)
                 ]
             self._before[name] = now
