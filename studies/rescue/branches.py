@@ -3,8 +3,9 @@
     python -m studies.rescue.branches studies/rescue/results --figure late.png
 
 Within a family all branches see the same batches as the run that they are of, so losses are
-compared step by step. The figure leaves out the copies from step 6,400, which `copies.py` draws,
-and those from 4,800, which `counterfactual.py` draws.
+compared step by step; seeds without a matched run are left out. The figure leaves out copies
+from step 6,400, which `copies.py` draws, and those from before the first alarm, which
+`counterfactual.py` draws.
 """
 
 from __future__ import annotations
@@ -24,9 +25,6 @@ from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 
 #: Copies from here on are compared over seeds, by a rule set before (`copies.py`).
 STEP = 6400
-
-#: Copies from here on began before the first alarm (`counterfactual.py`).
-BEFORE = 4800
 
 #: Rate's factor of an untouched branch -> what it did.
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
@@ -60,6 +58,18 @@ def branches(runs: list[Run]) -> list[tuple[Run, Run, int]]:
     return sorted(found, key=lambda entry: (entry[1].name, entry[2], entry[0].name))
 
 
+def is_before_alarm(origin: Run, step: int) -> bool:
+    """Whether a copy from a step began before a head of its original was alarmed."""
+    steps = origin.events.query("kind == 'alarm' and site != ''")["step"]
+    return bool(step < steps.min())
+
+
+def held(runs: list[Run]) -> list[tuple[Run, Run, int, Run]]:
+    """The `branches` whose seed has a matched run, with that."""
+    matched = [(run, origin, step, matched_run(run, runs)) for run, origin, step in branches(runs)]
+    return [(*entry, reference) for *entry, reference in matched if reference is not None]
+
+
 def what_was_done(run: Run) -> str:
     """In a word or two."""
     if run.facts["arm"] == "qk_clip":
@@ -86,12 +96,10 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
         run ended before the branch, `compared` is the smaller.
     """
     rows = []
-    for run, origin, step in branches(runs):
+    for run, origin, step, reference in held(runs):
         if step >= until:
             continue
         logit, of_origin = (series(each.frame, "max_logit") for each in (run, origin))
-        reference = matched_run(run, runs)
-        assert reference is not None, f"{run.name} has no matched run"
         matched = series(reference.frame, "loss")
         losses = [series(each.frame, "loss") for each in (run, origin)]
         end = min(until, *(each.index[-1] for each in losses))
@@ -118,12 +126,12 @@ def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:
 def draw(runs: list[Run]) -> plt.Figure:
     """A row a family: how far losses lie above the matched run's, and the largest logits.
 
-    Families of copies from `STEP` and `BEFORE` are left out: others draw them, on less room.
+    Copies from `STEP` and from before an alarm are left out: others draw them, on less room.
     """
     families: dict[str, list[tuple[Run, int]]] = {}
     by_name = {run.name: run for run in runs}
-    for run, origin, step in branches(runs):
-        if step not in (STEP, BEFORE):
+    for run, origin, step, _ in held(runs):
+        if step != STEP and not is_before_alarm(origin, step):
             families.setdefault(origin.name, []).append((run, step))
     figure, axes = plt.subplots(len(families), 2, figsize=(11, 3.8 * len(families)), squeeze=False)
     for (name, family), (left, right) in zip(families.items(), axes, strict=True):
@@ -162,6 +170,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     runs = load(options.results)
     print(table(runs, options.until).to_string(index=False, float_format="{:.3f}".format))
+    print(f"left out, without a matched run: {len(branches(runs)) - len(held(runs))} branches")
     if options.figure:
         draw(runs).savefig(options.figure, dpi=120)
 

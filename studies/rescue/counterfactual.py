@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import StrMethodFormatter
 
-from studies.rescue.branches import branches, what_was_done
+from studies.rescue.branches import branches, is_before_alarm, what_was_done
 from studies.rescue.packed import Run, load
 
 #: What a copy is that nothing was done to, and one that is corrected, as `what_was_done` says it.
@@ -68,9 +68,9 @@ def families(runs: list[Run]) -> list[Family]:
     copies: dict[tuple[str, int], list[Run]] = {}
     origins = {}
     for run, origin, step in branches(runs):
-        is_before = step < min(alarms(origin).values(), default=0)
         is_alike = run.facts["backend"] == origin.facts["backend"]
-        if is_before and is_alike and what_was_done(run) in (UNCHANGED, CORRECTED):
+        is_either = what_was_done(run) in (UNCHANGED, CORRECTED)
+        if is_before_alarm(origin, step) and is_alike and is_either:
             copies.setdefault((origin.name, step), []).append(run)
             origins[origin.name] = origin
     found = []

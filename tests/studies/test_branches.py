@@ -21,7 +21,10 @@ def frame_of(loss, logit, steps):
 def run_of(name, arm, stabilizer, branched_from, frame, events=(), rate_factor=1.0):
     facts = {"arm": arm, "stabilizer": stabilizer, "seed": 5, "learning_rate": 1.5e-3,
              "branched_from": branched_from, "rate_factor": rate_factor}  # fmt: skip
-    return Run(name, facts, frame, pd.DataFrame(list(events), columns=["kind", "stabilizer"]))
+    columns = ["kind", "stabilizer", "site", "step"]
+    # The heads of every run are alarmed at step 500, before any branch.
+    events = [*events, ("alarm", "", "h.0", 500)]
+    return Run(name, facts, frame, pd.DataFrame(events, columns=columns))
 
 
 @pytest.fixture
@@ -110,6 +113,23 @@ def test_copies_that_are_compared_over_seeds_are_left_to_their_own_figure(runs):
     other = run_of("late-seed5-from6400", "late", "exact_delta", "/x/stock-seed5/step=6400.ckpt",
                    runs[1].frame)  # fmt: skip
     assert len(draw([*runs, other]).axes[1].lines) == 3
+
+
+@pytest.mark.parametrize(("step", "lines"), [(400, 3), (600, 4)])
+def test_copies_from_before_an_alarm_are_left_to_their_own_figure(runs, step, lines):
+    other = run_of(f"late-seed5-from{step}", "late", "exact_delta",
+                   f"/x/stock-seed5/step={step}.ckpt", runs[1].frame)  # fmt: skip
+    assert len(draw([*runs, other]).axes[1].lines) == lines
+
+
+def test_a_seed_without_a_matched_run_is_left_out(runs):
+    origin, copy = (run._replace(facts={**run.facts, "seed": 6}) for run in runs[1:3])
+    others = [
+        origin._replace(name="stock-seed6"),
+        copy._replace(name="late-seed6-from1000",
+                      facts={**copy.facts, "branched_from": "/x/stock-seed6/step=1000.ckpt"}),
+    ]  # fmt: skip
+    assert table([*runs, *others]).equals(table(runs))
 
 
 def test_the_push_is_held_against_the_growth_of_the_norm():
