@@ -8,7 +8,7 @@ import pytest
 
 from guardbit.records import Event
 from guardbit.store import RunWriter
-from studies.rescue import families
+from studies.rescue import families, jobs
 
 #: Stands in for `train.py` and `push.py`: notes its arguments, and takes a prepared run's place.
 STAND_IN = """
@@ -73,7 +73,7 @@ def calls(prepared):
 def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(
     tmp_path, prepared, monkeypatch
 ):
-    monkeypatch.setattr(families, "LOOK", 0.05)
+    monkeypatch.setattr(jobs, "LOOK", 0.05)
     (prepared / "3" / "sleeps").touch()  # the one without an alarm would go on; it is ended
     copied = families.families(options_of(tmp_path), command_of(prepared))
     # 8 is alarmed at 3,200, where there is a checkpoint, 1 at 4,100, 5 after 6,400, 3 never.
@@ -91,32 +91,13 @@ def test_alarmed_starts_are_copied_six_times_and_pushed_from_before_the_alarm(
 
 
 def test_a_start_that_ends_before_its_time_is_not_copied(tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(families, "LOOK", 0.05)
+    monkeypatch.setattr(jobs, "LOOK", 0.05)
     (prepared / "1" / "early").touch()  # it dies after an alarm, and has no checkpoint to copy
     assert families.families(options_of(tmp_path, seeds=[1, 8]), command_of(prepared)) == [8]
 
 
-@pytest.mark.parametrize(
-    ("alarms", "at", "most", "expected"),
-    [
-        # One is enough: those past its alarm are too late, one before it may still be first.
-        ({1: 4100, 3: None, 5: None}, {1: 4500, 3: 4200, 5: 4000}, 1, {3}),
-        ({1: 4100, 3: None, 5: None}, {1: 4500, 3: 4100, 5: 4100}, 1, set()),
-        ({1: 4100, 3: 3000}, {1: 4500, 3: 4200}, 1, {1}),
-        # Two are asked for: the later one of them counts.
-        ({1: 4100, 3: 3000, 5: None}, {1: 4500, 3: 4200, 5: 4050}, 2, set()),
-        ({1: 4100, 3: 3000, 5: None}, {1: 4500, 3: 4200, 5: 4200}, 2, {5}),
-        # Fewer are found: whoever has no alarm by step 6,400 is out.
-        ({1: 4100, 3: None, 5: None}, {1: 6500, 3: 6500, 5: 6400}, 2, {3}),
-        ({1: None, 3: None}, {1: 0, 3: 6400}, 1, set()),
-    ],
-)
-def test_starts_end_when_an_alarm_would_be_too_late(alarms, at, most, expected):
-    assert families.out_of_it(alarms, at, most) == expected
-
-
 def test_the_others_end_while_the_one_goes_on(tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(families, "LOOK", 0.05)
+    monkeypatch.setattr(jobs, "LOOK", 0.05)
     # Neither would come to an end; one is at 6,500, past the alarm of seed 1 at 4,100.
     for seed in (3, 5):
         (prepared / str(seed) / "sleeps").touch()
@@ -125,42 +106,13 @@ def test_the_others_end_while_the_one_goes_on(tmp_path, prepared, monkeypatch):
     assert sum(call[0] == "push" for call in calls(prepared)) == 1
 
 
-def test_only_alarms_of_heads_count(tmp_path):
-    with RunWriter(tmp_path / "run") as writer:
-        writer.event(Event(step=500, kind="alarm", site="", heads=(), why="all logits grow"))
-        writer.event(Event(step=900, kind="alarm", site="h.2", heads=[0], why="it grew"))
-        writer.event(Event(step=700, kind="advisory", site="h.2", heads=[0], why="keys are alike"))
-    assert families.first_alarm(tmp_path / "run") == 900
-    assert families.first_alarm(tmp_path / "run", 900) == 900
-    assert families.first_alarm(tmp_path / "run", 899) is None
-
-
-def test_what_runs_is_stopped_when_the_time_is_up(tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(families, "LOOK", 0.05)
-    for seed in (1, 3):
-        (prepared / str(seed) / "sleeps").touch()
-    command = command_of(prepared)
-    jobs = families.Jobs(tmp_path / "logs", command, minutes=0.05)
-    for seed in (1, 3):
-        folder = str(tmp_path / "runs")
-        jobs.start(
-            f"seed{seed}", "train", ["--seed", str(seed), "--again", "1", "--folder", folder]
-        )
-    processes = list(jobs.running.values())
-    with pytest.raises(SystemExit, match="the time is up"):
-        while True:
-            jobs.look()
-    jobs.stop_all()
-    assert all(process.poll() is not None for process in processes) and not jobs.running
-
-
 def test_nothing_goes_on_after_an_error(tmp_path, prepared, monkeypatch):
-    monkeypatch.setattr(families, "LOOK", 0.05)
+    monkeypatch.setattr(jobs, "LOOK", 0.05)
     (prepared / "3" / "sleeps").touch()
     made = []
-    started = families.Jobs.start
+    started = jobs.Jobs.start
     monkeypatch.setattr(
-        families.Jobs, "start", lambda jobs, *args: (started(jobs, *args), made.append(jobs))
+        jobs.Jobs, "start", lambda mine, *args: (started(mine, *args), made.append(mine))
     )
     monkeypatch.setattr(families, "frozen", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -168,21 +120,3 @@ def test_nothing_goes_on_after_an_error(tmp_path, prepared, monkeypatch):
     assert not made[0].running
     with pytest.raises(SystemExit, match="frozen is of a call that was cut off"):
         families.families(options_of(tmp_path), command_of(prepared))
-
-
-@pytest.mark.parametrize(
-    ("alarms", "most", "expected"),
-    [
-        ({4: 300, 2: 100, 9: None, 7: 100}, 3, [2, 7, 4]),
-        ({4: 300, 2: 100, 9: None, 7: 100}, 1, [2]),
-        ({9: None}, 3, []),
-    ],
-)
-def test_first_alarmed_first(alarms, most, expected):
-    assert families.chosen(alarms, most) == expected
-
-
-def test_the_clock_of_a_run_that_has_not_begun_is_at_0(tmp_path):
-    assert families.reached(tmp_path) == 0
-    (tmp_path / "clock.csv").write_text("100,1.5\n200,3.0\n")
-    assert families.reached(tmp_path) == 200
