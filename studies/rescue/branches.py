@@ -26,6 +26,9 @@ from studies.rescue.packed import LOSS_STEPS, Run, begun_at, load
 #: Copies from here on are compared over seeds, by a rule set before (`copies.py`).
 STEP = 6400
 
+#: How the stabilizer is called of copies that are handed a multiple of delta's error.
+ERROR = "error"
+
 #: Rate's factor of an untouched branch -> what it did.
 _DONE = {1.0: "nothing", 0.5: "rate halved"}
 
@@ -77,7 +80,10 @@ def what_was_done(run: Run) -> str:
         return f"logits clipped at {run.facts.get('bound', 100):,.0f}"
     if run.facts["arm"] == "stock":
         return _DONE[run.facts["rate_factor"]]
-    return run.facts["stabilizer"] + _SWITCHED[run.facts["arm"]]
+    what = run.facts["stabilizer"]
+    if what.startswith(ERROR):
+        what = f"exact delta and {what.removeprefix(ERROR)} of its error"
+    return what + _SWITCHED[run.facts["arm"]]
 
 
 def table(runs: list[Run], until: float = math.inf) -> pd.DataFrame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,12 @@ def begun_at(run: str) -> int | None:
     """The step at which a run began to go another way, if it was named (`--branch-step`)."""
     _, _, step = run.rpartition("-from")
     return int(step) if step.isdigit() else None
+
+
+def again_of(run: str) -> int | None:
+    """The number of a run among those that are alike, if it has one (`--again`)."""
+    match = re.search(r"-again(\d+)", run)
+    return int(match[1]) if match else None
 
 
 def audits_all(audits: pd.DataFrame) -> bool:

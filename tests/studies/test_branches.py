@@ -79,6 +79,7 @@ def test_a_copy_without_a_change_is_one_like_the_others(runs):
         ("late_layers", "exact_delta", {"bound": None}, "exact_delta, alarmed layers"),
         ("late_heads", "exact_delta", {"bound": None}, "exact_delta, alarmed heads"),
         ("late", "centered_keys", {}, "centered_keys"),
+        ("late", "error-1", {}, "exact delta and -1 of its error"),
         ("qk_clip", None, {}, "logits clipped at 100"),
         ("qk_clip", None, {"bound": 100.0}, "logits clipped at 100"),
         ("qk_clip", None, {"bound": 1000.0}, "logits clipped at 1,000"),

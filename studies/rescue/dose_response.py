@@ -1,0 +1,230 @@
+"""What in the error of delta makes heads grow? Copies that are handed multiples of it.
+
+    python -m studies.rescue.dose_response studies/rescue/results --figure doses.png
+
+The copies of a family (`doses.py`) begin at one checkpoint, before any head of their original had
+been alarmed, see the same batches, and differ in delta's error alone (`errors.py`). What is told
+is the growth of sigma, the largest singular value of W_Q, in log points (hundredths of log sigma),
+of the head that was alarmed first in the original.
+
+`GROUPS` says in which order it was expected, and that was set before the runs were made (README).
+The test counts the pairs of copies from two groups that lie in that order (Jonckheere's), against
+all ways to deal the copies out to groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from studies.rescue.branches import ERROR, branches, is_before_alarm
+from studies.rescue.counterfactual import alarms, sigmas
+from studies.rescue.doses import STEPS
+from studies.rescue.errors import FACTORS, RANDOM
+from studies.rescue.measures import series
+from studies.rescue.packed import HEAD_STEPS, Run, again_of, load
+
+#: What a copy is called that nothing was done to.
+UNCHANGED = "unchanged"
+
+#: The ways of a round, in the order of tables.
+WAYS = (UNCHANGED, *FACTORS)
+
+#: The ways that were expected to do alike, those first that were to grow least.
+GROUPS = (("0", RANDOM), (UNCHANGED, "1"), ("2",))
+
+_COLOURS = {UNCHANGED: "0.6", "1": "C1", "0": "C0", RANDOM: "C2", "-1": "C4", "2": "C3"}
+
+
+class Copy(NamedTuple):
+    """A copy, what it was handed, and in which round."""
+
+    run: Run
+    way: str
+    round: int
+
+
+class Family(NamedTuple):
+    """Copies of one run from before its first alarm.
+
+    Attributes:
+        origin: What they are of.
+        step: At which they begin.
+        copies: Those of whole rounds.
+        last: The last step whose sigmas all of them, and the original, have.
+    """
+
+    origin: Run
+    step: int
+    copies: list[Copy]
+    last: int
+
+
+def way_of(run: Run) -> str | None:
+    """What a copy is handed, one of `WAYS`; None for a copy of another kind."""
+    if run.facts["arm"] == "stock" and run.facts["rate_factor"] == 1:
+        return UNCHANGED
+    stabilizer = run.facts["stabilizer"] or ""
+    return stabilizer.removeprefix(ERROR) if stabilizer.startswith(ERROR) else None
+
+
+def families(runs: list[Run]) -> list[Family]:
+    """The originals with rounds of copies; rounds that did not end are left out."""
+    rounds: dict[tuple[str, int], dict[int, list[Copy]]] = {}
+    origins = {}
+    for run, origin, step in branches(runs):
+        way = way_of(run)
+        # What is packed of a run ends at the last multiple of HEAD_STEPS before its end.
+        ended = sigmas(run).index.max() >= step + STEPS - HEAD_STEPS
+        if way is not None and ended and is_before_alarm(origin, step):
+            number = again_of(run.name) or 0
+            copies = rounds.setdefault((origin.name, step), {}).setdefault(number, [])
+            copies.append(Copy(run, way, number))
+            origins[origin.name] = origin
+    found = []
+    for (name, step), by_round in rounds.items():
+        whole = [some for some in by_round.values() if {copy.way for copy in some} == set(WAYS)]
+        copies = [copy for some in whole for copy in some]
+        copies.sort(key=lambda copy: (WAYS.index(copy.way), copy.round))
+        shared = sigmas(origins[name]).index
+        for copy in copies:
+            shared = shared.intersection(sigmas(copy.run).index)
+        if copies and len(shared) and alarms(origins[name], int(shared.max())):
+            found.append(Family(origins[name], step, copies, int(shared.max())))
+    return found
+
+
+def table(family: Family) -> pd.DataFrame:
+    """A row a copy.
+
+    Returns:
+        What it was handed, and its round; of the head that was alarmed first in the original the
+        growth of sigma up to the last step in log points, the largest logit then and the step of
+        its first alarm; how many heads have been alarmed by then, and the largest logit of all.
+    """
+    head = next(iter(alarms(family.origin, family.last)))
+    begin = sigmas(family.origin).loc[: family.step].iloc[-1][head]
+    rows = []
+    for copy in family.copies:
+        alarmed, frame = alarms(copy.run, family.last), copy.run.frame
+        at_end = frame[(frame["indicator"] == "max_logit") & (frame["step"] == family.last)]
+        logits = at_end.set_index(["layer", "head"])["value"]
+        rows.append(
+            {
+                "handed": copy.way,
+                "round": copy.round,
+                "grew": 100 * np.log(sigmas(copy.run).loc[family.last][head] / begin),
+                "logit": logits[head],
+                "alarm": alarmed.get(head),
+                "alarmed": len(alarmed),
+                "largest": logits.max(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def in_order(groups: Sequence[Sequence[float]]) -> float:
+    """How many pairs of two groups have the smaller value in the earlier one; ties count half."""
+    found = 0.0
+    for place, lower in enumerate(groups):
+        for higher in groups[place + 1 :]:
+            difference = np.subtract.outer(higher, lower)
+            found += (difference > 0).sum() + (difference == 0).sum() / 2
+    return float(found)
+
+
+def chance(groups: Sequence[Sequence[float]]) -> float:
+    """How often values dealt out to the groups at random have as many pairs `in_order`, exactly.
+
+    The counts of pairs over all ways to deal them out are the coefficients of a product of Gaussian
+    binomials (Jonckheere 1954).
+    """
+    counts, total = np.array([1], dtype=object), 0
+    for group in groups:
+        counts = np.convolve(counts, _gaussian_binomial(total + len(group), len(group)))
+        total += len(group)
+    least = int(np.ceil(in_order(groups)))
+    return float(sum(counts[least:]) / sum(counts))
+
+
+def _gaussian_binomial(n: int, k: int) -> np.ndarray:
+    """Coefficients of [n over k]_q, whole numbers of any size, the one of q^0 first."""
+    if k in (0, n):
+        return np.array([1], dtype=object)
+    with_last, without = _gaussian_binomial(n - 1, k - 1), _gaussian_binomial(n - 1, k)
+    found = np.zeros(k * (n - k) + 1, dtype=object)
+    found[: len(with_last)] += with_last
+    found[k : k + len(without)] += without
+    return found
+
+
+def told(family: Family) -> str:
+    """The table of a family, and the test."""
+    found = table(family)
+    layer, head = next(iter(alarms(family.origin, family.last)))
+    groups = [found.loc[found["handed"].isin(ways), "grew"].tolist() for ways in GROUPS]
+    pairs = sum(len(a) * len(b) for i, a in enumerate(groups) for b in groups[i + 1 :])
+    order = " < ".join("{" + ", ".join(ways) + "}" for ways in GROUPS)
+    text = found.to_string(index=False, float_format="{:,.1f}".format, na_rep="-")
+    return f"""{family.origin.name}, steps {family.step:,} to {family.last:,}, head {layer}.{head}
+
+{text}
+
+handed: how much of its own error the kernel's delta had. grew: log points of sigma. logit: the
+head's largest, at the last step. alarm: the step of its first. alarmed: heads. largest: of logits.
+Expected: {order}. Pairs in this order: {in_order(groups):g} of {pairs}; by chance as many in
+{chance(groups):.2g} of all ways to deal the copies out."""
+
+
+def draw(found: list[Family]) -> plt.Figure:
+    """A row a family: sigma of the head, the largest logit of all heads, and the growth by way."""
+    figure, axes = plt.subplots(len(found), 3, figsize=(14, 4 * len(found)), squeeze=False)
+    for family, (left, middle, right) in zip(found, axes, strict=True):
+        layer, head = next(iter(alarms(family.origin, family.last)))
+        seen: set[str] = set()
+        for copy in family.copies:
+            look = {"color": _COLOURS[copy.way], "linewidth": 1.4,
+                    "label": None if copy.way in seen else copy.way}  # fmt: skip
+            seen.add(copy.way)
+            norms = sigmas(copy.run)[layer, head]
+            before = sigmas(family.origin)[layer, head].loc[: family.step].iloc[-1:]
+            left.plot(pd.concat([before, norms]).loc[: family.last], **look)
+            middle.plot(series(copy.run.frame, "max_logit").loc[: family.last], **look)
+        seed = f"seed {family.origin.facts['seed']}"
+        left.set(title=f"{seed}, head {layer}.{head}", xlabel="step", ylabel="sigma of W_Q")
+        middle.set(title=f"{seed}, all heads", xlabel="step", ylabel="largest logit", yscale="log")
+        left.legend(fontsize=8, title="error handed on", title_fontsize=8)
+        rows = table(family)
+        places = [WAYS.index(way) for way in rows["handed"]]
+        right.scatter(places, rows["grew"], color=[_COLOURS[way] for way in rows["handed"]])
+        right.axhline(0, color="0.7", linewidth=1)
+        right.set_xticks(range(len(WAYS)), WAYS)
+        right.set(title=f"{seed}, head {layer}.{head}, up to {family.last:,}",
+                  xlabel="error handed on", ylabel="growth of sigma, log points")  # fmt: skip
+    figure.tight_layout()
+    return figure
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--figure", type=Path, help="where to draw it")
+    options = parser.parse_args(arguments)
+    found = families(load(options.results))
+    if not found:
+        raise SystemExit(f"{options.results}: no run has a whole round of such copies")
+    print("\n\n".join(map(told, found)))
+    if options.figure:
+        draw(found).savefig(options.figure, dpi=120)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

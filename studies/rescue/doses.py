@@ -1,0 +1,143 @@
+"""Copies of a run from before its first alarm that differ in delta's error alone.
+
+    python -m studies.rescue.doses --seeds 8 12 --again 16 --rounds 3 --minutes 24
+
+The starts run side by side on cuDNN without a switch. The one that is alarmed first goes on; the
+others end as soon as it is known that they are not it. From its last checkpoint before that alarm
+copies go on for 1,800 steps, in rounds: one that nothing is done to, and those that are handed a
+multiple of delta's error (`errors.py`). The first round has the next number after the starts'.
+`dose_response.py` compares them. When the time is up, what runs is stopped; what it has recorded
+stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from studies.rescue.branches import STEP
+from studies.rescue.errors import FACTORS
+from studies.rescue.jobs import (
+    CHECKPOINT_EVERY,
+    Command,
+    Jobs,
+    chosen,
+    first_alarm,
+    frozen,
+    out_of_it,
+    python,
+    reached,
+)
+from studies.rescue.packed import step_of
+from studies.rescue.train import parse, run_name
+
+#: How a round's copies differ, as arguments of `train.py`.
+WAYS = (("--arm", "stock"), *(("--arm", "late", "--delta-error", f) for f in FACTORS))
+
+#: How far copies go.
+STEPS = 1800
+
+
+def doses(options: argparse.Namespace, command: Command = python) -> tuple[int, int]:
+    """Runs all of it.
+
+    Args:
+        options: See `main`.
+        command: See `Jobs`.
+
+    Returns:
+        The seed that was copied and the step from which.
+
+    Raises:
+        SystemExit: If no start is alarmed by step `STEP`, after its first checkpoint.
+    """
+    kept = options.folder / "frozen"
+    if kept.exists():
+        raise SystemExit(f"{kept} is of a call that was cut off: remove it first")
+    jobs = Jobs(options.folder / "logs", command, options.minutes)
+    try:
+        common = ["--backend", "cudnn", "--snapshot-megabytes", "0", "--updates-every",
+                  str(options.updates_every), "--corpus", str(options.corpus)]  # fmt: skip
+        seed, run = _first(options, jobs, common)
+        alarm = first_alarm(run)
+        before = [step for p in run.glob("step=*.ckpt") if (step := step_of(p)) < (alarm or 0)]
+        if not before:
+            raise SystemExit(f"{run} was alarmed at step {alarm} and has no checkpoint before")
+        step = max(before)
+        print(f"seed {seed}: alarmed at {alarm}, copied from {step}", flush=True)
+        kept.mkdir()
+        frozen(run, kept, step)
+        common += ["--folder", str(kept), "--seed", str(seed), "--steps", str(step + STEPS)]
+        common += ["--branch", "--branch-step", str(step), "--of-again", str(options.again)]
+        _copy(options, jobs, common, run, step + STEPS)
+    finally:
+        jobs.stop_all()
+        for copy in kept.glob("*-from*"):
+            copy.rename(options.folder / copy.name)
+        shutil.rmtree(kept, ignore_errors=True)
+    return seed, step
+
+
+def _first(options: argparse.Namespace, jobs: Jobs, common: list[str]) -> tuple[int, Path]:
+    """Starts the seeds; returns the one that is alarmed first, which goes on, and its folder."""
+    runs = {}
+    for seed in options.seeds:
+        arguments = [*common, "--folder", str(options.folder), "--arm", "stock", "--again",
+                     str(options.again), "--seed", str(seed), "--steps", str(STEP + STEPS),
+                     "--checkpoint-every", str(CHECKPOINT_EVERY)]  # fmt: skip
+        runs[seed] = options.folder / run_name(parse(arguments), "stock")
+        jobs.start(f"seed{seed}", "train", arguments)
+    going_on = set(options.seeds)
+    while going_on:
+        jobs.look()
+        at = {seed: reached(runs[seed]) for seed in going_on}
+        alarms = {s: first_alarm(runs[s], STEP) if at[s] else None for s in going_on}
+        for seed in out_of_it(alarms, at, 1):
+            jobs.stop(f"seed{seed}")
+            going_on.remove(seed)
+        # A clock after the alarm's step is a sign that all up to it is written.
+        for seed in chosen(alarms, 1):
+            if going_on == {seed} and at[seed] >= (alarms[seed] or 0):
+                return seed, runs[seed]
+        for seed in [s for s in going_on if f"seed{s}" not in jobs.running]:
+            print(f"seed {seed} ended at {at[seed]}", flush=True)
+            going_on.remove(seed)
+    raise SystemExit(f"no start was alarmed by step {STEP}")
+
+
+def _copy(options: argparse.Namespace, jobs: Jobs, common: list[str], run: Path, end: int) -> None:
+    """Goes through the rounds of copies; the original ends where they do."""
+    queue = [
+        [*common, "--again", str(options.again + number), *way]
+        for number in range(1, options.rounds + 1)
+        for way in WAYS
+    ]
+    while queue or jobs.running:
+        while queue and len(jobs.running) < options.slots:
+            arguments = queue.pop(0)
+            name = run_name(parse(arguments), arguments[arguments.index("--arm") + 1])
+            jobs.start(name, "train", arguments)
+        jobs.look()
+        if reached(run) >= end:
+            for name in [name for name in jobs.running if name.startswith("seed")]:
+                jobs.stop(name)
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", required=True)
+    parser.add_argument("--again", type=int, required=True, help="number of the starts")
+    parser.add_argument("--rounds", type=int, default=3, help="of six copies")
+    parser.add_argument("--updates-every", type=int, default=200, help="steps")
+    parser.add_argument("--slots", type=int, default=7, help="runs side by side, 9 GB each")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
+    parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
+    doses(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
