@@ -65,7 +65,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
         found = changes(run)
         sample = found["push"].to_numpy(), found["growth"].to_numpy()
         interval = bootstrap(
-            sample, lambda a, b: pearsonr(a, b).statistic, paired=True, vectorized=False,
+            sample, lambda a, b, axis: pearsonr(a, b, axis=axis).statistic, paired=True,
             random_state=np.random.default_rng(0),
         ).confidence_interval  # fmt: skip
         worst = found["growth"].idxmax()
