@@ -16,17 +16,14 @@ import copy
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial
-from numbers import Complex, Real
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from guardbit import guard
-from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
-from guardbit.guard import Guarded, refusing, undo_all
+from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
@@ -38,6 +35,7 @@ from guardbit.monitor.examinations import Examinations
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
+from guardbit.monitor.losses import Losses
 from guardbit.monitor.measure import (
     Capture,
     Measurement,
@@ -45,6 +43,7 @@ from guardbit.monitor.measure import (
     largest,
 )
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.presence import Presence
 from guardbit.monitor.sampling import Sampling
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
@@ -100,16 +99,6 @@ def _warn(line: str) -> None:
         log.warning("%s", line)
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and not value.is_complex() and not value.is_meta
-    try:
-        float(value)  # pyright: ignore[reportArgumentType]
-    except Exception:  # whatever the object does
-        return False
-    return not isinstance(value, Complex) or isinstance(value, Real)
-
-
 def _all_off(_: object) -> frozenset[str]:
     return frozenset({_WATCHING})
 
@@ -120,11 +109,11 @@ def _all_off(_: object) -> frozenset[str]:
 def _forget_step(session: MonitorSession) -> None:
     if session._schedule.is_within_step:
         session._schedule.abandon()
-    session._do_deferred()
+    session._presence.step_ended()
 
 
 def _leave(session: MonitorSession) -> None:
-    session._leave()
+    session._presence.leave()
 
 
 def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
@@ -279,9 +268,11 @@ class MonitorSession(Guarded):
         self._stepping = Stepping(_warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._tell_failure)
+        self._presence = Presence(self.instrumentation, self._schedule, self._stages)
         of_policy = {n: getattr(self.policy, n) if self.policy else None for n in _POLICY_SETTINGS}
         described = {**settings.described(), **of_policy, "dry_run": dry_run}
         self._journal = Journal(self._dirpath, described, self._stages)
+        self._losses = Losses(self._measurement, self._journal, self._schedule, self._stages, _warn)
         self._snapshots = Snapshots(
             self.instrumentation,
             self._dirpath,
@@ -318,11 +309,7 @@ class MonitorSession(Guarded):
             model, self.instrumentation, self._schedule, self._journal, self.record,
             settings.preflight_seconds,
         )  # fmt: skip
-        self._closed = False
         self._has_given_up = False
-        self._is_leaving = self._wants_out = False
-        # Switches asked for within a step; done when that has ended.
-        self._deferred: list[Callable[[], None]] = []
         self.instrumentation.listen(self._capture_failed)
 
     # --- the run's events ------------------------------------------------------------------------
@@ -353,8 +340,8 @@ class MonitorSession(Guarded):
             step = checked_step(step)
         is_new = step != self._schedule.step
         if is_new:
-            self._do_deferred()
-        if self._closed:
+            self._presence.step_ended()
+        if self._presence.is_closed:
             if self._telling.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
@@ -428,17 +415,15 @@ class MonitorSession(Guarded):
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
         self._stepping.use("loss")
-        step = self._schedule.step
-        if step is not None and self._takes_scalars():
-            self._take("loss", value, lambda: self._measurement.loss(step, value, factor))
+        if self._takes_scalars():
+            self._losses.loss(value, factor)
 
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._stepping.use("grad_norm")
-        step = self._schedule.step
-        if step is not None and self._takes_scalars():
-            self._take("grad_norm", value, lambda: self._measurement.grad_norm(step, value))
+        if self._takes_scalars():
+            self._losses.grad_norm(value)
 
     @guard.method(_nothing)
     def validation_loss(self, value: Tensor | float) -> None:
@@ -446,30 +431,12 @@ class MonitorSession(Guarded):
 
         It is drawn where runs are compared, and no rule reads it.
         """
-        step = self._schedule.last_ended
-
-        def record() -> None:
-            sample = Sample(step or 0, "", -1, VALIDATION_LOSS, (float(value),))
-            self._journal.add([sample])
-
-        if not self._closed:
-            self._take("validation_loss", value, record)
-
-    def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
-        """Takes a scalar of the loop's; what is no single number is left out, and told once."""
-
-        def take_number() -> None:
-            if _is_number(value):
-                take()
-            elif self._telling.first(name):
-                kind = type(value).__name__
-                _warn(f"{name} is a {kind} that is no single real number: it is left out")
-
-        self.attempt(name, take_number)
+        if not self._presence.is_closed:
+            self._losses.validation_loss(value)
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
-        return not self._closed and not self._stages.off & {"samples", _WATCHING}
+        return not self._presence.is_closed and not self._stages.off & {"samples", _WATCHING}
 
     @guard.method(_no_alarms, at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
@@ -487,17 +454,17 @@ class MonitorSession(Guarded):
         if ended is None:
             return []
         step, was_sampled = ended
-        if not self._closed:
+        if not self._presence.is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             self.attempt("coverage", lambda: self._telling.what_is_unseen(step))
             self.attempt("switch", lambda: self._telling.what_ran(step))
             self.attempt("proofs", self._telling.proofs_of_engines)
-        self._do_deferred()
-        if not self._closed:
+        self._presence.step_ended()
+        if not self._presence.is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
             self._stages.always(_WATCHING, lambda: self._rest_unless(self._is_due(step + 1)))
         alarms = self.catch_up()
-        if self._closed or not was_sampled or self._has_given_up:
+        if self._presence.is_closed or not was_sampled or self._has_given_up:
             return alarms
         self.attempt("capture", self._finish_capture)
         # From here on an error may hit one rank alone, which must still take part in this.
@@ -570,10 +537,7 @@ class MonitorSession(Guarded):
             self.attempt("policy", lambda: self._acting.decide(alarms, step, now))
             self.attempt("clip", lambda: self._acting.clip(samples))
 
-        if self._schedule.is_within_step:
-            self._deferred.append(decide)  # a forward and its recomputation must be alike
-        else:
-            decide()
+        self._presence.after_step(decide)
         self.attempt("verdict", lambda: self._acting.judge(alarms, ended))
         return alarms
 
@@ -589,7 +553,7 @@ class MonitorSession(Guarded):
         self.attempt("capture", self._measurement.discard)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.forget_step(step))
-        self._do_deferred()
+        self._presence.step_ended()
 
     @guard.method(_nothing, at_last=_leave)
     def close(self, end: RunEnd = "finished") -> None:
@@ -601,7 +565,7 @@ class MonitorSession(Guarded):
         Args:
             end: How the run ended, for the report and the live page.
         """
-        self._closed, self._schedule.is_sampled = True, False
+        self._presence.close()
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
                 self._stepping.close,
@@ -622,32 +586,6 @@ class MonitorSession(Guarded):
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
             self._telling.what_ran(self._schedule.last_ended, is_last=True)
-
-    def _leave(self) -> None:
-        """Lets go of the model now, or when the step has ended if this is the first call."""
-        self._closed, self._schedule.is_sampled = True, False
-        if self._schedule.is_within_step and not self._is_leaving:
-            self._is_leaving = self._wants_out = True
-        else:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._stages.always("close", partial(undo_all, [self.instrumentation.remove]))
-
-    def _do_deferred(self) -> None:
-        """Carries out what was asked for within the step that has ended."""
-        while self._deferred:
-            self._stages.always("switch", self._deferred.pop(0))
-        if self._wants_out and self.instrumentation.is_installed:
-            self._stand_back()
-
-    def _stand_back(self) -> None:
-        """Leaves the model alone; until the session is closed, switched heads stay switched."""
-        if self.instrumentation.switched and not self._closed:
-            with suppress(Exception):
-                self.instrumentation.rest(True)
-        else:
-            self._let_go()
 
     @guard.method(_nothing)
     def switch(
@@ -671,14 +609,11 @@ class MonitorSession(Guarded):
             IndexError: If a head is out of range.
         """
         with refusing():
-            if self._closed:
+            if self._presence.is_closed:
                 raise ValueError("the session is closed: no head can be switched any more")
             heads = None if heads is None else checked_heads(heads)
             self.instrumentation.check_switch(site, stabilizer, heads)
-        if self._schedule.is_within_step:
-            self._deferred.append(lambda: self._switch(site, stabilizer, heads, why))
-        else:
-            self._switch(site, stabilizer, heads, why)
+        self._presence.after_step(lambda: self._switch(site, stabilizer, heads, why))
 
     def _switch(self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str) -> None:
         begun, ended = self._schedule.step, self._schedule.last_ended
@@ -745,7 +680,7 @@ class MonitorSession(Guarded):
         Returns:
             What was found; None on other ranks, within a step, or after an error, which is logged.
         """
-        if self._closed or self._schedule.is_within_step:
+        if self._presence.is_closed or self._schedule.is_within_step:
             log.warning("preflight: nothing is examined within a step or after the end")
             return None
         return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
@@ -844,21 +779,15 @@ class MonitorSession(Guarded):
             self._give_up()
 
     def _give_up(self) -> None:
-        """Leaves the model alone for good; what is recorded stays.
-
-        Switched heads stay switched, and the hooks that this needs with them.
-        """
+        """Leaves the model alone for good; what is recorded stays."""
         with suppress(Exception):
             self._drop_calls()
         with suppress(Exception):
             self._snapshots.discard()
-        if self._closed:
+        if self._presence.is_closed:
             with suppress(Exception):
                 self._journal.close("crashed")
-        elif self._schedule.is_within_step and not self.instrumentation.switched:
-            self._wants_out = True  # a forward and its recomputation must be alike
-            return
-        self._stand_back()
+        self._presence.give_up()
 
     def _never_begin(self, error: Exception) -> None:
         """Takes an error of the constructor: all of the session does nothing from now on."""
