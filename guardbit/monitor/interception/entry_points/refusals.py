@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack, has_torch_function
+from torch.utils._device import DeviceContext
 
 from guardbit.kernels.attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from guardbit.kernels.autocast import is_autocast
 from guardbit.kernels.op import has_tangent
 from guardbit.monitor.interception.calls import CAPTURED
+
+#: What answers for tensors of PyTorch's own classes, and for those that leave it at that.
+_ORDINARY = (
+    Tensor.__torch_function__.__func__,  # pyright: ignore[reportFunctionMemberAccess]
+    torch._C._disabled_torch_function_impl,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -81,6 +91,8 @@ def why_mask(mask: Tensor | None) -> str | None:
         return None
     if isinstance(mask, DTensor) or mask.is_nested or mask.layout is not torch.strided:
         return "its mask is no ordinary tensor"
+    if takes_over(mask):
+        return f"its mask is a {type(mask).__name__}, which calls attention by itself"
     if mask.dtype != torch.bool and not mask.is_floating_point():
         return f"its mask is {mask.dtype}"
     return None
@@ -104,3 +116,23 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return CAPTURED
     return None
+
+
+def takes_over(x: Tensor) -> bool:
+    """Whether a tensor's class answers PyTorch's functions itself; what it holds is its affair.
+
+    `torch.nn.attention.bias.CausalBias` for example never fills the memory that it has.
+    """
+    handler = type(x).__torch_function__
+    return getattr(handler, "__func__", handler) not in _ORDINARY
+
+
+def is_taken_over(tensors: Sequence[Tensor]) -> bool:
+    """Whether a tensor, or a mode that is active, takes a call of PyTorch's function for itself.
+
+    It may then make a call of its own, which comes by again.
+    """
+    return has_torch_function(tensors) and (
+        any(map(takes_over, tensors))
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    )

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function
 
+from guardbit.guard import Around, Result
 from guardbit.kernels import engines
 from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import scaled_dot_product_attention as original
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal
+from guardbit.monitor.interception.entry_points.base import Bound, EntryPoint, Refusal, before, call
 from guardbit.monitor.interception.entry_points.refusals import (
     OTHER_WIDTH,
+    is_taken_over,
+    takes_over,
     why_dropout,
     why_groups,
     why_mask,
@@ -103,12 +108,35 @@ def _why_two_masks(mask: Tensor | None, is_causal: bool) -> str | None:
     return None
 
 
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+
+
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | None:
+    """What is done in an eager call: a call that is taken over is heard when it comes by again."""
+    return None if is_taken_over(_tensors(args, kwargs)) else before(SDPA, args, kwargs)
+
+
+def _traced(*args: Any, **kwargs: Any) -> Tensor:
+    """What compilers trace. Whoever takes the call over is to know it by its name.
+
+    `CausalBias` takes what is called `F.scaled_dot_product_attention` now, which is the stand-in.
+    """
+    tensors = _tensors(args, kwargs)
+    for x in tensors:
+        if takes_over(x):
+            return handle_torch_function(scaled_dot_product_attention, tensors, *args, **kwargs)
+    return call(SDPA, *args, **kwargs)
+
+
 SDPA = EntryPoint(
     "F.scaled_dot_product_attention",
     home="torch.nn.functional",
     attribute="scaled_dot_product_attention",
     bind=bind,
     original=original,
+    before=_before,
+    traced=_traced,
 )
 
 #: Stands in for PyTorch's function.

@@ -1,0 +1,123 @@
+"""Calls that a tensor's class or a mode takes for itself: the run keeps its bits, is watched."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.overrides import TorchFunctionMode
+
+import guardbit
+from guardbit.monitor.interception.entry_points.refusals import is_taken_over
+
+TOKENS = 16
+
+
+class Attention(nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(64, 192), mask
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mask = None if self.mask is None else self.mask(TOKENS, TOKENS)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+
+class Halved(TorchFunctionMode):
+    """Halves what attention returns."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 0.5 if func is F.scaled_dot_product_attention else out
+
+
+class Loud(torch.Tensor):
+    """Doubles what attention returns."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        out = super().__torch_function__(func, types, args, kwargs)
+        return out * 2 if func is F.scaled_dot_product_attention else out
+
+
+def trained(mask, watch, backend=None, before=lambda x: x):
+    """Losses and weights of four steps; the largest logit, if it is watched."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(mask), Attention(mask))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    runs = model if backend is None else torch.compile(model, backend=backend)
+    session = guardbit.MonitorSession(model, every_n_train_steps=2) if watch else None
+    losses = []
+    for step in range(4):
+        x = torch.randn(2, TOKENS, 64, generator=torch.Generator().manual_seed(step))
+        if session:
+            session.begin_batch(step)
+        # What a mask that is never filled would read.
+        torch.full((TOKENS, TOKENS), 7.0)
+        loss = (runs(before(x)) - x).as_subclass(torch.Tensor).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if session:
+            session.end_step()
+    logits = [s for s in session.samples if s.indicator == "max_logit"] if session else []
+    norms = [s for s in session.samples if s.indicator == "w_q_spectral_norm"] if session else []
+    if session:
+        assert (session.coverage, session.stages_off) == ((2, 2), frozenset())
+        session.close()
+    weights = [p.detach().clone() for p in model.parameters()]
+    return losses, weights, [value for sample in logits for value in sample.values], len(norms)
+
+
+def same(one, other):
+    assert one[0] == other[0]
+    assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+
+
+# PyTorch's compiler reads .grad of what it breaks the graph at.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("mask", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+def test_a_causal_bias_is_what_it_says(mask, backend):
+    plain, watched = (trained(mask, watch, backend) for watch in (False, True))
+    same(plain, watched)
+    *_, logits, num_norms = watched
+    assert len(logits) == 8 and num_norms == 2
+    # Without weights that are read as a mask, logits are of a size with the losses' inputs.
+    assert max(logits) < 10
+
+
+def test_a_mode_keeps_its_word():
+    def run(watch):
+        with Halved():
+            return trained(None, watch)
+
+    plain, watched = run(False), run(True)
+    same(plain, watched)
+    assert plain[0] != trained(None, False)[0]
+    assert len(watched[2]) == 8
+
+
+def test_a_class_of_tensors_keeps_its_word():
+    plain, watched = (trained(None, w, before=lambda x: x.as_subclass(Loud)) for w in (False, True))
+    same(plain, watched)
+    assert plain[0] != trained(None, False)[0]
+    assert len(watched[2]) == 8
+
+
+def test_what_takes_nothing_over():
+    class Plain(torch.Tensor):
+        pass
+
+    x = torch.ones(2)
+    others = [x, nn.Parameter(x), x.as_subclass(Plain)]
+    assert not is_taken_over(others)
+    with torch.device("cpu"):
+        assert not is_taken_over(others)
+    assert is_taken_over([x, x.as_subclass(Loud)])
+    assert is_taken_over([causal_upper_left(2, 2)])
+    with Halved():
+        assert is_taken_over([x])
