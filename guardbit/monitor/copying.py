@@ -244,7 +244,9 @@ def _is_shared(x: Any, within: frozenset[int] = frozenset()) -> bool:
         return not any(is_state(content, within) for content in found)
     if isinstance(x, types.BuiltinFunctionType):
         return x.__self__ is None or isinstance(x.__self__, types.ModuleType)
-    if isinstance(x, nn.Module):  # FSDP gives a module a class of its own, see `fully_shard`
+    # FSDP gives a module a class of its own, see `fully_shard`. A generator's is in torch._C, but
+    # what it draws is the run's.
+    if isinstance(x, nn.Module | torch.Generator):
         return False
     return isinstance(x, _SHARED) or type(x).__module__.startswith(_OF_THE_PROCESS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,9 @@ def describe(spec: AttentionSpec) -> str:
 def calls_of(model: nn.Module, batch: Any) -> OwnCalls:
     """Runs a model forward on a batch, without gradients, and returns the calls it makes.
 
-    Its buffers, its modules' attributes and all generators are as before afterwards. What it
-    changes elsewhere, such as a list in place, it changes as any forward does.
+    Afterwards its buffers and its modules' attributes are as before, and the generators of Python,
+    NumPy and PyTorch, with those of PyTorch that modules have as attributes. What it changes
+    elsewhere, such as a list in place, it changes as any forward does.
 
     Args:
         model: The model, instrumented.
@@ -148,11 +150,14 @@ def _detached(mask: Tensor | None) -> Tensor | None:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts back the buffers and the attributes of all modules."""
+    """Puts back the buffers and the attributes of all modules, and generators among them."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     undo: list[Callable[[], None]] = []
     for module in model.modules():
         undo += [_putting_back(table) for table in (vars(module), module._buffers)]
+        for value in vars(module).values():
+            if isinstance(value, torch.Generator):
+                undo.append(partial(value.set_state, value.get_state()))
     try:
         yield
     finally:

@@ -669,9 +669,12 @@ class MonitorSession(Guarded):
         """Examines the engines that could serve the model's attention, before training.
 
         The model runs forward once without gradients: `model(**batch)` of a mapping, of a tuple or
-        a list `model(*batch)`, else `model(batch)`. Its parameters, buffers and attributes and all
-        generators are as before afterwards. What is found is logged in a line and recorded. On
-        several ranks all call it alike, because the forward may need them, and rank 0 examines.
+        a list `model(*batch)`, else `model(batch)`. Afterwards its parameters, buffers and
+        attributes are as before, and the generators of Python, NumPy and PyTorch and those of
+        PyTorch that its modules have as attributes; what it changes elsewhere, as in a list or a
+        generator in a global variable, it changes as any forward does. What is found is logged in a
+        line and recorded. On several ranks all call it alike, because the forward may need them,
+        and rank 0 examines.
 
         Args:
             batch: What the model takes.

@@ -99,7 +99,10 @@ def test_a_broken_kernel_is_told_in_one_event_and_training_goes_on(tmp_path, mon
 def test_a_batch_is_examined_before_training_and_leaves_no_trace(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(Masked()).bfloat16()
+    model[0].noise = torch.Generator().manual_seed(4)
+    model[0].register_forward_pre_hook(lambda m, _: [torch.rand(3, generator=m.noise)].clear())
     session = MonitorSession(model, dirpath=tmp_path, strict=True)
+    own = model[0].noise.get_state()
     before = copy.deepcopy(model.state_dict())
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
     found = session.preflight(torch.randn(2, 24, 32, generator=torch.Generator()).bfloat16(), 30)
@@ -109,6 +112,7 @@ def test_a_batch_is_examined_before_training_and_leaves_no_trace(tmp_path):
     }
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+    assert torch.equal(own, model[0].noise.get_state())
     assert model[0].calls == 0
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())

@@ -85,6 +85,43 @@ class OwnGenerator(Attention):
         return self.generator.get_state().tolist()
 
 
+noise = torch.Generator()
+
+
+class GlobalGenerator(Attention):
+    def disturbed(self, x):
+        return 1 + torch.rand((), generator=noise)
+
+    def kept(self):
+        return noise.get_state().tolist()
+
+
+class ClassGenerator(GlobalGenerator):
+    noise = noise
+
+    def disturbed(self, x):
+        return 1 + torch.rand((), generator=self.noise)
+
+
+class DefaultGenerator(GlobalGenerator):
+    def disturbed(self, x, noise=noise):
+        return 1 + torch.rand((), generator=noise)
+
+
+def closed_over():
+    held = noise
+    return lambda: torch.rand((), generator=held)
+
+
+class ClosureGenerator(GlobalGenerator):
+    def __init__(self):
+        super().__init__()
+        self.draw = closed_over()
+
+    def disturbed(self, x):
+        return 1 + self.draw()
+
+
 class OwnRandom(Attention):
     def __init__(self):
         super().__init__()
@@ -335,6 +372,10 @@ CERTAIN = [
     PythonRandom,
     NumpyRandom,
     OwnGenerator,
+    GlobalGenerator,
+    ClassGenerator,
+    DefaultGenerator,
+    ClosureGenerator,
     OwnRandom,
     Counter,
     PlainTensor,
@@ -373,6 +414,7 @@ class Around(nn.Module):
 def forget():
     global calls
     calls = outside.calls = ClassCounter.calls = shared["calls"] = 0
+    noise.manual_seed(0)
     log.clear()
     ClassList.list.clear()
     Statistics.sizes.clear()
