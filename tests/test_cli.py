@@ -454,6 +454,12 @@ def test_live_without_its_packages_says_what_to_install(
     check_refused(invoke("live", tmp_path), "pip install 'guardbit[live]'")
 
 
+def test_a_run_is_not_compared_with_itself(small_run: Path) -> None:
+    result = invoke("report", small_run, small_run.parent / "." / small_run.name)
+    assert result.exit_code != 0
+    assert f"{small_run} is given twice" in " ".join(result.stderr.split())
+
+
 def test_a_report_that_cannot_be_written_is_refused(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     check_refused(invoke("report", small_run, "--output", tmp_path / "file" / "a.html"), "file")

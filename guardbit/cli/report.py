@@ -156,10 +156,17 @@ def _name(path: Path) -> str:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Names of runs, each with as many of its folders as it takes to make them differ."""
+    """Names of runs, each with as many of its folders as it takes to make them differ.
+
+    Raises:
+        ValueError: If one of them is given twice.
+    """
     from guardbit.dashboards.names import place_of_run
 
     places = [place_of_run(path) for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise ValueError(f"{path} is given twice, and runs are compared with others only")
     names = [_name(place) for place in places]
     folders = [place.parent for place in places]
     while len(set(names)) < len(names) and any(folder.name for folder in folders):

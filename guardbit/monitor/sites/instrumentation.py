@@ -30,7 +30,7 @@ class Instrumentation:
         candidates = dict(candidates_of(model))
         self.is_selection = sites is not None
         if sites is not None:
-            candidates = select(candidates, sites, "module")
+            candidates = select(candidates, sites, "module that could call attention")
         else:
             refuse_unseen(candidates)
         if not candidates:

@@ -215,7 +215,9 @@ def test_settings_are_refused_in_one_sentence(settings, message):
 
 
 def test_an_unknown_site_is_refused_when_the_fit_starts(trains):
-    with pytest.raises(ValueError, match=r"no module is called 'net.h.7.attn'; there are"):
+    with pytest.raises(
+        ValueError, match=r"no module that could call attention is called 'net.h.7.attn'; there are"
+    ):
         trains.fit(AttentionMonitor(sites=["net.h.7.attn"]))
 
 
