@@ -152,7 +152,7 @@ def _detached(mask: Tensor | None) -> Tensor | None:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """Puts back the buffers and the attributes of all modules, and generators among them."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], object]] = []
     for module in model.modules():
         undo += [_putting_back(table) for table in (vars(module), module._buffers)]
         for value in vars(module).values():
