@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from guardbit.monitor import interception, ranks
@@ -35,6 +35,7 @@ class Coverage:
     def __init__(self, instrumentation: Instrumentation) -> None:
         self._instrumentation = instrumentation
         self._is_noting = True
+        self._unseen: list[Site] = []
         self.unseen: list[str] = []
         self.table: dict[str, dict[str, Any]] = {}
         interception.entries.start()
@@ -44,7 +45,7 @@ class Coverage:
         called = self._instrumentation.sites if self._is_noting else {}
         if not called:
             return
-        unseen = _unseen(self._instrumentation.candidates, called)
+        unseen = self._unseen = _unseen(self._instrumentation.candidates, called)
         self.close()
         self.unseen = [site.name for site in unseen]
         self.table = _table(list(called.values()), unseen)
@@ -67,6 +68,17 @@ class Coverage:
                 f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
             )
+
+    def count_again(self, why_passed_by: Callable[[str], str | None]) -> bool:
+        """Counts the modules that were called since, too; returns whether the table has changed.
+
+        Args:
+            why_passed_by: Returns for a module why sampled steps pass it by, or None.
+        """
+        before, called = self.table, self._instrumentation.sites
+        unseen = [site for site in self._unseen if site.name not in called]
+        self.table = _table(list(called.values()), unseen, why_passed_by)
+        return self.table != before
 
     @property
     def share(self) -> tuple[int, int]:
@@ -128,11 +140,15 @@ def _innermost(sites: Sequence[Site]) -> list[Site]:
     return [site for site in sites if modules.isdisjoint(list(site.module.modules())[1:])]
 
 
-def _table(called: Sequence[Site], unseen: Sequence[Site]) -> dict[str, dict[str, Any]]:
+def _table(
+    called: Sequence[Site],
+    unseen: Sequence[Site],
+    why_passed_by: Callable[[str], str | None] = lambda _: None,
+) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for entry in dict.fromkeys(site.entry for site in called):
         sites = [site for site in called if site.entry == entry]
-        left = {site.name: site.unwatched or site.sharded for site in sites}
+        left = {s.name: s.unwatched or s.sharded or why_passed_by(s.name) for s in sites}
         left = {name: why for name, why in left.items() if why}
         rows[entry] = _row(len(sites), left)
     if unseen:

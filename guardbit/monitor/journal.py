@@ -302,15 +302,22 @@ def kernel_of(site: Site | None) -> str:
     return ", ".join(sorted(names))
 
 
-def metadata_of(sites: Mapping[str, Site]) -> dict[str, dict[str, Any]]:
-    """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
+def metadata_of(
+    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Returns the metadata of attention modules: kernels, what is unavailable, and why.
+
+    Args:
+        sites: The modules.
+        why_passed_by: Returns for a module why sampled steps pass it by, or None.
+    """
     return {
         name: {
             "heads": site.num_heads,
             "kernels": sorted({kernel for _, kernel in site.launches}),
             "entry": site.entry,
             "not_switchable": site.lasting_refusal,
-            "unwatched": site.unwatched,
+            "unwatched": site.unwatched or why_passed_by(name),
             "unstabilizable": site.unstabilizable,
             "weights_unavailable": site.settle_layout(),
             "errors_unavailable": site.errors_unavailable,

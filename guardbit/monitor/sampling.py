@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from guardbit.monitor import ranks
+from guardbit.monitor.attendance import Attendance
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal, metadata_of
@@ -33,6 +34,7 @@ class Sampling:
         stages: Guards what may fail without harm.
         record: Takes the events.
         is_guarded: Whether there is a policy.
+        cadence: Steps from one sampled step to the next.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class Sampling:
         stages: Stages,
         record: Callable[[Event], None],
         is_guarded: bool,
+        cadence: int,
     ) -> None:
         self._instrumentation, self._measurement = instrumentation, measurement
         self._exchange, self._detectors, self._switching = exchange, detectors, switching
         self._telling, self._journal, self._stages = telling, journal, stages
         self._record, self._is_guarded = record, is_guarded
+        self._attendance = Attendance(cadence)
+        self._described: dict[str, dict[str, Any]] = {}
 
     def send(self, step: int, loss_scale: float) -> Sent | None:
         """Reduces what a step measured over ranks and sends it to the host.
@@ -88,8 +93,9 @@ class Sampling:
         return joined(known.samples)
 
     def write_what_is_left(self, ended: int) -> None:
-        """Writes the scalars of steps since the last sampled one."""
+        """Writes the scalars of steps since the last sampled one, and which modules none met."""
         attempt = self._stages.attempt
+        attempt("metrics", self._describe_never_met)
         left = attempt("samples", lambda: self._measurement.send({}, ended))
         if left is not None:
             self._journal.add(attempt("samples", lambda: self._measurement.receive(left)) or [])
@@ -107,13 +113,24 @@ class Sampling:
             if self._telling.first("unseen"):
                 self._record(Event(step, "monitor_error", "", (), why))
             return {}
-        self._exchange.metadata = metadata_of(self._instrumentation.sites)
+        self._attendance.take(self._instrumentation.sites, self._instrumentation.latest_step)
+        self._exchange.metadata = self._facts()
         self._exchange.tell_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._exchange.metadata)
         return columns
 
+    def _describe_never_met(self) -> None:
+        if self._attendance.end(self._instrumentation.sites):
+            self._describe(self._described | self._facts())  # of other ranks, what they said last
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        why_passed_by = self._attendance.why_passed_by
+        self._telling.who_is_passed_by(why_passed_by)
+        return metadata_of(self._instrumentation.sites, why_passed_by)
+
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._described = facts
         self._journal.describe(facts, self._is_guarded)
         self._detectors.normalised = frozenset(
             name for name, known in facts.items() if known["normalises_queries"]

@@ -298,7 +298,7 @@ class MonitorSession(Guarded):
         self._sampling = Sampling(
             self.instrumentation, self._measurement, self._exchange, self.detectors,
             self._switching, self._telling, self._journal, self._stages, self.record,
-            is_guarded=self.policy is not None,
+            is_guarded=self.policy is not None, cadence=self.every_n_train_steps,
         )  # fmt: skip
         self._acting = Acting(
             self.instrumentation, self._measurement, self._snapshots, self.detectors,

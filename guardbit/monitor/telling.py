@@ -76,6 +76,15 @@ class Telling:
         if self._coverage.table and self.first("coverage"):
             self._journal.note({"coverage": self._coverage.table})
 
+    def who_is_passed_by(self, why_passed_by: Callable[[str], str | None]) -> None:
+        """Notes how much is watched, once modules are known that sampled steps pass by.
+
+        Args:
+            why_passed_by: Returns for a module why sampled steps pass it by, or None.
+        """
+        if self._coverage.table and self._coverage.count_again(why_passed_by):
+            self._journal.note({"coverage": self._coverage.table})
+
     def what_ran(self, step: int, is_last: bool = False) -> None:
         """Tells where heads of a step did not run what is asked for."""
         for event in self._running.check(step, is_last):

@@ -96,6 +96,18 @@ class CalledModule:
         return record.calls if record else None
 
     @property
+    def trained_in(self) -> int:
+        """The latest step in which attention was called here in training; -1 before the first.
+
+        It is known of steps that are not sampled, too. Of compiled calls that keep PyTorch's
+        function it is not known.
+        """
+        record = self.record
+        if record is None or not record.with_gradients:
+            return self.state.ran_at
+        return max(record.calls.step, self.state.ran_at)
+
+    @property
     def entry(self) -> str:
         """The function that was called last, by its public name; "" before the first call."""
         record = self.record

@@ -1,0 +1,64 @@
+"""Which attention modules the sampled steps meet, and which they pass by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from guardbit.monitor.sites import Site
+
+#: How many sampled steps have to pass a module by. Of layers that are dropped at random, a few do
+#: so now and then.
+PATIENCE = 3
+
+
+class Attendance:
+    """Finds the modules that are called between sampled steps and not in them.
+
+    Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
+    cadence is a step of G.
+
+    Args:
+        cadence: Steps from one sampled step to the next.
+    """
+
+    def __init__(self, cadence: int) -> None:
+        self._other_cadence = cadence + 1
+        self._met: set[str] = set()
+        # Module -> how many sampled steps have passed it by, since the last one that met it.
+        self._missed: dict[str, int] = {}
+        self._previous: int | None = None
+        self._never_met: set[str] = set()  # once the run is over
+
+    def take(self, sites: Mapping[str, Site], now: int) -> None:
+        """Takes a sampled step that has ended.
+
+        Args:
+            sites: The modules that have called attention so far.
+            now: Number of the step, as `StepCalls` counts.
+        """
+        for name, site in sites.items():
+            latest = site.trained_in
+            if latest == now:
+                self._met.add(name)
+                self._missed.pop(name, None)
+            elif latest > (-1 if self._previous is None else self._previous):
+                # Only steps around which it was called: a module that is done with misses nothing.
+                self._missed[name] = self._missed.get(name, 0) + 1
+        self._previous = now
+
+    def end(self, sites: Mapping[str, Site]) -> bool:
+        """Ends the run; returns whether a module was called and never met, in spite of samples."""
+        if self._previous is not None:
+            called = {name for name, site in sites.items() if site.trained_in >= 0}
+            self._never_met = called - self._met
+        return bool(self._never_met)
+
+    def why_passed_by(self, name: str) -> str | None:
+        """Why nothing is measured in a module's calls, if sampled steps pass it by, or None."""
+        if self._missed.get(name, 0) >= PATIENCE:
+            why = f"{PATIENCE} sampled steps have passed it by, while it was called between them"
+        elif name in self._never_met:
+            why = "it was called, and in no sampled step"
+        else:
+            return None
+        return f"{why}; where networks take turns, try every_n_train_steps={self._other_cadence}"

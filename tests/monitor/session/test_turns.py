@@ -1,0 +1,109 @@
+"""Networks that take turns: what the sampled steps pass by is told, and counts as not watched."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from guardbit import MonitorSession, read_events, read_run
+from guardbit.dashboards.outcome import headline, outcome_of
+from guardbit.store import read_metadata
+from tests.toys import Attention, Model
+
+
+def train(path, steps, turns, every=2, networks="GD"):
+    """Trains in step i the networks that `turns(i)` names."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: Model(Attention()) for name in networks})
+    session = MonitorSession(model, every_n_train_steps=every, dirpath=path, strict=True)
+    for step in steps:
+        with session.step(step):
+            for name in turns(step):
+                model[name](torch.randn(2, 8, 32)).square().mean().backward()
+    session.close()
+    return session
+
+
+def measured(path):
+    frame = read_run(path)
+    rows = frame[frame.indicator == "max_logit"]
+    return {site: sorted(set(steps)) for site, steps in rows.groupby("site").step}
+
+
+def outcome(path):
+    return outcome_of(read_run(path), read_events(path), read_metadata(path))
+
+
+def told(caplog):
+    return [m for m in caplog.messages if m.startswith("nothing of the calls is watched")]
+
+
+def alternating(step):
+    return "GD"[step % 2]
+
+
+def test_a_network_that_no_sampled_step_meets_is_named_once(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        session = train(tmp_path, range(20), alternating)
+    assert measured(tmp_path) == {"G.layers.0": list(range(0, 20, 2))}
+    (line,) = told(caplog)
+    assert "at D.layers.0: 3 sampled steps have passed it by" in line
+    assert "try every_n_train_steps=3" in line
+    assert session.coverage == (1, 2)
+    found = outcome(tmp_path)
+    assert found.not_watched == ("D.layers.0",)
+    assert headline(found).endswith("; only 1 of 2 attention modules was watched")
+
+
+def test_the_cadence_that_is_named_meets_both(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        session = train(tmp_path, range(20), alternating, every=3)
+    # A module gets its place in the table after the first sampled step that meets it.
+    assert measured(tmp_path) == {"G.layers.0": [0, 6, 12, 18], "D.layers.0": [9, 15]}
+    assert (told(caplog), session.coverage, outcome(tmp_path).not_watched) == ([], (2, 2), ())
+
+
+@pytest.mark.parametrize(("last", "is_named"), [(5, False), (6, False), (7, True)])
+def test_it_takes_three_samples_while_the_run_goes_on(tmp_path, caplog, last, is_named):
+    def turns(step):  # met in the first step, so that the end of the run says nothing of it
+        return "GD" if step == 0 else alternating(step)
+
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        train(tmp_path, range(last), turns)
+    assert bool(told(caplog)) is is_named
+    assert outcome(tmp_path).not_watched == (("D.layers.0",) if is_named else ())
+
+
+def test_a_short_run_says_so_at_its_end(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        session = train(tmp_path, range(4), alternating, every=50)
+    (line,) = told(caplog)
+    assert "at D.layers.0: it was called, and in no sampled step" in line
+    assert outcome(tmp_path).not_watched == ("D.layers.0",)
+    assert session.coverage == (1, 2)
+
+
+def test_one_that_is_met_again_counts_as_watched_again(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        train(tmp_path, range(13), lambda step: "D" if step == 12 else alternating(step))
+    assert len(told(caplog)) == 1
+    assert outcome(tmp_path).not_watched == ()
+
+
+def test_one_that_is_no_longer_called_or_not_in_training_is_passed_by_by_nothing(tmp_path, caplog):
+    def first_phase_only(step):
+        return "GD" if step < 4 else "G"
+
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        train(tmp_path / "phase", range(20), first_phase_only)
+        model = nn.ModuleDict({name: Model(Attention()) for name in "GD"})
+        session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path / "validation")
+        for step in range(20):
+            with session.step(step):
+                model["G"](torch.randn(2, 8, 32)).square().mean().backward()
+            with torch.no_grad():
+                model["D"](torch.randn(2, 8, 32))
+        session.close()
+    assert told(caplog) == []
+    assert outcome(tmp_path / "phase").not_watched == ()
