@@ -110,5 +110,15 @@ def not_watched_of(
     return tuple(dict.fromkeys(map(str, names)))
 
 
+def without_attention_of(metadata: Mapping[str, Any] | None) -> tuple[int, int | None]:
+    """In how many sampled steps no watched module called attention, and the first of them."""
+    known = (metadata or {}).get("without_attention")
+    known = known if isinstance(known, Mapping) else {}
+    samples, first = known.get("samples"), known.get("first")
+    if isinstance(samples, int) and isinstance(first, int):
+        return samples, first
+    return 0, None
+
+
 def _is_unwatched(about: object) -> bool:
     return isinstance(about, Mapping) and bool(about.get("unwatched"))

@@ -15,7 +15,13 @@ import numpy as np
 import pandas as pd
 
 from guardbit.dashboards import marks, tables
-from guardbit.dashboards.coverage import Sampling, is_judged, not_watched_of, sampling_of
+from guardbit.dashboards.coverage import (
+    Sampling,
+    is_judged,
+    not_watched_of,
+    sampling_of,
+    without_attention_of,
+)
 from guardbit.dashboards.tables import Head
 from guardbit.records import Event, RunEnd
 
@@ -58,6 +64,9 @@ class Outcome:
         num_modules: Attention modules that were measured or that the run's metadata name.
         not_watched: Names of those that called no attention that could be watched, and of those of
             which no head was measured. Of some of them the weights were measured all the same.
+        without_attention: Number of sampled steps in which no module that is watched called
+            attention, so that at most weights were measured.
+        first_without_attention: The first of them, None without any.
         first_switch: Step of the first switch to a stabilizer, None without any.
         switched: Number of heads that were switched.
         stabilizers: What they were switched to.
@@ -84,6 +93,8 @@ class Outcome:
     head_samples_every: int | None
     num_modules: int
     not_watched: tuple[str, ...]
+    without_attention: int
+    first_without_attention: int | None
     first_switch: int | None
     switched: int
     stabilizers: tuple[str, ...]
@@ -129,6 +140,7 @@ def outcome_of(
     heads = tables.heads_of_layer(frame)
     measured = tables.layer_of_site(frame).keys()
     not_watched = not_watched_of(metadata, measured)
+    without_attention, first_without_attention = without_attention_of(metadata)
     departed = _departed(alarms, tables.of_run(frame, "loss"))
     given = [event.verdict for event in happened if event.kind == "verdict"]
     unalarmed = "stable" if is_judged(metadata, sampling.indicators) else "unclear"
@@ -157,6 +169,8 @@ def outcome_of(
         head_samples_every=sampling.every,
         num_modules=len(heads) + len(set(not_watched) - measured),
         not_watched=not_watched,
+        without_attention=without_attention,
+        first_without_attention=first_without_attention,
         first_switch=min((event.step for event in switched.values()), default=None),
         switched=len(switched),
         stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
@@ -263,6 +277,12 @@ def limits(outcome: Outcome) -> list[str]:
         share = f"{watched:,}" if watched else f"the weights of {outcome.num_layers:,}"
         were = "was" if watched == 1 else "were"
         found.append(f"only {share} of {total:,} attention modules {were} watched")
+    if outcome.first_without_attention is not None:
+        several = outcome.without_attention > 1
+        found.append(
+            f"no watched attention was called in {outcome.without_attention:,} of the sampled steps"
+            f"{', the first' if several else ','} at step {outcome.first_without_attention:,}"
+        )
     return found
 
 

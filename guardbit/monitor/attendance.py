@@ -29,22 +29,45 @@ class Attendance:
         self._previous: int | None = None
         self._never_met: set[str] = set()  # once the run is over
 
-    def take(self, sites: Mapping[str, Site], now: int) -> None:
+    def take(self, sites: Mapping[str, Site], now: int) -> str | None:
         """Takes a sampled step that has ended.
 
         Args:
             sites: The modules that have called attention so far.
             now: Number of the step, as `StepCalls` counts.
+
+        Returns:
+            A sentence if none of the modules that are watched was called in it, else None.
         """
-        for name, site in sites.items():
-            latest = site.trained_in
+        previous, self._previous = self._previous, now
+        # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
+        called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
+        called = {name: latest for name, latest in called.items() if latest >= 0}
+        between = []
+        for name, latest in called.items():
             if latest == now:
                 self._met.add(name)
                 self._missed.pop(name, None)
-            elif latest > (-1 if self._previous is None else self._previous):
+            elif latest > (-1 if previous is None else previous):
                 # Only steps around which it was called: a module that is done with misses nothing.
+                between.append(name)
                 self._missed[name] = self._missed.get(name, 0) + 1
-        self._previous = now
+        if not called or now in called.values():
+            return None
+        return self._why_none(was_called_between=bool(between))
+
+    def _why_none(self, was_called_between: bool) -> str:
+        reasons = [
+            "another model object trains now, such as a copy or a reloaded one, and needs a"
+            " monitor of its own",
+            "attention runs in other steps than the sampled ones, which"
+            f" every_n_train_steps={self._other_cadence} may meet",
+        ]
+        likely = reasons[::-1] if was_called_between else reasons
+        return (
+            "no watched module called attention in this sampled step, so at most weights were"
+            f" measured. Likely: (1) {likely[0]}; (2) {likely[1]}"
+        )
 
     def end(self, sites: Mapping[str, Site]) -> bool:
         """Ends the run; returns whether a module was called and never met, in spite of samples."""

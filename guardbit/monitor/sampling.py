@@ -113,7 +113,10 @@ class Sampling:
             if self._telling.first("unseen"):
                 self._record(Event(step, "monitor_error", "", (), why))
             return {}
-        self._attendance.take(self._instrumentation.sites, self._instrumentation.latest_step)
+        sites, now = self._instrumentation.sites, self._instrumentation.latest_step
+        why_none = self._attendance.take(sites, now)
+        if why_none is not None:
+            self._telling.none_called(step, why_none)
         self._exchange.metadata = self._facts()
         self._exchange.tell_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's

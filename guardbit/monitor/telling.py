@@ -47,6 +47,8 @@ class Telling:
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
         self._said: set[str] = set()
+        # Of the sampled steps without attention, how many there were and the first.
+        self._num_without, self._first_without = 0, 0
 
     def first(self, what: str) -> bool:
         """Whether this is the first time that something is to be said."""
@@ -75,6 +77,22 @@ class Telling:
             self._journal.note({"unseen": self._coverage.unseen})
         if self._coverage.table and self.first("coverage"):
             self._journal.note({"coverage": self._coverage.table})
+
+    def none_called(self, step: int, why: str) -> None:
+        """Tells once of a sampled step in which no watched module called attention, and notes all.
+
+        Args:
+            step: The step.
+            why: What is said of it.
+        """
+        if not self._num_without:
+            self._first_without = step
+        if self.first("none called"):
+            self._exchange.record(Event(step, "monitor_error", "", (), why))
+        self._num_without += 1
+        self._journal.note(
+            {"without_attention": {"samples": self._num_without, "first": self._first_without}}
+        )
 
     def who_is_passed_by(self, why_passed_by: Callable[[str], str | None]) -> None:
         """Notes how much is watched, once modules are known that sampled steps pass by.

@@ -1,5 +1,6 @@
 """Networks that take turns: what the sampled steps pass by is told, and counts as not watched."""
 
+import copy
 import logging
 
 import pytest
@@ -107,3 +108,63 @@ def test_one_that_is_no_longer_called_or_not_in_training_is_passed_by_by_nothing
         session.close()
     assert told(caplog) == []
     assert outcome(tmp_path / "phase").not_watched == ()
+
+
+def swapped(path, at, steps=range(10)):
+    """Goes on with a copy of the model from step `at` on."""
+    torch.manual_seed(0)
+    model = Model(Attention(), Attention())
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=path, strict=True)
+    for step in steps:
+        if step == at:
+            model = copy.deepcopy(model)
+        with session.step(step):
+            model(torch.randn(2, 8, 32)).square().mean().backward()
+    session.close()
+
+
+def errors(path):
+    events = read_events(path)
+    events = events[events.kind == "monitor_error"]
+    return list(zip(events.step, events.why, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("at", "first", "said"),
+    [(3, 4, "no watched attention was called in 3 of the sampled steps, the first at step 4"),
+     (7, 8, "no watched attention was called in 1 of the sampled steps, at step 8")],
+)  # fmt: skip
+def test_a_loop_that_goes_on_with_a_copy_of_the_model_is_told_at_once(tmp_path, at, first, said):
+    swapped(tmp_path, at)
+    ((step, why),) = errors(tmp_path)
+    assert step == first
+    assert why.startswith("no watched module called attention in this sampled step")
+    assert "(1) another model object trains now" in why
+    found = outcome(tmp_path)
+    assert headline(found) == f"Healthy: no alarm up to step 8; {said}"
+    assert found.as_json()["first_without_attention"] == first
+
+
+def test_where_attention_runs_in_other_steps_only_that_is_told_first(tmp_path, caplog):
+    def turns(step):
+        return "" if step in (2, 4) else "GD"
+
+    train(tmp_path, range(9), turns)
+    ((step, why),) = errors(tmp_path)  # once, of two such steps
+    assert step == 2
+    assert "(1) attention runs in other steps than the sampled ones, which every_n_train" in why
+    assert headline(outcome(tmp_path)).endswith("in 2 of the sampled steps, the first at step 2")
+
+
+def test_compiled_calls_are_met(tmp_path, caplog):
+    model = Model(Attention())
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path, strict=True)
+    compiled = torch.compile(model, backend="aot_eager")
+    with caplog.at_level(logging.WARNING, "guardbit"):
+        for step in range(9):
+            with session.step(step):
+                compiled(torch.randn(2, 8, 32)).square().mean().backward()
+        session.close()
+    torch._dynamo.reset()
+    assert (told(caplog), errors(tmp_path)) == ([], [])
+    assert outcome(tmp_path).not_watched == ()
