@@ -88,6 +88,14 @@ class Coverage:
 
     def why_nothing(self) -> str:
         """Returns reasons why no call of attention may have been seen, the likeliest first."""
+        lost = self._instrumentation.lost()
+        if lost:
+            named = _named([site.name for site in lost])
+            return (
+                f"the modules that called attention are no longer in the model ({named}), and"
+                " nothing of what has replaced them is watched: give the model as it is now a"
+                " monitor of its own"
+            )
         candidates = list(self._instrumentation.candidates.values())
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])

@@ -110,7 +110,9 @@ class Sampling:
             why = self._telling.why_nothing
             if self._stages.strict:
                 raise NoAttentionSeenError(why) from error
-            if self._telling.first("unseen"):
+            if self._instrumentation.lost():
+                self._telling.none_called(step, why, "lost")
+            elif self._telling.first("unseen"):
                 self._record(Event(step, "monitor_error", "", (), why))
             return {}
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step

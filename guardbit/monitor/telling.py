@@ -78,16 +78,17 @@ class Telling:
         if self._coverage.table and self.first("coverage"):
             self._journal.note({"coverage": self._coverage.table})
 
-    def none_called(self, step: int, why: str) -> None:
+    def none_called(self, step: int, why: str, what: str = "none called") -> None:
         """Tells once of a sampled step in which no watched module called attention, and notes all.
 
         Args:
             step: The step.
             why: What is said of it.
+            what: What is said once, see `first`.
         """
         if not self._num_without:
             self._first_without = step
-        if self.first("none called"):
+        if self.first(what):
             self._exchange.record(Event(step, "monitor_error", "", (), why))
         self._num_without += 1
         self._journal.note(

@@ -168,3 +168,24 @@ def test_compiled_calls_are_met(tmp_path, caplog):
     torch._dynamo.reset()
     assert (told(caplog), errors(tmp_path)) == ([], [])
     assert outcome(tmp_path).not_watched == ()
+
+
+def test_modules_that_were_replaced_are_not_said_to_have_never_called_attention(tmp_path):
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"net": Model(Attention(), Attention())})
+    session = MonitorSession(model, every_n_train_steps=2, dirpath=tmp_path)
+    for step in range(8):
+        if step == 3:
+            model["net"] = copy.deepcopy(model["net"])
+        with session.step(step):
+            model["net"](torch.randn(2, 8, 32)).square().mean().backward()
+    session.close()
+    ((step, why),) = errors(tmp_path)
+    assert step == 4
+    assert "so far" not in why
+    assert (
+        "the modules that called attention are no longer in the model (net.layers.0, net.l" in why
+    )
+    assert "no watched attention was called in 2 of the sampled steps" in headline(
+        outcome(tmp_path)
+    )
