@@ -35,6 +35,9 @@ class Coverage:
     def __init__(self, instrumentation: Instrumentation) -> None:
         self._instrumentation = instrumentation
         self._is_noting = True
+        self._outside: interception.OutsideCalls | None = None
+        if not instrumentation.is_selection:  # calls elsewhere are then left alone on purpose
+            self._outside = interception.OutsideCalls()
         self._unseen: list[Site] = []
         self.unseen: list[str] = []
         self.table: dict[str, dict[str, Any]] = {}
@@ -68,6 +71,32 @@ class Coverage:
                 f"nothing is measured of the heads of {_counted(sharded, 'attention module')}, and"
                 f" none of them can be switched: {_kinds(sharded)}: {sharded[0].sharded}"
             )
+
+    def begin_sampled_step(self) -> None:
+        """Counts from now on the calls of attention outside all modules, until one is told."""
+        if self._outside is not None:
+            self._outside.start()
+
+    def abandon_sampled_step(self) -> None:
+        """Ends that, and forgets the calls."""
+        if self._outside is not None:
+            self._outside.stop()
+
+    def end_sampled_step(self) -> str | None:
+        """Ends that; returns a sentence about the calls that were counted, once, or None."""
+        if self._outside is None:
+            return None
+        self._outside.stop()
+        count, where = self._outside.count, self._outside.where
+        if not count:
+            return None
+        self._outside = None
+        return (
+            f"attention was called outside the modules of the watched model, {count} time"
+            f"{'' if count == 1 else 's'} in this step (first {where}), and nothing of that is"
+            " watched or switched: call it within the forward of a module of the model, or give the"
+            " model that calls it a monitor of its own"
+        )
 
     def count_again(self, why_passed_by: Callable[[str], str | None]) -> bool:
         """Counts the modules that were called since, too; returns whether the table has changed.
@@ -116,7 +145,8 @@ class Coverage:
         )
 
     def close(self) -> None:
-        """Stops recording which modules run."""
+        """Stops recording which modules run, and counting what is called outside them."""
+        self.abandon_sampled_step()
         if self._is_noting:
             self._is_noting = False
             interception.entries.stop()

@@ -369,6 +369,7 @@ class MonitorSession(Guarded):
         if is_new and self._rest_unless(self._schedule.is_sampled):
             self._measurement.begin()
             self._capture.arm()
+            self._telling.begin_sampled_step()
 
     @property
     @guard.method(_no)
@@ -456,6 +457,8 @@ class MonitorSession(Guarded):
         step, was_sampled = ended
         if not self._presence.is_closed:
             self.attempt("switch", self.instrumentation.end_step)
+            if was_sampled:
+                self.attempt("coverage", lambda: self._telling.what_is_outside(step))
             self.attempt("coverage", lambda: self._telling.what_is_unseen(step))
             self.attempt("switch", lambda: self._telling.what_ran(step))
             self.attempt("proofs", self._telling.proofs_of_engines)
@@ -551,6 +554,7 @@ class MonitorSession(Guarded):
         self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
+        self.attempt("coverage", self._telling.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._presence.step_ended()
@@ -582,6 +586,7 @@ class MonitorSession(Guarded):
     def _drop_calls(self) -> None:
         self._capture.disarm()
         self._measurement.discard()
+        self._telling.abandon_sampled_step()
 
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:

@@ -70,6 +70,20 @@ class Telling:
         """How many attention modules are watched, and of how many that are known."""
         return self._coverage.share
 
+    def begin_sampled_step(self) -> None:
+        """Looks out for attention outside the model, until `what_is_outside`."""
+        self._coverage.begin_sampled_step()
+
+    def abandon_sampled_step(self) -> None:
+        """Forgets what was seen since `begin_sampled_step`."""
+        self._coverage.abandon_sampled_step()
+
+    def what_is_outside(self, step: int) -> None:
+        """Tells once of attention that was called outside the model in a sampled step."""
+        why = self._coverage.end_sampled_step()
+        if why is not None:
+            self._exchange.record(Event(step, "monitor_error", "", (), why))
+
     def what_is_unseen(self, step: int) -> None:
         """Tells which attention of a step nothing watches, and once how much is watched."""
         for why in self._coverage.check():

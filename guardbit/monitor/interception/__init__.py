@@ -14,6 +14,7 @@ From the bottom up; each file imports from those before it only:
 - `calls`: what the calls of a site did in the latest step.
 - `sharding`: whether ranks share the heads of a module.
 - `inputs`: descriptions of a module's inputs, and made-up inputs that match them.
+- `outside`: attention that is called in training outside all instrumented modules.
 - `doors`: the guard around everything that runs inside a model's forward.
 - `records`: what is known about each site, from eager calls and from traced ones.
 - `rerunning`: runs a module once more, to see where its queries come from.
@@ -34,11 +35,13 @@ from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
 from guardbit.monitor.interception.installation import install, left_alone, restore, uninstall
 from guardbit.monitor.interception.observing import OBSERVE
+from guardbit.monitor.interception.outside import OutsideCalls
 from guardbit.monitor.interception.records import SiteRecord, parts, ran, site_record
 from guardbit.monitor.interception.rerunning import rerun
 
 __all__ = [
     "OBSERVE",
+    "OutsideCalls",
     "SiteRecord",
     "StepCalls",
     "attach",

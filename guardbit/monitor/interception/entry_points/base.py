@@ -32,6 +32,7 @@ from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
+from guardbit.monitor.interception.outside import note_outside
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.sharding import Share
@@ -260,6 +261,7 @@ def heard_eagerly(
 ) -> Bound | _Watched | None:
     """Records an eager call; returns it if the op is to run it or an observer hears of it."""
     if not runtime.is_inside_site():
+        note_outside(entry.name, args, kwargs)
         return None
     number = int(runtime.current)
     state = runtime.site(number)

@@ -22,6 +22,7 @@ from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report, stand_in
 from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
+from guardbit.monitor.interception.outside import note_outside
 from guardbit.monitor.interception.records import note_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
@@ -83,6 +84,8 @@ def _heads_of_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Heads:
 def _watched(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Products | None:
     """Records an eager call; returns what watches it if there is an observer."""
     if not runtime.is_inside_site():
+        if _given("need_weights", args, kwargs, True):
+            note_outside(_NAME, args, kwargs)
         return None
     if probe.site is not None:
         if len(args) <= _positions["need_weights"]:
