@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from guardbit import guard
 from guardbit.kernels import execution, heads
 from guardbit.kernels.alignment import aligned
-from guardbit.kernels.engines import scaled_dot_product_attention
+from guardbit.kernels.engines import Engine, choose, engine_of, scaled_dot_product_attention
 from guardbit.kernels.engines.base import Drawn
 from guardbit.kernels.engines.random import drawing_again, drawing_once, generator_of
 from guardbit.kernels.execution import NUM_KERNEL_FACTS, Request, empty_random_outputs
 from guardbit.kernels.runtime import runtime
 
 # What `kernels` of `execution.run_forward` begins with where PyTorch's function computed the call;
-# no number of a backend.
+# no number of a backend. The backend that it chose comes next.
 _NATIVE = -1000
 
 _KERNELS = 9  # its place among the arguments of the backward
@@ -35,6 +36,11 @@ _KERNELS = 9  # its place among the arguments of the backward
 def is_by_pytorch(kernels: Tensor) -> bool:
     """Whether PyTorch's function computed a forward that left these `kernels`."""
     return int(kernels[0]) == _NATIVE
+
+
+def engine_of_pytorch(kernels: Tensor, q: Tensor) -> Engine:
+    """Returns the engine of such a forward, for queries like q."""
+    return engine_of(SDPBackend(int(kernels[1])), q)
 
 
 def forward_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
@@ -57,7 +63,18 @@ def forward_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
         if request.keeps_residual:
             residual = torch.empty_like(request.q, dtype=torch.int8)
     kernels = torch.full((NUM_KERNEL_FACTS + q.size(1),), _NATIVE)
+    kernels[1] = int(_choice(request).value)
     return out, lse, residual, kernels, random, generator_state
+
+
+def _choice(request: Request) -> SDPBackend:
+    """Returns PyTorch's choice of a kernel; where that fails, the one that takes every call."""
+    q, k, v, mask = request[:4]
+    try:
+        spec = execution.spec_of(q, mask, request.causal, request.scale, request.dropout_p)
+        return choose(q, k, v, spec, request.training, request.wants_mask).backend
+    except Exception:
+        return SDPBackend.MATH
 
 
 def backward_by_pytorch(

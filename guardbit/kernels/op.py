@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend
 
 from guardbit import guard
-from guardbit.kernels import dispatch, engines, heads
+from guardbit.kernels import dispatch, heads, second_order
 from guardbit.kernels.alignment import promise_aligned_outputs
-from guardbit.kernels.engines import Drawn, Inputs
 from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.execution import (
     NUM_KERNEL_FACTS,
@@ -29,7 +27,8 @@ from guardbit.kernels.execution import (
     read_kernels,
     spec_of,
 )
-from guardbit.kernels.native import is_by_pytorch, run_backward, run_forward
+from guardbit.kernels.native import engine_of_pytorch, is_by_pytorch, run_backward, run_forward
+from guardbit.kernels.plan import Call
 from guardbit.kernels.runtime import runtime
 
 # A replayed CUDA graph would not look the attention module up again: the tag keeps the op out of
@@ -214,35 +213,38 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
     The math kernel's are. All others raise when they are differentiated: the op's outputs would
     otherwise pass for constants.
     """
-    q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
+    q, k, v, mask, site, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments
-    engine, names = None, ("",)
-    if not is_by_pytorch(kernels):
+    if is_by_pytorch(kernels):
+        engine, names = engine_of_pytorch(kernels, q), ("none",) * q.size(1)
+    else:
         engine, _, _, names = read_kernels(kernels, q)
-    if (
-        native
-        and isinstance(engine, engines.Whole)
-        and engine.backend == SDPBackend.MATH
-        and set(names) == {"none"}
-    ):
+    graph = None
+    if native and second_order.has_graph(engine):
         spec = spec_of(q, mask, causal, scale, dropout_p)
-        drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
-        return engine.differentiable_backward(Inputs(q, k, v, spec, drawn, wants_mask), d_out)
+        call = Call(q, k, v, spec, runtime.site(int(site)), native, wants_mask)
+        graph = second_order.gradients(call, engine, names, d_out, random, generator_state)
+        if set(names) == {"none"}:
+            return graph
     with torch.no_grad():
         gradients = _backward(d_out, *saved, *arguments)
-    return _NotDifferentiable.apply(d_out, q, k, v, *gradients)
+    if graph is not None:
+        return second_order.with_graph(gradients, graph)
+    return _NotDifferentiable.apply(native, d_out, q, k, v, *gradients)
 
 
 class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, d_out, q, k, v, *gradients):
+    def forward(ctx, native, d_out, q, k, v, *gradients):
+        ctx.native = native
         return tuple(x.detach() for x in gradients)
 
     @staticmethod
     def backward(ctx, *d_gradients):
+        what = "fused attention" if ctx.native else "guardbit.flash_attention"
         raise RuntimeError(
-            "fused attention has no second derivative; PyTorch's math kernel has one, see"
-            " torch.nn.attention.sdpa_kernel"
+            f"{what} has no second derivative; F.scaled_dot_product_attention has one within"
+            " torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 

@@ -1,0 +1,137 @@
+"""Switched heads keep the second derivatives that PyTorch's math kernel has."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit import flash_attention
+from guardbit.kernels import execution, native
+from guardbit.kernels.runtime import runtime
+from guardbit.kernels.switchable import switchable_attention
+
+HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 4, 2, 9, 16, 16
+STABILIZERS = ("exact_delta", "compensated", "centered_keys", "stochastic", "row_max")
+#: How far an error may go, relative, in the L2 norm. Sums of up to 16 FP32 numbers, one after the
+#: other, lose up to 16 roundings of 2^-24, and there are several; BF16 rounds what PyTorch keeps
+#: between products, to 2^-9 each, and P, dP, dS and the gradients are that.
+TOLERANCE = {torch.float32: 32 * 2**-24, torch.bfloat16: 4 * 2**-9}
+
+
+@pytest.fixture
+def site():
+    number = runtime.add_site("h.2.attn")
+    yield torch.tensor(number)
+    runtime.remove_site(number)
+
+
+def inputs(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(HEADS, ROWS), (KEY_HEADS, KEYS), (KEY_HEADS, KEYS), (HEADS, ROWS)]
+    return [torch.randn(2, *shape, WIDTH, generator=generator).to(dtype) for shape in shapes]
+
+
+def twice(attention, tensors, d_out, forced=True):
+    """The gradients of a loss, and those of a penalty on the sum of their squares."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    torch.manual_seed(3)
+    if forced:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attention(*leaves)
+    else:
+        out = attention(*leaves)
+    first = torch.autograd.grad((out.float() * d_out).sum(), leaves, create_graph=True)
+    penalty = sum(x.float().square().sum() for x in first)
+    return [x.detach() for x in first], torch.autograd.grad(penalty, leaves)
+
+
+def once(attention, tensors, d_out):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    torch.manual_seed(3)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = attention(*leaves)
+    return torch.autograd.grad((out.float() * d_out).sum(), leaves)
+
+
+def written_out(kept):
+    """Causal attention in FP64, from the words of PyTorch's documentation."""
+
+    def attention(q, k, v):
+        k, v = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (k, v))
+        seen = torch.ones(ROWS, KEYS, dtype=torch.bool).tril()
+        scores = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf)
+        return scores.softmax(-1) * kept @ v
+
+    return attention
+
+
+def exact(tensors, d_out, kept=1.0):
+    doubles = [x.double() for x in tensors]
+    leaves = [x.requires_grad_() for x in doubles]
+    out = written_out(kept)(*leaves)
+    first = torch.autograd.grad((out * d_out.double()).sum(), leaves, create_graph=True)
+    return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+
+def at(site, **options):
+    return lambda *x: switchable_attention(*x, site, is_causal=True, scale=None, **options)
+
+
+def errors(found, truth):
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", [*STABILIZERS, "some"])
+def test_second_derivatives_are_right_and_the_first_stay_stabilized(name, dtype, site):
+    *tensors, d_out = inputs(dtype)
+    names = ("none", "compensated", "none", "row_max") if name == "some" else (name,) * HEADS
+    runtime.site(int(site)).switch(names)
+    first, second = twice(at(site), tensors, d_out)
+    stabilized = once(at(site), tensors, d_out)
+    assert all(torch.equal(a, b) for a, b in zip(first, stabilized, strict=True))
+    assert max(errors(second, exact(tensors, d_out))) < TOLERANCE[dtype]
+    assert {*runtime.site(int(site)).ran} - {"none"}, "the heads were switched"
+
+
+@pytest.mark.parametrize("names", [("compensated",) * 4, ("none", "compensated") * 2])
+def test_with_dropout_they_are_those_of_the_entries_that_were_dropped(names, site):
+    *tensors, d_out = inputs()
+    runtime.site(int(site)).switch(names)
+    attention = at(site, dropout_p=0.25)
+    # Values that make the output the weights themselves show which of them are left.
+    ones = torch.eye(KEYS).expand_as(tensors[2])
+    torch.manual_seed(3)
+    leaf = tensors[0].clone().requires_grad_()  # a call in training, as the one below
+    shown = attention(leaf, tensors[1], ones).detach()
+    kept = (shown != 0).double() / 0.75
+    assert 0.6 < (shown != 0).sum() / (2 * HEADS * ROWS * (ROWS + 1) / 2) < 0.9
+    _, second = twice(attention, tensors, d_out)
+    assert max(errors(second, exact(tensors, d_out, kept))) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("fails", ["run_forward", "all"])
+def test_a_call_that_went_to_pytorch_has_pytorch_s(fails, dropout_p, site, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("a part of GuardBit failed")
+
+    *tensors, d_out = inputs()
+    options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
+    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
+    runtime.site(int(site)).switch(("compensated",) * HEADS)
+    monkeypatch.setattr(execution, "run_forward", fail)
+    if fails == "all":
+        monkeypatch.setattr(native, "choose", fail)
+    found = twice(at(site, dropout_p=dropout_p), tensors, d_out)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_what_has_none_says_what_has(site):
+    *tensors, d_out = inputs()
+    within = r"within torch.nn.attention.sdpa_kernel\(SDPBackend.MATH\)"
+    with pytest.raises(RuntimeError, match=f"^fused attention has no .*{within}"):
+        twice(at(site), tensors, d_out, forced=False)
+    with pytest.raises(RuntimeError, match=f"^guardbit.flash_attention has no .*{within}"):
+        twice(flash_attention, tensors, d_out)
