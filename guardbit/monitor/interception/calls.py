@@ -68,3 +68,12 @@ class StepCalls:
             self.bypass = self.bypass or refusal
         if heads[0] and (refusal is None or not self.is_switchable):
             self.heads = heads
+
+    def take_back(self, refusal: str) -> None:
+        """Says of the calls of the step that none can be watched or switched after all.
+
+        Args:
+            refusal: Why.
+        """
+        self.is_switchable = self.was_switchable = self.is_watched = False
+        self.bypass = refusal

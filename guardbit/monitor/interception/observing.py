@@ -36,7 +36,7 @@ from guardbit.monitor.interception.entry_points.refusals import (
     why_tensors,
 )
 from guardbit.monitor.interception.frames import SITE_ATTRIBUTE, site_modules, site_number
-from guardbit.monitor.interception.records import note_call
+from guardbit.monitor.interception.records import note_call, refuse_call
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import Watch, gradient_as_it_came
@@ -224,19 +224,24 @@ class _Shown:
     @reporting
     def _begin(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[_Running | None, tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    ) -> tuple[_Running, tuple[tuple[Any, ...], dict[str, Any]]] | None:
         bound = self.signature.bind(*args, **kwargs)
         named = bound.arguments
+        for name in (self.q, self.k, self.v):
+            if not isinstance(named.get(name), Tensor):
+                kind = type(named.get(name)).__name__
+                _refuse(module, f"{type(module).__name__} got a {kind} as {name}, not a tensor")
+                return None
         q, k, v = (heads_first(named[name], self.layout) for name in (self.q, self.k, self.v))
         mask = None if self.mask is None else named.get(self.mask)
         heard = _hear(module, q, k, v, (*self.asked, mask), _WATCH)
         if heard is None:
             return None
         named[self.k] = as_given(heard.k, self.layout)
-        running = None
-        if heard.listens:
-            running = _Running(Watch(heard.number), (q, k, v), heard.spec)
-            named[self.q] = as_given(running.watch.query(q), self.layout)
+        watch = Watch(heard.number) if heard.listens else None
+        if watch is not None:
+            named[self.q] = as_given(watch.query(q), self.layout)
+        running = _Running(heard.number, watch, (q, k, v), heard.spec)
         return running, (bound.args, bound.kwargs)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -244,22 +249,74 @@ class _Shown:
             return None
         running = self.running.pop() if self.running else None
         # None: the forward failed, or a checkpoint stopped it early.
-        return None if running is None or output is None else self._end(running, output)
+        return None if running is None or output is None else self._end(module, running, output)
 
     @reporting
-    def _end(self, running: _Running, output: Any) -> Any:
-        out = heads_first(output if self.out is None else output[self.out], self.layout)
+    def _end(self, module: nn.Module, running: _Running, output: Any) -> Any:
+        why = self._why_unlike(type(module).__name__, running, output)
+        if why is not None:
+            refuse_call(running.number, why)
+            return None
+        if running.watch is None:
+            return None
+        out = heads_first(self._out_of(output), self.layout)
         out = running.watch.output(out, *running.tensors, running.spec, keeps_output=self.fused)
         out = as_given(out, self.layout)
         if self.out is None:
             return out
-        return tuple(out if place == self.out else x for place, x in enumerate(output))
+        place = self.out % len(output)
+        outputs = [out if number == place else x for number, x in enumerate(output)]
+        return output._make(outputs) if hasattr(output, "_make") else type(output)(outputs)
+
+    def _out_of(self, output: Any) -> Any:
+        return output if self.out is None else output[self.out]
+
+    def _why_unlike(self, name: str, running: _Running, output: Any) -> str | None:
+        """Why a module's output is not as `watch_attention` was told, or None.
+
+        Args:
+            name: The module's type.
+            running: The call.
+            output: Its output.
+        """
+        is_several = type(output) in (tuple, list) or hasattr(output, "_make")
+        if self.out is None and is_several:
+            return (
+                f"{name} returns {len(output)} values: pass out=0, or the place of attention's"
+                " output among them, to watch_attention"
+            )
+        if self.out is not None and isinstance(output, Tensor):
+            return f"{name} returns one tensor: pass no `out` to watch_attention"
+        if self.out is not None and not is_several:
+            return f"{name} returns a {type(output).__name__}, and `out` is a place in a tuple"
+        if self.out is not None and not -len(output) <= self.out < len(output):
+            return f"{name} returns {len(output)} values, and out={self.out} is none of them"
+        out = self._out_of(output)
+        place = "" if self.out is None else f" at out={self.out}"
+        if not isinstance(out, Tensor):
+            return f"{name} returns a {type(out).__name__}{place}, not attention's output"
+        q, _, v = running.tensors
+        expected = as_given(q, self.layout).shape[:-1] + v.shape[-1:]
+        if out.shape != expected:
+            return (
+                f"{name} returns a tensor of shape {tuple(out.shape)}{place}; attention's output"
+                f" has {tuple(expected)}, before its heads are put together"
+            )
+        return None
 
 
 class _Running(NamedTuple):
-    """A call of a shown module: its watch, q, k and v, and what it asks for."""
+    """A call of a shown module.
 
-    watch: Watch
+    Attributes:
+        number: Number of the site.
+        watch: What hears of it; None if nobody does.
+        tensors: q, k and v.
+        spec: What it asks for.
+    """
+
+    number: int
+    watch: Watch | None
     tensors: tuple[Tensor, Tensor, Tensor]
     spec: AttentionSpec
 
@@ -273,6 +330,12 @@ def _number(module: nn.Module | None) -> int | None:
         number = site_number(module) if is_known else None
         return number if number is not None and site_modules.get(number) is module else None
     return int(runtime.current) if runtime.is_inside_site() else None
+
+
+def _refuse(module: nn.Module, why: str) -> None:
+    number = _number(module)
+    if number is not None and probe.site is None:
+        note_call(number, (0, 0, 0), why, _WATCH)
 
 
 def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:

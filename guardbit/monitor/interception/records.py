@@ -109,6 +109,18 @@ def note_call(
     return refusal
 
 
+def refuse_call(number: int, refusal: str) -> None:
+    """Records why a call that was noted cannot be watched, where its output shows that.
+
+    Args:
+        number: Number of the site.
+        refusal: Why.
+    """
+    record = _records.get(number)
+    if record is not None and torch.is_grad_enabled() == record.with_gradients:
+        record.calls.take_back(refusal)
+
+
 def weighted_module(number: int) -> nn.Module:
     """Returns the module of a site or, if it has no parameters, the innermost one around it."""
     module = site_modules[number]

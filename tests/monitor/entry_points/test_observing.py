@@ -1,6 +1,7 @@
 """Attention that is the user's own: `observe` and `watch_attention`."""
 
 import io
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -273,6 +274,100 @@ def test_bad_input_is_refused_in_a_sentence():
         guardbit.watch_attention([])
     with pytest.raises(ValueError, match="layout is 'HNBD'"):
         guardbit.watch_attention(Core(), q="queries", k="keys", v="values", layout="HNBD")
+
+
+class Pair(NamedTuple):
+    out: torch.Tensor
+    p: str
+
+
+class Bare(Core):
+    def forward(self, queries, keys, *, values):
+        return super().forward(queries, keys, values=values)[0]
+
+
+class Named(Core):
+    def forward(self, queries, keys, *, values):
+        return Pair(*super().forward(queries, keys, values=values))
+
+
+class Merged(Core):
+    def forward(self, queries, keys, *, values):
+        return einsum_attention(queries, keys, values).transpose(1, 2).flatten(2)
+
+
+class Half(Core):
+    def forward(self, queries, keys=None, *, values):
+        return einsum_attention(queries, queries if keys is None else keys, values)
+
+
+class Other(Attention):
+    """Attention whose core returns what `kind` does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.core = kind()
+
+    def attend(self, x):
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        given = (q,) if isinstance(self.core, Half) else (q, k)
+        out = self.core(*given, values=v)
+        if isinstance(self.core, Named):
+            out = out.out
+        elif isinstance(out, tuple):
+            out, _ = out
+        return x + (out if out.dim() == 3 else out.transpose(1, 2).flatten(2))
+
+
+MISTAKEN = {
+    "out is missing": (Core, None, "Core returns 2 values: pass out=0, or the place of"),
+    "no tuple": (Bare, 0, "Bare returns one tensor: pass no `out` to watch_attention"),
+    "too far": (Core, 2, "Core returns 2 values, and out=2 is none of them"),
+    "no tensor": (Core, 1, "Core returns a str at out=1, not attention's output"),
+    "other shape": (Merged, None, r"shape (2, 9, 32); attention's output has (2, 2, 9, 16)"),
+    "no keys": (Half, None, "Half got a NoneType as keys, not a tensor"),
+}
+
+
+@pytest.mark.parametrize("every", [1, 2], ids=["sampled", "not sampled"])
+@pytest.mark.parametrize("case", MISTAKEN)
+def test_a_module_unlike_what_was_said_is_refused_alone(case, every, x, tmp_path, caplog, tiny):
+    kind, out, why = MISTAKEN[case]
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), Attention(), Other(kind))
+    before = tiny.step(model, x)
+    names = {"q": "queries", "k": "keys", "v": "values", "causal": True}
+    guardbit.watch_attention(model[1].core, out=0, **names)
+    guardbit.watch_attention(model[2].core, out=out, **names)
+    session = MonitorSession(model, every_n_train_steps=every, dirpath=tmp_path, strict=True)
+    for step in range(1, 4):
+        with session.step(step):
+            assert tiny.equal(tiny.step(model, x), before)
+    sites = session.instrumentation.sites
+    assert sites["1.core"].unwatched is None
+    assert why in sites["2.core"].unwatched
+    with pytest.raises(ValueError, match=r"2\.core"):
+        session.switch("2.core", "centered_keys")
+    assert not session.stages_off
+    session.close()
+    run = read_run(tmp_path)
+    assert set(run[run.indicator == "max_logit"].site) == {"1.core"}
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize("kind, out", [(Named, 0), (Core, -2)])
+def test_an_output_keeps_its_type_and_may_be_counted_from_the_end(kind, out, x, tiny):
+    model, calls = nn.Sequential(nn.Linear(32, 32), Other(kind)), []
+    before = tiny.step(model, x)
+    guardbit.watch_attention(model[1].core, q="queries", k="keys", v="values", causal=True, out=out)
+    inst = guardbit.instrument(model)
+    try:
+        inst.observe(calls.append)
+        assert tiny.equal(tiny.step(model, x), before)
+        (call,) = calls
+        assert call.d_out is not None
+    finally:
+        inst.remove()
 
 
 @pytest.mark.parametrize("shown", ["tensors", "module"])
