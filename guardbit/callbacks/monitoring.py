@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -151,6 +152,9 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.dry_run = False
         self.session: MonitorSession | None = None
         self._restored: dict[str, Any] = {}
+        #: The module that this state is of; None for a checkpoint's, which is of whatever resumes.
+        self._state_of: weakref.ref[pl.LightningModule] | None = None
+        self._watched: weakref.ref[pl.LightningModule] | None = None
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
@@ -196,8 +200,12 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Restores the state of a resumed run; strategies differ in when they load it."""
         if self.session is None:
             return  # the next checkpoint then holds what this one held
+        self._watched = weakref.ref(pl_module)
         state, self._restored = self._restored, {}
         if not state:
+            return
+        if self._state_of is not None and self._state_of() is not pl_module:
+            log.info("this fit is of another module than the one before: the monitor begins anew")
             return
         # The callback may have watched another run before; that state is from later steps.
         last_step = state.get("last_step")
@@ -289,7 +297,11 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guard.method(nothing)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keeps the state until the run starts."""
-        self._restored = state_dict
+        self._restored, self._state_of = state_dict, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process watches a run of its own; a session is of this one's model."""
+        return {**vars(self), "session": None, "_state_of": None, "_watched": None}
 
     def _close(self, how: RunEnd = "finished") -> None:
         session = self.session
@@ -297,7 +309,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             return
         try:
             # For the same Trainer's next fit, which goes on from here.
-            self._restored = self.state_dict()
+            self._restored, self._state_of = self.state_dict(), self._watched
         finally:
             end(self, how)
         with suppress(Exception):  # of a handler of the user's

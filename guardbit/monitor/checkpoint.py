@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from guardbit.monitor import ranks
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.measure import Measurement
@@ -88,6 +89,8 @@ class Checkpoint:
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])
         self.switching.load(state["stabilizers"], state.get("is_of_parts", False))
+        if (stay := _described(state["stabilizers"])) and ranks.rank() == 0:
+            log.warning("heads stay switched as the state says: %s", stay)
         self.schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self.measurement.load_state_dict(state["measurement"])
@@ -140,3 +143,13 @@ class Checkpoint:
                 if name == policy.stabilizer and known.get(str(head)) in ("on", "kept")
             }
         policy.load_state_dict({**earlier, "since": since})
+
+
+def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:
+    """Names the heads of each module that are switched, and what to; "" if none is."""
+    return "; ".join(
+        f"{site} heads {[h for h, n in enumerate(names) if n == name]} to {name}"
+        for site, names in stabilizers.items()
+        for name in dict.fromkeys(names)
+        if name != "none"
+    )

@@ -176,10 +176,17 @@ class Instrumentation:
         checked: dict[int, tuple[str, ...]] = {}
         for name, names in stabilizers.items():
             if name not in self._sites:
-                raise ValueError(f"the model has no module '{name}' to switch")
+                raise ValueError(self._why_absent(name))
             site = self._sites[name]
             checked[site.number] = check_stabilizers(names, site.num_heads or len(names))
         self._ask(checked)
+
+    def _why_absent(self, name: str) -> str:
+        if self.is_selection and name in dict(self._model.named_modules()):
+            return (
+                f"the state has switched heads in '{name}', which `sites` leaves out: name it too"
+            )
+        return f"the model has no module '{name}' to switch: the state is of another model"
 
     def _ask(self, stabilizers: Mapping[int, tuple[str, ...] | None]) -> None:
         for number, names in stabilizers.items():
