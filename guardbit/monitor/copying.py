@@ -39,9 +39,10 @@ _SHARED = (
     torch.dtype,
     torch.device,
 )
-#: Packages whose objects belong to the process: process groups, meshes, operators, streams.
+#: Packages whose objects belong to the process: process groups, meshes, operators, streams, sites.
 _OF_THE_PROCESS = (
     "_abc",
+    "guardbit.monitor.interception.frames",
     "torch._C",
     "torch._library",
     "torch._ops",

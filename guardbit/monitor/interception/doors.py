@@ -82,7 +82,7 @@ def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
 
 
 def hook(name: str, eager: Callable[..., None], traced: Callable[..., None]) -> Callable[..., None]:
-    """Makes a hook of a module, see `guard.hook`; a pickled model finds it by its name."""
+    """Makes a hook of a module, see `guard.hook`, with a name by which it is pickled."""
     return _untraced(named(guard.hook(eager, traced, _lose_place), name, eager), eager)
 
 

@@ -2,19 +2,57 @@
 
 from __future__ import annotations
 
-from types import FrameType
+from contextlib import nullcontext
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+import torch
 from torch import Tensor, nn
 
-from guardbit.kernels.runtime import runtime
+from guardbit.kernels.runtime import NO_SITE, runtime
 
-#: Where an instrumented module keeps the number of its site, a 0-d CPU tensor.
+#: Where an instrumented module keeps its `Place`.
 SITE_ATTRIBUTE = "_guardbit_site"
 
-#: The module of each site, by number. A copy of a hooked module carries the hooks and the number,
-#: but it is not the module of the site.
+
+class Place:
+    """Which site a module is; none, in a copy: an average of the weights, say, is another model.
+
+    Attributes:
+        site: Number of the site, a 0-d CPU tensor. It is saved for backward, where hooks may write
+            it to disk, so it is a plain tensor and cannot see to its copies itself.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.site = torch.tensor(number)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Place:
+        return Place(NO_SITE)
+
+    def __reduce__(self) -> Any:
+        # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing.
+        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE)}
+
+
+class Absent:
+    """Whose methods hooks are, so that those of a pickled module do nothing and need no GuardBit.
+
+    A function is pickled by its name. A method is pickled by its object and its own name, and this
+    object as a `nullcontext`, whose `__exit__` takes anything and does nothing.
+    """
+
+    METHOD = "__exit__"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        return self
+
+    def __reduce__(self) -> Any:
+        return nullcontext, ()
+
+
+#: The module of each site, by number. A shallow copy of a hooked module carries the hooks and the
+#: number, but it is not the module of the site.
 site_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
@@ -51,9 +89,14 @@ entries = Entries()
 frame_stack: list[Frame] = []
 
 
+def site_of(module: nn.Module) -> Tensor:
+    """Returns the number that a hooked module, or a copy of one, carries, a 0-d CPU tensor."""
+    return getattr(module, SITE_ATTRIBUTE).site
+
+
 def site_number(module: nn.Module) -> int:
-    """Returns the number that a hooked module, or a copy of one, carries."""
-    return int(getattr(module, SITE_ATTRIBUTE))
+    """Returns what `site_of` does, as a number."""
+    return int(site_of(module))
 
 
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from guardbit.monitor.interception import records
 from guardbit.monitor.interception.doors import hook
 from guardbit.monitor.interception.frames import (
     SITE_ATTRIBUTE,
+    Absent,
     Frame,
+    Place,
     drop_all,
     drop_stale,
     entries,
@@ -24,22 +27,31 @@ from guardbit.monitor.interception.frames import (
     push,
     site_modules,
     site_number,
+    site_of,
 )
 from guardbit.monitor.interception.installation import look_again, redirect_references
+from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
 # Frames from what lies behind a door to the caller of the door.
 _BEYOND_DOOR = 2
 
+# What a copy of a module has in place of the number of a site.
+_NOWHERE = torch.tensor(NO_SITE)
 
-def _enter_traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+
+def _enter_traced(
+    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     note_traced_inputs(module, args, kwargs)
     # One function serves all modules and reads the number off the module. The compiler then sees an
     # input of the graph, and one graph can serve many layers.
-    runtime.enter(getattr(module, SITE_ATTRIBUTE))
+    runtime.enter(getattr(module, SITE_ATTRIBUTE).site)
 
 
-def _enter_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _enter_eagerly(
+    _: Absent, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     caller = sys._getframe(_BEYOND_DOOR)
     if is_jit_traced():
         return
@@ -52,15 +64,22 @@ def _enter_eagerly(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         look_again()
         _begin_step(module)
     if entries.num_listeners:
-        entries.numbers.add(site_number(module))
-    push(getattr(module, SITE_ATTRIBUTE), Frame(module, args, kwargs), caller)
+        entries.numbers.add(int(_site_of(module)))
+    push(_site_of(module), Frame(module, args, kwargs), caller)
 
 
-def _leave_traced(module: nn.Module, args: Any, output: Any) -> None:
+def _site_of(module: nn.Module) -> Tensor:
+    """Returns the number of a module that runs; a copy has none, unless it stands in for it."""
+    site = site_of(module)
+    is_itself = probe.site is not None or site_modules.get(int(site)) is module
+    return site if is_itself else _NOWHERE
+
+
+def _leave_traced(_: Absent, module: nn.Module, args: Any, output: Any) -> None:
     runtime.leave()
 
 
-def _leave_eagerly(module: nn.Module, args: Any, output: Any) -> None:
+def _leave_eagerly(_: Absent, module: nn.Module, args: Any, output: Any) -> None:
     if runtime.is_other_thread():
         return
     is_outermost = len(frame_stack) == 1 and frame_stack[0].module is module
@@ -70,20 +89,21 @@ def _leave_eagerly(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _begin_step(module: nn.Module) -> None:
-    clock = runtime.site(site_number(module)).clock
+    clock = runtime.site(int(_site_of(module))).clock
     # A forward that is recomputed in the backward belongs to the step of the first one.
     if not clock.is_told and not is_recomputing():
         clock.begin()
 
 
 def _end_step(module: nn.Module) -> None:
-    clock = runtime.site(site_number(module)).clock
+    clock = runtime.site(int(_site_of(module))).clock
     if not clock.is_told:
         clock.end()
 
 
-_enter = hook("_enter", _enter_eagerly, _enter_traced)
-_leave = hook("_leave", _leave_eagerly, _leave_traced)
+_absent = Absent()
+_enter = MethodType(hook(Absent.METHOD, _enter_eagerly, _enter_traced), _absent)
+_leave = MethodType(hook(Absent.METHOD, _leave_eagerly, _leave_traced), _absent)
 
 # PyTorch itself calls the hooks of the outermost compiled module. There they stay Python, because
 # compiled hooks, and what they call, would be recompiled for every shape. Inside a compiled module
@@ -99,6 +119,8 @@ for _function in (
         drop_stale,
         drop_all,
         site_number,
+        site_of,
+        _site_of,
     ),
     *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
     *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
@@ -111,32 +133,9 @@ for _function in (
 _hook_ids: list[int] = []
 
 
-#: The attribute of an instrumented module that keeps copies of it from having its site.
-_COPIES_ATTRIBUTE = "_guardbit_copies"
-
-
-class _Copies:
-    """Gives a copy of a module no site: an average of the weights, say, is another model.
-
-    The site's own tensor cannot do this. It is saved for backward, where hooks may write it to
-    disk, so it must be a plain tensor.
-    """
-
-    def __init__(self, site: Tensor) -> None:
-        self.site = site
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Copies:
-        site = torch.tensor(NO_SITE)
-        memo[id(self.site)] = site
-        return _Copies(site)
-
-
 def attach(module: nn.Module, number: int) -> None:
     """Hooks a module that may call attention."""
-    site = torch.tensor(number)
-    # Set before the number of the site, because `copy.deepcopy` copies attributes in order.
-    setattr(module, _COPIES_ATTRIBUTE, _Copies(site))
-    setattr(module, SITE_ATTRIBUTE, site)
+    setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
     records.know_traced_share(number)
     redirect_references(module)
@@ -174,6 +173,5 @@ def detach(module: nn.Module, number: int) -> None:
         for key in own:
             hooks.pop(key, None)
     vars(module).pop(SITE_ATTRIBUTE, None)
-    vars(module).pop(_COPIES_ATTRIBUTE, None)
     site_modules.pop(number, None)
     records.forget(number)

@@ -340,7 +340,7 @@ def _refuse(module: nn.Module, why: str) -> None:
 
 def _note_traced(module: nn.Module | None, heads: Heads, entry: str) -> None:
     if module is not None and hasattr(module, SITE_ATTRIBUTE):
-        note_traced_call(getattr(module, SITE_ATTRIBUTE), heads, _COMPILED, entry)
+        note_traced_call(getattr(module, SITE_ATTRIBUTE).site, heads, _COMPILED, entry)
     elif runtime.is_inside_site():
         note_traced_call(runtime.current, heads, _COMPILED, entry)
 

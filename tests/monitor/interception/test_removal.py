@@ -172,3 +172,73 @@ assert list(mine.sites) == ["self_attn"]
     launch(tmp_path / "other.py", 1, tmp_path / "model.pt")
     inst.switch("*", "none")
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), expected)
+
+
+def saved(model):
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def shallow(model):
+    """A copy that shares everything that its parts hold."""
+    twin = copy.copy(model)
+    twin._modules = {name: part and shallow(part) for name, part in model._modules.items()}
+    return twin
+
+
+COPIES = {
+    "deep": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "saved": saved,
+    "shallow": shallow,
+}
+
+
+# A compiler reads the number off a shallow copy, as it does off the model.
+@pytest.mark.parametrize(
+    "how, compiled", [*((how, False) for how in COPIES), *((how, True) for how in [*COPIES][:3])]
+)
+def test_no_copy_passes_for_the_model(how, compiled, tiny, tokens, instrument):
+    model, calls = tiny.GPT(), []
+    before = tiny.step(model, tokens)
+    inst = instrument(model)
+    inst.observe(calls.append)
+    tiny.step(model, tokens)
+    assert len(calls) == 2
+    inst.switch("*", "compensated")
+    twin = COPIES[how](model)
+    run = torch.compile(twin, backend="aot_eager") if compiled else twin
+    assert tiny.equal(tiny.step(twin, tokens, run=run), before)
+    assert len(calls) == 2
+    after = tiny.step(model, tokens)
+    assert len(calls) == 4 and not tiny.equal(after, before)
+    if how != "shallow":
+        own = instrument(twin)
+        tiny.step(twin, tokens)
+        assert list(own.sites) == list(inst.sites)
+    assert len(calls) == 4
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("by", ["pickle", "torch"])
+def test_a_saved_model_is_loaded_where_guardbit_is_missing(by, tmp_path, instrument):
+    model = nn.TransformerEncoderLayer(64, 4, 64, 0.0, batch_first=True)
+    x = torch.randn(2, 5, 64)
+    expected = model(x)
+    instrument(model)
+    (tmp_path / "model.pt").write_bytes(pickle.dumps((model, x, expected)))
+    if by == "torch":
+        torch.save((model, x, expected), tmp_path / "model.pt")
+    code = """
+import pickle, sys, torch
+sys.modules["guardbit"] = None  # its import then fails
+torch.set_num_threads(1)
+by_torch = lambda file: torch.load(file, weights_only=False)
+model, x, expected = (by_torch if sys.argv[2] == "torch" else pickle.load)(open(sys.argv[1], "rb"))
+assert torch.equal(model(x), expected)
+assert torch.equal(torch.compile(model, backend="eager")(x), expected)
+"""
+    (tmp_path / "other.py").write_text(code)
+    launch(tmp_path / "other.py", 1, tmp_path / "model.pt", by)
