@@ -585,8 +585,19 @@ def test_the_indicators_of_a_call_are_numbers():
 def test_a_release_that_computes_it_otherwise_is_left_alone_and_said(monkeypatch):
     entry = dataclasses.replace(FLEX, original=None)
     assert entry.find() and left_alone() == []
+    monkeypatch.setattr(FLEX, "original", None)
     monkeypatch.setattr(flex, "is_supported", lambda: False)
     assert not dataclasses.replace(FLEX, original=None).find()
     (said,) = left_alone()
     assert said.startswith("torch.nn.attention.flex_attention.flex_attention is not watched: ")
     assert f"PyTorch {torch.__version__}" in said
+
+
+def test_a_release_that_is_known_is_not_said_to_be_unknown_once_it_is_instrumented():
+    inst = guardbit.instrument(Model(flex_attention, {}))
+    try:
+        assert flex_attention.__code__.co_names == ("_guardbit_flex_attention",)
+        assert left_alone() == []
+    finally:
+        inst.remove()
+    assert left_alone() == []

@@ -152,7 +152,8 @@ def _put_in_place() -> Callable[[], None]:
 class _Flex(EntryPoint):
     def why_left_alone(self) -> str | None:
         """See `EntryPoint.why_left_alone`."""
-        if _HOME not in sys.modules:
+        # Once it is known, PyTorch's function may be replaced by ours, which is not asked.
+        if self.original is not None or _HOME not in sys.modules:
             return None
         if not flex.is_supported():
             return f"GuardBit does not know how PyTorch {torch.__version__} computes it"
