@@ -318,6 +318,37 @@ def test_a_module_with_two_projections_has_no_w_q(tiny):
         inst.remove()
 
 
+class Marked(torch.Tensor):
+    """A tensor of a class of its own, as some libraries have them; PyTorch's answers for it."""
+
+
+@pytest.mark.parametrize("marked", ["x", "mask"])
+def test_a_class_of_tensors_does_not_make_two_calls_of_one(marked, tiny):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(64, 192)
+
+        def forward(self, x):
+            mask = torch.ones(5, 5, dtype=torch.bool).tril()
+            if marked == "x":
+                x = x.as_subclass(Marked)
+            else:
+                mask = mask.as_subclass(Marked)
+            q, k, v = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+            return out.as_subclass(torch.Tensor).transpose(1, 2).flatten(2)
+
+    model = nn.Sequential(Model())
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, torch.randn(2, 5, 64))
+        weight = model[0].qkv.weight[:64].view(4, 16, 64)
+        assert torch.equal(inst.sites["0"].query_weights(), weight)
+    finally:
+        inst.remove()
+
+
 def test_joint_attention_of_two_streams_is_not_called_low_rank_alone(tiny):
     class Joint(nn.Module):
         """As in Flux: text and image have projections of their own, and attend together."""

@@ -31,17 +31,22 @@ class Probe:
     Attributes:
         site: Number of the site whose calls are collected; None while nothing is re-run.
         calls: q and k of the calls that the module made at that site.
+        given: q and k of the last of these, as they came.
     """
 
     site: int | None = None
     calls: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    given: tuple[Tensor, Tensor] | None = None
 
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
         """Collects the calls of the probed site; returns whether anything is being probed.
 
         DTensors count with the part on this rank: the rows of its heads, or of its tokens.
         """
-        if number == self.site:
+        # A call with a subclass of Tensor comes by a second time, from PyTorch's function.
+        is_same = self.given is not None and self.given[0] is query and self.given[1] is key
+        if number == self.site and not is_same:
+            self.given = query, key
             self.calls.append((_here(query), _here(key)))
             if len(self.calls) > 1:
                 raise _CalledAgain
@@ -123,11 +128,12 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
     def run() -> None:
         probe.site = number
         probe.calls.clear()
+        probe.given = None
         frame_stack.append(Frame(module, (), {}))
         runtime.apart(torch.tensor(number), sys._getframe(), torch.enable_grad()(forward))
 
     def undo() -> None:
-        probe.site = None
+        probe.site = probe.given = None
         for each in fields(state):
             setattr(state, each.name, getattr(before, each.name))
         del frame_stack[num_frames:]
