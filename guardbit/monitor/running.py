@@ -120,19 +120,17 @@ class Running:
         for head in sorted(changed):
             by_names.setdefault((runs[head], runs[head] == asked[head]), []).append(head)
         for (name, is_asked), heads in by_names.items():
-            instead = ", ".join(dict.fromkeys(asked[head] for head in heads))
+            wanted = list(dict.fromkeys(asked[head] for head in heads))
+            missing = f"{' and '.join(wanted)} {'does' if len(wanted) == 1 else 'do'} not run"
             if is_asked:
                 why = "its calls can be switched again"
             elif refusal is not None:
                 why = (
-                    f"PyTorch's kernel runs instead of {instead}: {refusal}; the heads are not"
-                    " stabilized until its calls can be switched again"
+                    f"{missing}: {refusal}; the heads are not stabilized until its calls can be"
+                    " switched again"
                 )
             elif name == "none":
-                why = (
-                    f"PyTorch's kernel runs instead of {instead}, and the heads are not stabilized:"
-                    f" {site.substituted}"
-                )
+                why = f"{missing}, and the heads are not stabilized: {site.substituted}"
             else:
                 why = site.substituted  # which says what runs
             yield Event(step, "switch", site.name, tuple(heads), why, stabilizer=name)
