@@ -64,7 +64,7 @@ FOUND = (
     Place("returned weights", OverflowError, "monitor/bracket.py", "self.session.end_step()", 3),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
-    Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = None", 8),
+    Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
     # What keeps ranks from waiting for one another in a re-run stayed.
     Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
     # A call of a checkpointed forward that had saved its tensors was run again, and saved more.
