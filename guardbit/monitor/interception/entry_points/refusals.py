@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from torch.utils._device import DeviceContext
@@ -123,6 +123,8 @@ def takes_over(x: Tensor) -> bool:
 
     `torch.nn.attention.bias.CausalBias` for example never fills the memory that it has.
     """
+    if type(x) in (Tensor, nn.Parameter):  # PyTorch 2.11's compiler cannot trace the comparison
+        return False
     handler = type(x).__torch_function__
     return getattr(handler, "__func__", handler) not in _ORDINARY
 
