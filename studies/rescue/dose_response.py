@@ -9,7 +9,9 @@ of the head that was alarmed first in the original.
 
 `GROUPS` says in which order it was expected, and that was set before the runs were made (README).
 The test counts the pairs of copies from two groups that lie in that order (Jonckheere's), against
-all ways to deal the copies out to groups.
+all ways to deal the copies out to groups. Rounds that did not end are left out. Where none ended,
+the copies are told up to the last step that those of one round's groups have, and so is that they
+are no test.
 """
 
 from __future__ import annotations
@@ -57,14 +59,23 @@ class Family(NamedTuple):
     Attributes:
         origin: What they are of.
         step: At which they begin.
-        copies: Those of whole rounds.
-        last: The last step whose sigmas all of them, and the original, have.
+        copies: Those of whole rounds; all, if none is whole.
+        last: The last step whose sigmas all of whole rounds, and the original, have. If no round is
+            whole, the last one that a copy of each way in `GROUPS` has.
+        is_whole: Whether a round is.
     """
 
     origin: Run
     step: int
     copies: list[Copy]
     last: int
+    is_whole: bool
+
+    @property
+    def groups(self) -> list[list[Copy]]:
+        """The copies of each of `GROUPS` that reach the last step."""
+        there = [copy for copy in self.copies if self.last in sigmas(copy.run).index]
+        return [[copy for copy in there if copy.way in ways] for ways in GROUPS]
 
 
 def way_of(run: Run) -> str | None:
@@ -76,51 +87,70 @@ def way_of(run: Run) -> str | None:
 
 
 def families(runs: list[Run]) -> list[Family]:
-    """The originals with rounds of copies; rounds that did not end are left out."""
+    """The originals with rounds of copies."""
     rounds: dict[tuple[str, int], dict[int, list[Copy]]] = {}
     origins = {}
     for run, origin, step in branches(runs):
         way = way_of(run)
-        # What is packed of a run ends at the last multiple of HEAD_STEPS before its end.
-        ended = sigmas(run).index.max() >= step + STEPS - HEAD_STEPS
-        if way is not None and ended and is_before_alarm(origin, step):
+        if way is not None and is_before_alarm(origin, step):
             number = again_of(run.name) or 0
             copies = rounds.setdefault((origin.name, step), {}).setdefault(number, [])
             copies.append(Copy(run, way, number))
             origins[origin.name] = origin
     found = []
     for (name, step), by_round in rounds.items():
-        whole = [some for some in by_round.values() if {copy.way for copy in some} == set(WAYS)]
-        copies = [copy for some in whole for copy in some]
-        copies.sort(key=lambda copy: (WAYS.index(copy.way), copy.round))
-        shared = sigmas(origins[name]).index
-        for copy in copies:
-            shared = shared.intersection(sigmas(copy.run).index)
-        if copies and len(shared) and alarms(origins[name], int(shared.max())):
-            found.append(Family(origins[name], step, copies, int(shared.max())))
+        every = [copy for some in by_round.values() for copy in some]
+        whole = [copy for some in by_round.values() if _is_whole(some, step) for copy in some]
+        copies = sorted(whole or every, key=lambda copy: (WAYS.index(copy.way), copy.round))
+        last = _last(origins[name], copies, bool(whole))
+        if last is not None and alarms(origins[name], last):
+            found.append(Family(origins[name], step, copies, last, bool(whole)))
     return found
+
+
+def _is_whole(copies: list[Copy], step: int) -> bool:
+    """Whether a round has a copy of each way, and all of them ended."""
+    # What is packed of a run ends at the last multiple of HEAD_STEPS before its end.
+    end = step + STEPS - HEAD_STEPS
+    ended = all(sigmas(copy.run).index.max() >= end for copy in copies)
+    return ended and {copy.way for copy in copies} == set(WAYS)
+
+
+def _last(origin: Run, copies: list[Copy], are_whole: bool) -> int | None:
+    """See `Family.last`; None if a way is missing."""
+    shared = set(sigmas(origin).index)
+    if are_whole:
+        shared = shared.intersection(*(sigmas(copy.run).index for copy in copies))
+    else:
+        for way in (way for ways in GROUPS for way in ways):
+            shared &= {step for c in copies if c.way == way for step in sigmas(c.run).index}
+    return max(shared, default=None)
 
 
 def table(family: Family) -> pd.DataFrame:
     """A row a copy.
 
     Returns:
-        What it was handed, and its round; of the head that was alarmed first in the original the
-        growth of sigma up to the last step in log points, the largest logit then and the step of
-        its first alarm; how many heads have been alarmed by then, and the largest logit of all.
+        What it was handed, its round, and the last step that it has, the family's or an earlier
+        one; of the head that was alarmed first in the original the growth of sigma up to then in
+        log points, the largest logit then and the step of its first alarm; how many heads have been
+        alarmed by then, and the largest logit of all.
     """
     head = next(iter(alarms(family.origin, family.last)))
     begin = sigmas(family.origin).loc[: family.step].iloc[-1][head]
     rows = []
     for copy in family.copies:
-        alarmed, frame = alarms(copy.run, family.last), copy.run.frame
-        at_end = frame[(frame["indicator"] == "max_logit") & (frame["step"] == family.last)]
+        norms, frame = sigmas(copy.run).loc[: family.last, head], copy.run.frame
+        last = int(norms.index.max())
+        alarmed = alarms(copy.run, last)
+        at_end = frame[(frame["indicator"] == "max_logit") & (frame["step"] == last)]
         logits = at_end.set_index(["layer", "head"])["value"]
         rows.append(
             {
                 "handed": copy.way,
                 "round": copy.round,
-                "grew": 100 * np.log(sigmas(copy.run).loc[family.last][head] / begin),
+                "to": last,
+                "grew": 100 * np.log(norms[last] / begin),
                 "logit": logits[head],
                 "alarm": alarmed.get(head),
                 "alarmed": len(alarmed),
@@ -169,18 +199,21 @@ def told(family: Family) -> str:
     """The table of a family, and the test."""
     found = table(family)
     layer, head = next(iter(alarms(family.origin, family.last)))
-    groups = [found.loc[found["handed"].isin(ways), "grew"].tolist() for ways in GROUPS]
+    grew = {(row.handed, row.round): row.grew for row in found.itertuples()}
+    groups = [[grew[copy.way, copy.round] for copy in group] for group in family.groups]
     pairs = sum(len(a) * len(b) for i, a in enumerate(groups) for b in groups[i + 1 :])
     order = " < ".join("{" + ", ".join(ways) + "}" for ways in GROUPS)
     text = found.to_string(index=False, float_format="{:,.1f}".format, na_rep="-")
+    no_test = "" if family.is_whole else "\nNo round ended: by the rule this is no test."
     return f"""{family.origin.name}, steps {family.step:,} to {family.last:,}, head {layer}.{head}
 
 {text}
 
-handed: how much of its own error the kernel's delta had. grew: log points of sigma. logit: the
-head's largest, at the last step. alarm: the step of its first. alarmed: heads. largest: of logits.
+handed: how much of its own error the kernel's delta had. to: the last step told. grew: log points
+of sigma. logit: the head's largest, at that step. alarm: the step of its first. alarmed: heads.
+largest: of logits.
 Expected: {order}. Pairs in this order: {in_order(groups):g} of {pairs}; by chance as many in
-{chance(groups):.2g} of all ways to deal the copies out."""
+{chance(groups):.2g} of all ways to deal the copies out.{no_test}"""
 
 
 def draw(found: list[Family]) -> plt.Figure:
@@ -202,8 +235,12 @@ def draw(found: list[Family]) -> plt.Figure:
         middle.set(title=f"{seed}, all heads", xlabel="step", ylabel="largest logit", yscale="log")
         left.legend(fontsize=8, title="error handed on", title_fontsize=8)
         rows = table(family)
-        places = [WAYS.index(way) for way in rows["handed"]]
-        right.scatter(places, rows["grew"], color=[_COLOURS[way] for way in rows["handed"]])
+        for row in rows.itertuples():
+            # Hollow: of a copy that ends before the others.
+            fill = _COLOURS[row.handed] if row.to == family.last else "none"
+            right.scatter(
+                WAYS.index(row.handed), row.grew, color=fill, edgecolor=_COLOURS[row.handed]
+            )
         right.axhline(0, color="0.7", linewidth=1)
         right.set_xticks(range(len(WAYS)), WAYS)
         right.set(title=f"{seed}, head {layer}.{head}, up to {family.last:,}",
@@ -220,7 +257,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     found = families(load(options.results))
     if not found:
-        raise SystemExit(f"{options.results}: no run has a whole round of such copies")
+        raise SystemExit(f"{options.results}: no run has such copies of all ways in {GROUPS}")
     print("\n\n".join(map(told, found)))
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)

@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--again", type=int, required=True, help="number of the starts")
     parser.add_argument("--rounds", type=int, default=3, help="of six copies")
     parser.add_argument("--updates-every", type=int, default=200, help="steps")
-    parser.add_argument("--slots", type=int, default=7, help="runs side by side, 9 GB each")
+    parser.add_argument("--slots", type=int, default=6, help="runs side by side, 12 GB each")
     parser.add_argument("--minutes", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
     parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))

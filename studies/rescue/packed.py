@@ -25,7 +25,7 @@ LOSS_STEPS, HEAD_STEPS = 20, 200
 #: Steps between audits that are kept of a run that audits all heads at each sample.
 AUDIT_STEPS = 100
 _KEPT = (
-    "w_q_spectral_norm", "w_k_spectral_norm", "qk_spectral_norm", "max_logit", "multiple_maxima",
+    "w_q_spectral_norm", "w_k_spectral_norm", "max_logit", "multiple_maxima",
     "multiple_maxima_bf16", "attention_entropy", "delta_bias", "delta_bias_abs",
     "delta_bias_cumulative", "w_q_push_cumulative", "key_common_mode",
 )  # fmt: skip
@@ -33,9 +33,7 @@ _AUDITED = ("dq_relative_error", "dq_coherent_error", "w_q_push")
 
 #: Significant digits that are kept of a run's own values, of heads', and of those no rule reads.
 SCALAR_DIGITS, DIGITS, COARSE_DIGITS = 5, 3, 2
-_COARSE = (
-    "qk_spectral_norm", "multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative"
-)  # fmt: skip
+_COARSE = ("multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative")
 
 
 class Run(NamedTuple):

@@ -384,6 +384,10 @@ def bounded(frame, every=1):
     return frame.assign(value=value)[kept]
 
 
+#: At 6e-4, and yet its heads explode.
+EXPLODES = "stock-cudnn-lr6.0e-04-seed1-again14"
+
+
 # Copies from a named step hold their original's alarms, and not what these were raised by.
 @pytest.mark.parametrize(
     "run",
@@ -398,7 +402,7 @@ def test_what_the_rules_say_of_a_committed_run(run):
     again = replay(frame)
     if "lr3.0e-03" in run.name:
         assert again.verdict == "learning-rate"
-    elif run.name.startswith("from_start") or "lr6.0e-04" in run.name:
+    elif run.name.startswith("from_start") or ("lr6.0e-04" in run.name and run.name != EXPLODES):
         for sound in (again, replay(bounded(frame)), replay(bounded(frame, 1000))):
             assert (sound.alarms, sound.verdict) == ([], "stable")
     else:

@@ -79,6 +79,36 @@ def test_a_round_that_did_not_end_is_left_out(runs, last):
     assert len(family.copies) == len(WAYS)
 
 
+ENDS = {"unchanged": 5600, "-1": 4600, "0": 5000, "1": 5200, "2": 5000, "random": 4800}
+
+
+def test_where_no_round_ended_the_copies_are_told_as_far_as_all_expected_ways_go(runs):
+    copies = [copy_of(way, 17, RATES[way], last=end) for way, end in ENDS.items()]
+    copies.append(copy_of("0", 18, RATES["0"] + 0.001, last=4600))
+    (family,) = families([runs[0], *copies])
+    assert (family.last, family.is_whole) == (4800, False)
+    found = table(family).set_index(["handed", "round"])
+    # What ends before is told up to its end, and is in no group.
+    assert found["to"].to_dict() == {
+        **{(way, 17): min(end, 4800) for way, end in ENDS.items()}, ("0", 18): 4600
+    }  # fmt: skip
+    np.testing.assert_allclose(found.loc["-1", "grew"], RATES["-1"] * 600, atol=1e-9)
+    np.testing.assert_allclose(found.loc["2", "grew"], RATES["2"] * 800, atol=1e-9)
+    ways = [[copy.way for copy in group] for group in family.groups]
+    assert ways == [["0", "random"], ["unchanged", "1"], ["2"]]
+    text = told(family)
+    # 2 x 2 + 2 x 1 + 2 x 1 pairs; 5! / (2! 2! 1!) = 30 ways.
+    assert "Pairs in this order: 8 of 8" in text
+    assert f"{1 / 30:.2g} of all ways" in text
+    assert text.endswith("No round ended: by the rule this is no test.")
+    hollow = [not len(points.get_facecolor()) for points in draw([family]).axes[2].collections]
+    assert hollow == [copy.way == "-1" or copy.round == 18 for copy in family.copies]
+
+
+def test_without_a_copy_of_each_expected_way_there_is_nothing_to_tell(runs):
+    assert families([runs[0], *(copy_of(way, 17, RATES[way]) for way in WAYS if way != "2")]) == []
+
+
 def test_copies_from_after_the_alarm_or_of_another_kind_are_none_of_these(runs):
     late = run_of(ORIGIN, 0.05, 5800, [(3900, 2, (0,))])
     assert families([late, *runs[1:]]) == []
@@ -118,6 +148,7 @@ def test_the_test_is_told_with_its_order(runs):
     # 4 x 4 + 4 x 2 + 4 x 2 pairs, all in order; 10! / (4! 4! 2!) = 3,150 ways.
     assert "Pairs in this order: 32 of 32" in text
     assert f"{1 / 3150:.2g} of all ways" in text
+    assert "no test" not in text
     assert "head 2.0" in text
 
 
@@ -125,8 +156,9 @@ def test_the_figure_has_a_line_a_copy_and_a_point_in_its_column(runs):
     figure = draw(families(runs))
     left, middle, right = figure.axes
     assert len(left.lines) == len(middle.lines) == 12
-    (points,) = right.collections
-    assert points.get_offsets()[:, 0].tolist() == [place for place in range(6) for _ in range(2)]
+    places = [points.get_offsets()[0, 0] for points in right.collections]
+    assert places == [place for place in range(6) for _ in range(2)]
+    assert all(len(points.get_facecolor()) for points in right.collections)
     assert len(left.get_legend().get_texts()) == 6
 
 
@@ -136,5 +168,5 @@ def test_the_command(runs, monkeypatch, tmp_path, capsys):
     assert (tmp_path / "doses.png").exists()
     assert "Pairs in this order" in capsys.readouterr().out
     monkeypatch.setattr(dose_response, "load", lambda folder: runs[:3])
-    with pytest.raises(SystemExit, match="no run has a whole round"):
+    with pytest.raises(SystemExit, match="no run has such copies of all ways"):
         main([str(tmp_path)])
