@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +34,9 @@ from guardbit.store.files import publish
 
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
+
+# Whose trainings have begun and not ended.
+_training: WeakSet[HuggingFaceMonitor] = WeakSet()
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -125,6 +129,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self._reporters: list[TrainerCallback] = []
         self._logged = LoggedRun()
         self._logged_step: int | None = None
+        self._run: tuple[TrainerState, nn.Module] | None = None
 
     @guard.method(nothing)
     def on_train_begin(
@@ -138,6 +143,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         end(self, "crashed")  # had the run before ended, its session were closed
+        for other in list(_training):
+            other._end_if_over(state, model)
         self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
@@ -151,6 +158,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         )
         if self.session is None:
             return
+        self._run = state, model
+        _training.add(self)
         if state.is_world_process_zero:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
                 print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
@@ -252,7 +261,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         """Writes what is left and takes the instrumentation out of the model."""
-        session = self.session
+        session, self._run = self.session, None
         if session is None:
             return
         session.catch_up()
@@ -261,6 +270,18 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if state.is_world_process_zero:
             with suppress(Exception):  # as at the start
                 print(last_line("finished", session, self._place), flush=True)
+
+    def _end_if_over(self, state: TrainerState, model: nn.Module) -> None:
+        """Ends the session if another Trainer begins with its model: Ctrl-C tells no callback.
+
+        Trainers have a state each. Of two monitors in one, the second is refused.
+        """
+        if self.session is None or self._run is None:
+            return
+        if self._run[1] is model and self._run[0] is not state:
+            log.warning("the training before was interrupted: its session is closed now")
+            self._run = None
+            end(self)
 
     def _report(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

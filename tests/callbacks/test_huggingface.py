@@ -64,7 +64,7 @@ class Norms(TrainerCallback):
             self.logged[state.global_step - 1] = (logs["loss"], logs["grad_norm"])
 
 
-def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, **settings):
+def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, model=None, **settings):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.0,
@@ -76,7 +76,7 @@ def train(folder, *callbacks, resume=None, steps=10, is_mpt=False, **settings):
         learning_rate=1e-2, lr_scheduler_type="constant", max_grad_norm=0.5,
         **{"logging_steps": 1, "report_to": "none", **settings},
     )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = model or GPT2LMHeadModel(config)
     if is_mpt:
         # Its attention is written out in its own forward.
         config = MptConfig(vocab_size=48, d_model=32, n_layers=1, n_heads=2)
@@ -189,6 +189,46 @@ def test_a_run_that_crashed_is_not_finished_by_the_next_one(tmp_path):
     train(tmp_path / "second", monitor, steps=4, save_strategy="no")
     ends = [read_end(tmp_path / name / "guardbit") for name in ("first", "second")]
     assert ends == ["crashed", "finished"]
+
+
+class Interrupts(TrainerCallback):
+    """Is Ctrl-C in the fourth step, within it or when it has ended."""
+
+    def __init__(self, event):
+        def interrupt(args, state, control, **_):
+            if state.global_step >= 3:
+                raise KeyboardInterrupt
+
+        setattr(self, event, interrupt)
+
+
+@pytest.mark.parametrize("event", ["on_pre_optimizer_step", "on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("is_same", [False, True])
+def test_after_ctrl_c_the_same_model_is_watched_again(tmp_path, event, is_same, caplog):
+    first = HuggingFaceMonitor(1)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "one", first, Interrupts(event), model=model, save_strategy="no")
+    second = first if is_same else HuggingFaceMonitor(1)
+    train(tmp_path / "two", second, model=model, steps=5, save_strategy="no")
+    assert set(read_run(tmp_path / "two" / "guardbit")["step"]) == set(range(5))
+    assert read_end(tmp_path / "two" / "guardbit") == "finished"
+    assert read_end(tmp_path / "one" / "guardbit") == ("crashed" if is_same else "interrupted")
+    assert ("was interrupted" in caplog.text) is not is_same
+    assert not any(hasattr(module, "_guardbit_site") for module in model.modules())
+
+
+def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp_path):
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=48, n_positions=16, n_embd=32, n_layer=2, n_head=2)
+    model = GPT2LMHeadModel(config)
+    both = HuggingFaceMonitor(1), HuggingFaceMonitor(1)
+    with pytest.raises(ValueError, match="instrumented already"):
+        train(tmp_path, *both, model=model, steps=1)
+    train(tmp_path / "next", HuggingFaceMonitor(1), model=model, steps=2, save_strategy="no")
+    assert set(read_run(tmp_path / "next" / "guardbit")["step"]) == {0, 1}
 
 
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
