@@ -216,6 +216,10 @@ def run_name(options: argparse.Namespace, arm: str) -> str:
     return f"{architecture}{arm}{stabilizer}-{options.backend}-{rate}-seed{options.seed}{again}"
 
 
+# The original's clock, and its lines of updates, go on beyond the step where a branch begins.
+_not_copied = shutil.ignore_patterns("*.ckpt", "clock.csv", FILE)
+
+
 def branch(origin: Path, folder: Path, step: int | None) -> Path:
     """Copies a run's telemetry; returns its checkpoint at a step, or the last before its alarm."""
     if folder.exists():
@@ -224,7 +228,7 @@ def branch(origin: Path, folder: Path, step: int | None) -> Path:
     if step is not None:
         if step not in kept:
             raise SystemExit(f"{origin} has no checkpoint at step {step}; it has {sorted(kept)}")
-        shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
+        shutil.copytree(origin, folder, ignore=_not_copied)
         return kept[step]
     alarms = read_events(origin).query("kind == 'alarm'")["step"]
     if alarms.empty:
@@ -235,7 +239,7 @@ def branch(origin: Path, folder: Path, step: int | None) -> Path:
             f"{origin} was alarmed at step {alarms.min()} and has no earlier checkpoint; run it"
             " with --checkpoint-every"
         )
-    shutil.copytree(origin, folder, ignore=shutil.ignore_patterns("*.ckpt", "clock.csv"))
+    shutil.copytree(origin, folder, ignore=_not_copied)
     return kept[max(before)]
 
 
