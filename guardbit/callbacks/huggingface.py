@@ -6,15 +6,22 @@ import copy
 import inspect
 import json
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import CallbackHandler
 
@@ -35,8 +42,27 @@ from guardbit.store.files import publish
 #: Name of the guard's state in a checkpoint's folder.
 STATE_FILE = "guardbit.json"
 
-# Whose trainings have begun and not ended.
+# Whose trainings have begun and not ended. Another thread may add to it while it is gone through.
 _training: WeakSet[HuggingFaceMonitor] = WeakSet()
+_lock = threading.Lock()
+
+
+def _all_training() -> list[HuggingFaceMonitor]:
+    with _lock:
+        return list(_training)
+
+
+class _Training(NamedTuple):
+    """A call of a Trainer's `train`: the model, the Trainer if it was found, and the thread."""
+
+    model: nn.Module
+    trainer: Trainer | None
+    thread: int
+
+    def is_over(self, model: nn.Module) -> bool:
+        """Whether the call was of this model and has returned or raised, as far as can be told."""
+        is_here = self.model is model and self.thread == threading.get_ident()
+        return is_here and self.trainer is not None and not _is_running(self.trainer)
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -129,7 +155,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         self._reporters: list[TrainerCallback] = []
         self._logged = LoggedRun()
         self._logged_step: int | None = None
-        self._run: tuple[TrainerState, nn.Module] | None = None
+        self._run: _Training | None = None
 
     @guard.method(nothing)
     def on_train_begin(
@@ -142,9 +168,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         **_: Any,
     ) -> None:
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
+        self._run = None
         end(self, "crashed")  # had the run before ended, its session were closed
-        for other in list(_training):
-            other._end_if_over(state, model)
+        for other in _all_training():
+            other._end_if_over(model)
         self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
@@ -158,8 +185,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         )
         if self.session is None:
             return
-        self._run = state, model
-        _training.add(self)
+        with suppress(Exception):  # as above
+            self._run = _Training(model, _caller(), threading.get_ident())
+            with _lock:
+                _training.add(self)
         if state.is_world_process_zero:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
                 print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
@@ -271,14 +300,15 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             with suppress(Exception):  # as at the start
                 print(last_line("finished", session, self._place), flush=True)
 
-    def _end_if_over(self, state: TrainerState, model: nn.Module) -> None:
-        """Ends the session if another Trainer begins with its model: Ctrl-C tells no callback.
+    def _end_if_over(self, model: nn.Module) -> None:
+        """Ends the session of a training of this model that is over: Ctrl-C tells no callback.
 
-        Trainers have a state each. Of two monitors in one, the second is refused.
+        A training that goes on, as where one trains within the other, keeps its session.
         """
-        if self.session is None or self._run is None:
-            return
-        if self._run[1] is model and self._run[0] is not state:
+        is_over = False
+        with suppress(Exception):  # of other code's frames
+            is_over = self._run is not None and self._run.is_over(model)
+        if is_over and self.session is not None:
             log.warning("the training before was interrupted: its session is closed now")
             self._run = None
             end(self)
@@ -308,14 +338,28 @@ def _reporters_beside(monitor: TrainerCallback) -> list[TrainerCallback]:
     A Trainer tells its callbacks nothing of one another, so its handler is looked up among the
     callers. Where it is not found there are none.
     """
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
+    for caller in _callers():
         if isinstance(caller, CallbackHandler) and monitor in caller.callbacks:
             kinds = tuple(INTEGRATION_TO_CALLBACK.values())
             return [callback for callback in caller.callbacks if isinstance(callback, kinds)]
-        frame = frame.f_back
     return []
+
+
+def _callers() -> Iterator[object]:
+    """The objects whose methods are running in this thread, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def _caller() -> Trainer | None:
+    """The Trainer that is calling, None if it is not found."""
+    return next((each for each in _callers() if isinstance(each, Trainer)), None)
+
+
+def _is_running(trainer: Trainer) -> bool:
+    return any(each is trainer for each in _callers())
 
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:

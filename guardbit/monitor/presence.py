@@ -9,15 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from weakref import WeakSet
-
-from torch import nn
 
 from guardbit.guard import undo_all
-from guardbit.monitor import ranks
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.sites import Instrumentation
-from guardbit.monitor.stages import Stages, log
+from guardbit.monitor.stages import Stages
 
 
 class Presence:
@@ -27,27 +23,20 @@ class Presence:
         instrumentation: The instrumented model.
         schedule: Where the run stands in its steps.
         stages: Runs what may fail.
-        end: Ends the session, and the step that it is in.
 
     Attributes:
         is_closed: Whether the session is closed: nothing more is watched or switched.
     """
 
     def __init__(
-        self,
-        instrumentation: Instrumentation,
-        schedule: Schedule,
-        stages: Stages,
-        end: Callable[[], None],
+        self, instrumentation: Instrumentation, schedule: Schedule, stages: Stages
     ) -> None:
         self._instrumentation = instrumentation
         self._schedule = schedule
         self._stages = stages
-        self._end = end
         self.is_closed = False
         self._is_leaving = self._wants_out = False
         self._waiting: list[Callable[[], None]] = []
-        _present.add(self)
 
     def after_step(self, function: Callable[[], None]) -> None:
         """Does something now, or when the step has ended that is under way."""
@@ -62,20 +51,6 @@ class Presence:
             self._stages.always("switch", self._waiting.pop(0))
         if self._wants_out and self._instrumentation.is_installed:
             self._stand_back()
-
-    def end_if_left_in(self, model: nn.Module) -> None:
-        """Ends the session if it was left in a model within a step, see `end_left_in`."""
-        step, modules = self._schedule.step, {id(module) for module in model.modules()}
-        sites = self._instrumentation.candidates.values()
-        if not self._schedule.is_within_step or all(id(s.module) not in modules for s in sites):
-            return
-        self._end()
-        if ranks.rank() == 0:
-            log.warning(
-                "the session that watched this model before was left within step %s, as Ctrl-C does"
-                " it: it is closed now, and the new one watches the model",
-                step,
-            )
 
     def close(self) -> None:
         """Nothing more is watched or switched; the instrumentation stays until `leave`."""
@@ -110,16 +85,3 @@ class Presence:
 
     def _let_go(self) -> None:
         self._stages.always("close", partial(undo_all, [self._instrumentation.remove]))
-
-
-_present: WeakSet[Presence] = WeakSet()
-
-
-def end_left_in(model: nn.Module) -> None:
-    """Ends the sessions that were left in a model within a step, before another one is made for it.
-
-    Ctrl-C ends a step, and nobody tells the session: in a notebook, the next cell begins anew. As a
-    session is made between steps, a step that another one is in will not end any more.
-    """
-    for presence in list(_present):
-        presence.end_if_left_in(model)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from guardbit import guard
 from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
-from guardbit.guard import Guarded, refusing, undo_all
+from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
@@ -43,7 +43,7 @@ from guardbit.monitor.measure import (
     largest,
 )
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.presence import Presence, end_left_in
+from guardbit.monitor.presence import Presence
 from guardbit.monitor.sampling import Sampling
 from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
@@ -246,8 +246,6 @@ class MonitorSession(Guarded):
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
             warn_of_settings(self.indicators, self.policy, self.detectors)
-        if isinstance(model, nn.Module):
-            end_left_in(model)
         with refusing():
             self.instrumentation: Instrumentation = instrument(model, settings.sites)
         self.instrumentation.keep_residuals(
@@ -270,9 +268,7 @@ class MonitorSession(Guarded):
         self._stepping = Stepping(_warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._tell_failure)
-        self._presence = Presence(
-            self.instrumentation, self._schedule, self._stages, self._end_within_step
-        )
+        self._presence = Presence(self.instrumentation, self._schedule, self._stages)
         of_policy = {n: getattr(self.policy, n) if self.policy else None for n in _POLICY_SETTINGS}
         described = {**settings.described(), **of_policy, "dry_run": dry_run}
         self._journal = Journal(self._dirpath, described, self._stages)
@@ -586,9 +582,6 @@ class MonitorSession(Guarded):
                 self.catch_up,
             ):
                 each.callback(self._stages.always, "close", last)
-
-    def _end_within_step(self) -> None:
-        undo_all([lambda: self.close("interrupted"), self.abandon_step])
 
     def _drop_calls(self) -> None:
         self._capture.disarm()

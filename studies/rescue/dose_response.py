@@ -10,8 +10,8 @@ of the head that was alarmed first in the original.
 `GROUPS` says in which order it was expected, and that was set before the runs were made (README).
 The test counts the pairs of copies from two groups that lie in that order (Jonckheere's), against
 all ways to deal the copies out to groups. Rounds that did not end are left out. Where none ended,
-the copies are told up to the last step that those of one round's groups have, and so is that they
-are no test.
+all copies are told, up to the last step that one of each way in the groups has, and it is said that
+they are no test.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def families(runs: list[Run]) -> list[Family]:
     origins = {}
     for run, origin, step in branches(runs):
         way = way_of(run)
-        if way is not None and is_before_alarm(origin, step):
+        # A copy may have died before its first line.
+        if way is not None and is_before_alarm(origin, step) and len(sigmas(run)):
             number = again_of(run.name) or 0
             copies = rounds.setdefault((origin.name, step), {}).setdefault(number, [])
             copies.append(Copy(run, way, number))
@@ -133,15 +134,17 @@ def table(family: Family) -> pd.DataFrame:
     Returns:
         What it was handed, its round, and the last step that it has, the family's or an earlier
         one; of the head that was alarmed first in the original the growth of sigma up to then in
-        log points, the largest logit then and the step of its first alarm; how many heads have been
-        alarmed by then, and the largest logit of all.
+        log points, and that of the median head; of the same head the largest logit then and the
+        step of its first alarm; how many heads have been alarmed by then, and the largest logit of
+        all.
     """
     head = next(iter(alarms(family.origin, family.last)))
-    begin = sigmas(family.origin).loc[: family.step].iloc[-1][head]
+    begin = sigmas(family.origin).loc[: family.step].iloc[-1]
     rows = []
     for copy in family.copies:
-        norms, frame = sigmas(copy.run).loc[: family.last, head], copy.run.frame
+        norms, frame = sigmas(copy.run).loc[: family.last], copy.run.frame
         last = int(norms.index.max())
+        grew = 100 * np.log(norms.loc[last] / begin)
         alarmed = alarms(copy.run, last)
         at_end = frame[(frame["indicator"] == "max_logit") & (frame["step"] == last)]
         logits = at_end.set_index(["layer", "head"])["value"]
@@ -150,7 +153,8 @@ def table(family: Family) -> pd.DataFrame:
                 "handed": copy.way,
                 "round": copy.round,
                 "to": last,
-                "grew": 100 * np.log(norms[last] / begin),
+                "grew": grew[head],
+                "median": grew.median(),
                 "logit": logits[head],
                 "alarm": alarmed.get(head),
                 "alarmed": len(alarmed),
@@ -210,8 +214,8 @@ def told(family: Family) -> str:
 {text}
 
 handed: how much of its own error the kernel's delta had. to: the last step told. grew: log points
-of sigma. logit: the head's largest, at that step. alarm: the step of its first. alarmed: heads.
-largest: of logits.
+of sigma; median: of the median head. logit: the head's largest, at that step. alarm: the step of
+its first. alarmed: heads. largest: of logits.
 Expected: {order}. Pairs in this order: {in_order(groups):g} of {pairs}; by chance as many in
 {chance(groups):.2g} of all ways to deal the copies out.{no_test}"""
 

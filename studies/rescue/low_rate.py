@@ -5,8 +5,8 @@
 No run at this rate was corrected from the start, so none is matched. Starts of one seed share
 weights and batches, and differ by chance alone: while both are healthy, their losses differ by
 little. How far a run's loss lies above that of the longest other start of its seed is told over
-its last 400 steps, and beside it the largest such difference of 400 steps before either was said
-to change (by an advisory or an alarm), which is chance.
+the last 500 steps, as failures are judged, and beside it the largest such difference before either
+was said to change (by an advisory or an alarm), which is chance.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import numpy as np
 import pandas as pd
 
 from studies.rescue.counterfactual import alarms, sigmas
-from studies.rescue.measures import excess_loss, series
+from studies.rescue.measures import WINDOW, excess_loss, series
 from studies.rescue.packed import LOSS_STEPS, Run, load
 
 #: The rate that GPT-2 small is commonly trained at.
 RATE = 6e-4
 
-#: Steps over which a loss is averaged.
-STEPS = 400
+#: Steps over which a loss is averaged in the figure.
+SHORT = 100
 
 
 def runs_at(runs: list[Run]) -> list[Run]:
@@ -48,10 +48,10 @@ def first_said(run: Run) -> float:
     return float(steps.min()) if len(steps) else np.inf
 
 
-def excess(run: Run, other: Run) -> pd.Series:
-    """How far a run's loss lies above another's, in nats: means over `STEPS` steps, by the last."""
+def excess(run: Run, other: Run, steps: int) -> pd.Series:
+    """How far a run's loss lies above another's, in nats: means over some steps, by the last."""
     losses = excess_loss(series(run.frame, "loss"), series(other.frame, "loss"))
-    return losses.rolling(STEPS // LOSS_STEPS).mean().dropna()
+    return losses.rolling(steps // LOSS_STEPS).mean().dropna()
 
 
 def table(runs: list[Run]) -> pd.DataFrame:
@@ -59,8 +59,9 @@ def table(runs: list[Run]) -> pd.DataFrame:
 
     Returns:
         Its last step; those of its first advisory and of its first alarm of a head, and how many
-        heads were alarmed; the largest W_Q norm and logit at its end; in nats how far its loss lies
-        `above` that of the longest other start, and how far by `chance`, see the module.
+        heads were alarmed; at its end the largest W_Q norm of these and the largest logit of all
+        heads; in nats how far its loss lies `above` that of the longest other start, and how far by
+        `chance`, see the module.
     """
     rows = []
     for run in runs:
@@ -69,7 +70,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
         other = other_of(run, runs)
         above = chance = np.nan
         if other is not None:
-            differences = excess(run, other)
+            differences = excess(run, other, WINDOW)
             above = differences.iloc[-1]
             chance = differences.loc[: min(first_said(run), first_said(other))].abs().max()
         rows.append(
@@ -79,7 +80,7 @@ def table(runs: list[Run]) -> pd.DataFrame:
                 "advisory": advisories.min(),
                 "alarm": min(alarmed.values(), default=np.nan),
                 "heads": len(alarmed),
-                "sigma": series(run.frame, "w_q_spectral_norm").iloc[-1],
+                "sigma": sigmas(run)[list(alarmed)].iloc[-1].max(),
                 "logit": series(run.frame, "max_logit").iloc[-1],
                 "above": above,
                 "chance": chance,
@@ -91,11 +92,11 @@ def table(runs: list[Run]) -> pd.DataFrame:
 def draw(runs: list[Run]) -> plt.Figure:
     """The run with the largest logit at its end, and the longest other start of its seed."""
     run = max(runs, key=lambda run: series(run.frame, "max_logit").iloc[-1])
-    other = other_of(run, runs)
-    if other is None:
-        raise SystemExit(f"{run.name} is the only start of its seed: there is nothing to draw")
+    other, alarmed = other_of(run, runs), alarms(run)
+    if other is None or not alarmed:
+        raise SystemExit(f"{run.name} has no other start of its seed, or no alarm: nothing to draw")
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    for number, (layer, head) in enumerate(alarms(run)):
+    for number, (layer, head) in enumerate(alarmed):
         look = {"color": f"C{number}", "linewidth": 1.4}
         left.plot(sigmas(run)[layer, head], **look, label=f"head {layer}.{head}")
         left.plot(sigmas(other)[layer, head], **look, linestyle=":")
@@ -106,14 +107,14 @@ def draw(runs: list[Run]) -> plt.Figure:
         middle.plot(series(each.frame, "max_logit"), color=colour, label=each.name)
     middle.set(title="all heads", xlabel="step", ylabel="largest logit", yscale="log")
     middle.legend(fontsize=7)
-    right.plot(excess(run, other), color="C3")
+    right.plot(excess(run, other, SHORT), color="C3", linewidth=1)
     right.axhline(0, color="0.7", linewidth=1)
-    right.set(title=f"loss above the other start's, mean of {STEPS} steps", xlabel="step",
+    right.set(title=f"loss above the other start's, means of {SHORT} steps", xlabel="step",
               ylabel="nats")  # fmt: skip
     for axes in (left, middle, right):
         axes.locator_params(axis="x", nbins=5)
         axes.axvline(first_said(run), color="0.8", linewidth=1)
-        axes.axvline(min(alarms(run).values()), color="0.6", linewidth=1)
+        axes.axvline(min(alarmed.values()), color="0.6", linewidth=1)
     figure.tight_layout()
     return figure
 

@@ -231,6 +231,27 @@ def test_two_monitors_of_one_trainer_are_refused_and_the_next_trainer_is_not(tmp
     assert set(read_run(tmp_path / "next" / "guardbit")["step"]) == {0, 1}
 
 
+class TrainsWithin(TrainerCallback):
+    """Trains the same model with another Trainer, in the third step."""
+
+    def __init__(self, folder):
+        self.folder, self.error = folder, None
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if state.global_step == 3:
+            with pytest.raises(ValueError, match="instrumented already") as error:
+                train(self.folder, HuggingFaceMonitor(1), model=model, steps=1)
+            self.error = error.value
+
+
+def test_a_training_within_another_does_not_end_it(tmp_path):
+    inner = TrainsWithin(tmp_path / "inner")
+    train(tmp_path / "outer", HuggingFaceMonitor(1), inner, steps=5, save_strategy="no")
+    assert inner.error is not None
+    assert set(read_run(tmp_path / "outer" / "guardbit")["step"]) == set(range(5))
+    assert read_end(tmp_path / "outer" / "guardbit") == "finished"
+
+
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
     def monitor():
         policy = Policy("stochastic", quiet_steps=5, scope="head")

@@ -59,6 +59,8 @@ def test_of_whole_rounds_growth_is_told_from_the_checkpoint_on(runs):
     assert found["round"].tolist() == [17, 18] * len(WAYS)
     expected = [(RATES[way] + more) * 1600 for way in WAYS for more in (0, 0.001)]
     np.testing.assert_allclose(found["grew"], expected, atol=1e-9)
+    # Of two heads; the other's sigma stays 1.
+    np.testing.assert_allclose(found["median"], np.divide(expected, 2), atol=1e-9)
     twice = found[(found["handed"] == "2") & (found["round"] == 17)].iloc[0]
     assert twice["logit"] == pytest.approx(20 * np.exp(0.05 * 40 + 0.11 * 16))
     assert twice["largest"] == twice["logit"]
@@ -85,6 +87,7 @@ ENDS = {"unchanged": 5600, "-1": 4600, "0": 5000, "1": 5200, "2": 5000, "random"
 def test_where_no_round_ended_the_copies_are_told_as_far_as_all_expected_ways_go(runs):
     copies = [copy_of(way, 17, RATES[way], last=end) for way, end in ENDS.items()]
     copies.append(copy_of("0", 18, RATES["0"] + 0.001, last=4600))
+    copies.append(copy_of("1", 18, RATES["1"], last=4000))  # died at once
     (family,) = families([runs[0], *copies])
     assert (family.last, family.is_whole) == (4800, False)
     found = table(family).set_index(["handed", "round"])

@@ -27,8 +27,8 @@ def run_of(name, seed, last, offset, events=(), rate=6e-4):
 @pytest.fixture
 def runs():
     said = [(1600, "advisory"), (2000, "alarm"), (2200, "alarm")]
-    # 0.03 nats apart up to 400, by chance; 0.1 above from 2,000 on.
-    bad = run_of("bad", 1, 3000, lambda s: 0.03 * (s <= 400) + 0.1 * (s >= 2000), said)
+    # 0.03 nats apart up to 500, by chance; 0.1 above from 2,000 on.
+    bad = run_of("bad", 1, 3000, lambda s: 0.03 * (s <= 500) + 0.1 * (s >= 2000), said)
     return [
         run_of("long", 1, 4000, lambda s: 0.0),
         bad,
@@ -48,14 +48,15 @@ def test_a_run_is_held_against_the_longest_other_start(runs):
     assert names == {"short": "long", "bad": "long", "long": "bad", "alone": None}
 
 
-def test_losses_are_means_over_400_steps(runs):
+def test_losses_are_means_over_as_many_steps_as_are_asked_for(runs):
     long, bad = runs[:2]
-    found = excess(bad, long)
+    found = excess(bad, long, 400)
     assert found.index[0] == 380  # the first with twenty losses
     assert found[380] == pytest.approx(0.03)
     assert found[1600] == pytest.approx(0)
     # Of the twenty losses up to 2,180 the last ten are 0.1 above.
     assert found[2180] == pytest.approx(0.05)
+    assert excess(bad, long, 100)[2080] == pytest.approx(0.1)
 
 
 def test_chance_is_what_came_before_anything_was_said(runs):
@@ -66,13 +67,15 @@ def test_chance_is_what_came_before_anything_was_said(runs):
     assert bad["above"] == pytest.approx(0.1)
     assert bad["chance"] == pytest.approx(0.03)
     assert found.loc["long", "above"] == pytest.approx(-0.1)
-    assert found.loc["alone", ["above", "chance", "alarm"]].isna().all()
+    assert found.loc["alone", ["above", "chance", "alarm", "sigma"]].isna().all()
 
 
 def test_the_figure_has_the_run_with_the_largest_logit_and_its_other_start(runs):
     longer = run_of("longer", 2, 900, lambda s: 0.0)
-    with pytest.raises(SystemExit, match="alone is the only start of its seed"):
+    with pytest.raises(SystemExit, match="alone has no other start of its seed"):
         draw([run_of("alone", 2, 1000, lambda s: 0.0)])
+    with pytest.raises(SystemExit, match="or no alarm: nothing to draw"):
+        draw([runs[0], runs[2]])
     left, middle, right = draw([runs[1], run_of("other", 1, 2600, lambda s: 0.0), longer]).axes
     # One alarmed head in both starts, and the lines of the advisory and the alarm.
     assert len(left.lines) == 2 + 2

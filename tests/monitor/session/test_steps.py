@@ -111,3 +111,18 @@ def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     names = {"guardbit": guardbit, "model": loop.model, "batches": range(3), "loop": loop}
     exec(body, names)
     assert values(tmp_path / "runs" / "mine", "loss") == loop.losses
+
+
+def test_a_session_that_ctrl_c_left_is_out_as_the_refusal_of_the_next_one_says():
+    left = Loop(every_n_train_steps=1)
+    left.session.begin_batch(0)
+    left.backward(0)
+    refusal = r"instrumented already .* is out after abandon_step\(\) and close\(\)"
+    with pytest.raises(ValueError, match=refusal):
+        MonitorSession(left.model)
+    left.session.close()  # within the step
+    with pytest.raises(ValueError, match=refusal):
+        MonitorSession(left.model)
+    left.session.abandon_step()
+    left.session.close()
+    MonitorSession(left.model).close()
