@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
+OLDEST := .venv-oldest
 
-.PHONY: demo docs test test-newest lint check clean
+.PHONY: demo docs test test-newest test-oldest lint check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/guardbit demo
@@ -27,6 +28,16 @@ test-newest:
 	$(NEWEST)/bin/python -c "import torch; print('PyTorch', torch.__version__)"
 	$(NEWEST)/bin/pytest -n 2 --dist worksteal -rs
 
+# The suite on the oldest PyTorch and Triton that GuardBit takes. Triton 3.6 does not know NumPy 2.4, nor
+# PyTorch 2.11 setuptools 82; all else as pinned.
+test-oldest:
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	sed -E '/^setuptools==/d; s/^(torch==).*/\12.11.0/; s/^(triton==).*/\13.6.0/; s/^(numpy==).*/\12.3.5/' \
+		constraints.txt > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check \
+		--constraint $(OLDEST)/constraints.txt --editable ".[dev]"
+	$(OLDEST)/bin/pytest -n 2 --dist worksteal -rs
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,4 +51,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(NEWEST) runs site
+	rm -rf $(VENV) $(NEWEST) $(OLDEST) runs site

@@ -26,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch._guards import TracingContext
 from torch.utils.checkpoint import _StopRecomputationError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,6 +41,9 @@ _SIGNALS = (_StopRecomputationError,)
 # Inside a model an entry is tried twice. A forward and its repetition in activation checkpointing
 # must be alike, so an error that comes but once is not to change which way a call takes.
 _TRIES = 2
+
+# PyTorch 2.13 says that it is compiling until all is compiled, 2.11 only while it traces Python.
+_SAYS_TOO_LITTLE = not hasattr(torch.compiler, "_compile_session_context")
 
 _REFUSAL, _DOOR = "_guardbit_refuses", "_guardbit_door"
 
@@ -260,6 +264,10 @@ def stand_in(
         if torch.compiler.is_compiling():
             function = place.original if traced is None else traced
             return function(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
+        # The compiler runs the graph that it has traced, with tensors that hold nothing. PyTorch
+        # then looks its own functions up by name and finds the stand-in.
+        if _SAYS_TOO_LITTLE and TracingContext.try_get() is not None:
+            return place.original(*args, **kwargs)  # pyright: ignore[reportOptionalCall]
         taken = None
         for attempt in range(1, _TRIES + 1):
             try:

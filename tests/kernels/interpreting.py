@@ -1,9 +1,11 @@
 """Makes Triton's interpreter fast enough for tests; what it computes stays as it is.
 
 Each operation on a tile is one call of NumPy, and a hundred of Python around it. These leave out
-what is computed and dropped, and remember what only depends on a shape or a dtype.
+what is computed and dropped, and remember what only depends on a shape or a dtype. Triton 3.6 is
+also given what later versions compute as GPUs do, and it does not.
 """
 
+import numpy as np
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
@@ -13,6 +15,7 @@ BLOCKS, SHAPES, NUMPY_DTYPES = {}, {}, {}
 
 new_block_type = core.block_type.__init__
 find_numpy_dtype = interpreter._get_np_dtype
+any_to_tensor = TritonSemantic.to_tensor
 
 
 def call(self, *args, **kwargs):
@@ -69,9 +72,35 @@ def numpy_dtype(dtype):
     return NUMPY_DTYPES[name]
 
 
+def get_bf16(self, value):
+    """Makes a constant of BF16; Triton 3.6 has it for GPUs only."""
+    return self.create_fp_trunc(self.get_fp32(value), core.bfloat16)
+
+
+def create_fma(self, x, y, z):
+    """Multiplies and adds with one rounding, as GPUs do; Triton 3.6 rounds the product too.
+
+    Exact but for FP64's rounding of the sum, before that to FP32.
+    """
+    product = np.multiply(x.data, y.data, dtype=np.float64)
+    total = np.add(product, z.data, dtype=np.float64)
+    return interpreter.TensorHandle(total.astype(numpy_dtype(z.dtype.scalar)), z.dtype.scalar)
+
+
+def to_tensor(self, x, check_type=True):
+    """Makes an FP32 of a float, as GPUs get it; Triton 3.6 makes an FP64 of one near 0."""
+    if isinstance(x, float):
+        return self.scalar_constant(x, dtype=core.float32)
+    return any_to_tensor(self, x, check_type)
+
+
 def make_fast():
     interpreter.InterpretedFunction.__call__ = call
     TritonSemantic.binary_op_sanitize_overflow_impl = check_no_overflow
     core.block_type.__init__ = block_type
     core.tensor.__init__ = tensor
     interpreter._get_np_dtype = numpy_dtype
+    if not hasattr(interpreter.InterpreterBuilder, "get_bf16"):  # Triton 3.6
+        interpreter.InterpreterBuilder.get_bf16 = get_bf16
+        interpreter.InterpreterBuilder.create_fma = create_fma
+        TritonSemantic.to_tensor = to_tensor

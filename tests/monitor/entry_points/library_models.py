@@ -3,12 +3,13 @@
 The libraries are stood in for by `tests.flash_stand_in`, which rounds as they do.
 """
 
+import inspect
 import re
 import sys
 
 import torch
-import torch.nn.attention.varlen
 from torch import nn
+from torch.nn.attention.varlen import varlen_attn
 
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from guardbit.monitor.interception.entry_points.libraries import LibraryEntryPoint
@@ -22,6 +23,9 @@ LIBRARY = [
     if isinstance(entry, LibraryEntryPoint) and flash_stand_in.is_of(entry.engine)
 ]
 HEADS, WIDTH = 4, 16
+
+# PyTorch 2.11 takes grouped keys without being told.
+_GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def install(monkeypatch):
@@ -73,7 +77,7 @@ class Attention(nn.Module):
             q, k, v = [q], [k], [v]
         options = self.options
         if self.name.startswith("torch"):
-            options = {"window_size": (-1, 0), "enable_gqa": True, **options}
+            options = {"window_size": (-1, 0), **_GROUPS, **options}
         else:
             options = {"causal": True, **options}
         if self.name.startswith(("flash_attn.cute", "kernels/flash_attn_4")) and packed:

@@ -56,6 +56,14 @@ def test_odd_calls_stay_with_pytorch(reason, instrument):
 )
 def test_calls_without_anything_in_them(batch, heads, rows, keys, backend, instrument):
     """PyTorch serves them, whatever kernel is forced, before it chooses one."""
+    if (
+        torch.__version__ < "2.12"
+        and backend != "MATH"
+        and (batch, backend) != (0, "FLASH_ATTENTION")
+    ):
+        pytest.skip(
+            "PyTorch 2.11 has no kernel for these: it raises, or dies of a division by zero"
+        )
 
     class Bare(nn.Module):
         def forward(self, q, k):
