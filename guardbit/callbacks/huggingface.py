@@ -53,14 +53,20 @@ def _all_training() -> list[HuggingFaceMonitor]:
 
 
 class _Training(NamedTuple):
-    """A call of a Trainer's `train`: the model, the Trainer if it was found, and the thread."""
+    """A call of a Trainer's `train`.
+
+    Attributes:
+        model: What it trains.
+        trainer: The Trainer; None if it was not found, and then the call never counts as over.
+        thread: The thread that it runs in.
+    """
 
     model: nn.Module
     trainer: Trainer | None
     thread: int
 
     def is_over(self, model: nn.Module) -> bool:
-        """Whether the call was of this model and has returned or raised, as far as can be told."""
+        """Whether the call was of this model and has ended; told in its own thread only."""
         is_here = self.model is model and self.thread == threading.get_ident()
         return is_here and self.trainer is not None and not _is_running(self.trainer)
 
@@ -186,7 +192,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if self.session is None:
             return
         with suppress(Exception):  # as above
-            self._run = _Training(model, _caller(), threading.get_ident())
+            self._run = _Training(model, _calling_trainer(), threading.get_ident())
             with _lock:
                 _training.add(self)
         if state.is_world_process_zero:
@@ -309,7 +315,10 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         with suppress(Exception):  # of other code's frames
             is_over = self._run is not None and self._run.is_over(model)
         if is_over and self.session is not None:
-            log.warning("the training before was interrupted: its session is closed now")
+            log.warning(
+                "an earlier training of this model was interrupted: its session is closed, and"
+                " the new training is watched"
+            )
             self._run = None
             end(self)
 
@@ -353,8 +362,8 @@ def _callers() -> Iterator[object]:
         frame = frame.f_back
 
 
-def _caller() -> Trainer | None:
-    """The Trainer that is calling, None if it is not found."""
+def _calling_trainer() -> Trainer | None:
+    """The Trainer whose `train` is running in this thread, the innermost; None if none is found."""
     return next((each for each in _callers() if isinstance(each, Trainer)), None)
 
 

@@ -261,7 +261,8 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     found = families(load(options.results))
     if not found:
-        raise SystemExit(f"{options.results}: no run has such copies of all ways in {GROUPS}")
+        ways = ", ".join(way for group in GROUPS for way in group)
+        raise SystemExit(f"{options.results}: no run has such copies of all ways ({ways})")
     print("\n\n".join(map(told, found)))
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)

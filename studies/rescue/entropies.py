@@ -43,7 +43,7 @@ def table(found: list[tuple[Run, pd.DataFrame]]) -> pd.DataFrame:
         alarmed = alarms(run)
         below = {head: of[of < LEVEL].index.min() for head, of in values.items()}
         for head, step in below.items():
-            if head in alarmed or step == step:
+            if head in alarmed or pd.notna(step):
                 least = values[head].min()
                 rows.append((run.name, f"{head[0]}.{head[1]}", alarmed.get(head), step, least))
     columns = ["run", "head", "alarm", "below", "least"]

@@ -133,7 +133,11 @@ def main(arguments: list[str]) -> None:
     if not found:
         raise SystemExit(f"{options.results}: no run at a rate of {RATE:g}")
     text = table(found).to_string(index=False, float_format="{:,.3f}".format, na_rep="-")
-    print(text + "\n\nabove, chance: nats of the loss, see the module's docstring")
+    print(text)
+    print(
+        f"\nabove: nats that the loss lies above the longest other start's, mean of {WINDOW} steps."
+    )
+    print("chance: the largest such difference before the first advisory or alarm of either.")
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)
 

@@ -92,12 +92,13 @@ def test_a_run_records_what_its_weights_did(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(3000, dtype=np.uint16) % 300)
     (tmp_path / "tokens.json").write_text(json.dumps({"tokens": 3000}))
     sizes = {"layers": 2, "heads": 2, "width": 32, "context": 16, "vocabulary": 300, "sequences": 2}
-    folder = train.main([
+    arguments = [
         *(f"--{name}={value}" for name, value in sizes.items()), "--arm=stock", "--device=cpu",
         f"--corpus={tmp_path}", "--warmup-steps=5", "--steps=8", "--every-n-train-steps=2",
         f"--folder={tmp_path / 'runs'}", "--checkpoint-every=2", "--updates-every=2",
         "--snapshot-megabytes=0",
-    ])  # fmt: skip
+    ]  # fmt: skip
+    folder = train.main(arguments)
     found = pd.read_csv(folder / FILE)
     assert tuple(found.columns) == COLUMNS
     assert sorted(found["step"].unique()) == [4, 6, 8]
@@ -115,3 +116,6 @@ def test_a_run_records_what_its_weights_did(tmp_path):
     pack(tmp_path / "runs", tmp_path / "packed")
     packed = pd.read_csv(tmp_path / "packed" / folder.name / PACKED)
     pd.testing.assert_frame_equal(packed, found, rtol=5e-3)
+    # Its first look has nothing before it, and what the original did after step 4 is not its own.
+    copy = train.main([*arguments, "--branch", "--branch-step=4", "--again=1"])
+    assert pd.read_csv(copy / FILE)["step"].unique().tolist() == [8]

@@ -289,8 +289,8 @@ def instrument(model: nn.Module, sites: Sequence[str] | None = None) -> Instrume
         if interception.is_attached(module):
             raise ValueError(
                 f"the model is instrumented already (module '{name}'): one monitor is enough;"
-                " take out the other one, or close or remove it first; a session that Ctrl-C left"
-                " within a step is out after abandon_step() and close()"
+                " take out the other one, or close or remove it first; after Ctrl-C within a step,"
+                " call its session's abandon_step() and then close()"
             )
         if isinstance(module, nn.DataParallel):
             raise ValueError(

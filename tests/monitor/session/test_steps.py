@@ -113,11 +113,11 @@ def test_the_first_lines_of_the_module_run(tmp_path, monkeypatch):
     assert values(tmp_path / "runs" / "mine", "loss") == loop.losses
 
 
-def test_a_session_that_ctrl_c_left_is_out_as_the_refusal_of_the_next_one_says():
+def test_after_ctrl_c_a_session_leaves_as_the_refusal_of_the_next_one_says():
     left = Loop(every_n_train_steps=1)
     left.session.begin_batch(0)
     left.backward(0)
-    refusal = r"instrumented already .* is out after abandon_step\(\) and close\(\)"
+    refusal = r"instrumented already .* call its session's abandon_step\(\) and then close\(\)"
     with pytest.raises(ValueError, match=refusal):
         MonitorSession(left.model)
     left.session.close()  # within the step
