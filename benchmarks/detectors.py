@@ -42,12 +42,13 @@ FIVE = tuple(f"stock-cudnn-lr1.5e-03-seed{seed}" for seed in (2, 4, 6, 9, 10))
 DEPARTS = {
     row["run"]: int(float(row["failed_at"]))
     for row in csv.DictReader((RESULTS / "runs.csv").read_text().splitlines())
-    if row["failed_at"] and row["run"].startswith("stock") and row["learning_rate"] == "0.0015"
+    if row["failed_at"] and row["run"].startswith("stock") and row["learning_rate"] != "0.003"
 }
 #: A logit that is large when the loss departs.
 LARGE = 1000
 #: Where a run that was never corrected is not called sound, whatever its rate: the largest logit
-#: of those that were corrected from the start is 663, and of the others at 6e-4 1,080.
+#: of those that were corrected from the start is 663, and of the others at 6e-4 1,080. (Those of
+#: seed 1 that grew beyond it do not where delta is exact.)
 UNSOUND = 10_000
 KINDS = ("failing", "again", "sound", "not seen to fail", "learning-rate")
 COLUMNS = ("study", "setting", "kind", "run", "steps", "first_alarm", "rule", "lead", "alarms")

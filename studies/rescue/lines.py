@@ -22,6 +22,13 @@ from studies.rescue.packed import Run
 #: The study's learning rate.
 RATE = 1.5e-3
 
+#: Arm and stabilizer of what others are held against, the first that there is.
+_CORRECTED = (
+    ("from_start", "compensated"),
+    ("rescue_all", "compensated"),
+    ("from_start", "exact_delta"),
+)
+
 #: Losses are averaged over the last of these steps.
 _LAST = 500
 
@@ -40,13 +47,14 @@ def matched_run(run: Run, runs: list[Run]) -> Run | None:
 
     Returns:
         The one of the same seed whose heads were compensated from the start, or, if there is none,
-        from the first alarm to the end; its rate is the run's, or the study's if that is lower.
-        None if there is no such run, or it is the run itself.
+        from the first alarm to the end, or else whose heads were on exact delta from the start; its
+        rate is the run's, or the study's if that is lower. None if there is no such run, or it is
+        the run itself.
     """
-    for arm in ("from_start", "rescue_all"):
+    for arm, stabilizer in _CORRECTED:
         wanted = {
             "arm": arm,
-            "stabilizer": "compensated",
+            "stabilizer": stabilizer,
             "seed": run.facts["seed"],
             "learning_rate": min(RATE, run.facts["learning_rate"]),
         }

@@ -1,12 +1,16 @@
-"""The runs at 6e-4, and how two starts of one seed part.
+"""The runs at 6e-4, and how starts of one seed part.
 
     python -m studies.rescue.low_rate studies/rescue/results --figure low-rate.png
 
-No run at this rate was corrected from the start, so none is matched. Starts of one seed share
-weights and batches, and differ by chance alone: while both are healthy, their losses differ by
-little. How far a run's loss lies above that of the longest other start of its seed is told over
-the last 500 steps, as failures are judged, and beside it the largest such difference before either
-was said to change (by an advisory or an alarm), which is chance.
+Starts of one seed share weights and batches. Two that compute alike differ by chance alone: while
+both are healthy, their losses differ by little. Each run is held against another start of its seed:
+a corrected one, on `exact_delta` in all heads from its second step on, where there is one, else the
+longest. How far its loss lies above is told over the last 500 steps, as failures are judged, and
+beside it the largest such difference before either was said to change (by an advisory or an alarm),
+which is chance.
+
+What was to be compared was set before the corrected starts were made (`README.md`, `-again20`): the
+largest logit that any head has come to, by 15,400 steps or the end of the shorter corrected start.
 """
 
 from __future__ import annotations
@@ -20,14 +24,21 @@ import numpy as np
 import pandas as pd
 
 from studies.rescue.counterfactual import alarms, sigmas
-from studies.rescue.measures import WINDOW, excess_loss, series
-from studies.rescue.packed import LOSS_STEPS, Run, load
+from studies.rescue.measures import MARGIN, WINDOW, excess_loss, loss_departure, series
+from studies.rescue.packed import LOSS_STEPS, Run, again_of, load
 
 #: The rate that GPT-2 small is commonly trained at.
 RATE = 6e-4
 
 #: Steps over which a loss is averaged in the figure.
 SHORT = 100
+
+#: Colour of corrected starts.
+CORRECTED = "C0"
+
+#: The step by which logits are compared, and how many a start must have made to be: others ended
+#: before anything was said in any.
+COMPARED, LONG = 15_400, 10_000
 
 
 def runs_at(runs: list[Run]) -> list[Run]:
@@ -36,10 +47,15 @@ def runs_at(runs: list[Run]) -> list[Run]:
     return sorted(found, key=lambda run: (run.facts["seed"], _last(run)))
 
 
+def is_corrected(run: Run) -> bool:
+    """Whether all heads of a run were switched from the start."""
+    return run.facts["arm"] == "from_start"
+
+
 def other_of(run: Run, runs: list[Run]) -> Run | None:
-    """The longest other start of a run's seed, None if there is none."""
+    """The start of its seed that a run is held against, see the module; None if there is none."""
     others = [r for r in runs if r.facts["seed"] == run.facts["seed"] and r.name != run.name]
-    return max(others, key=_last, default=None)
+    return max(others, key=lambda other: (is_corrected(other), _last(other)), default=None)
 
 
 def first_said(run: Run) -> float:
@@ -60,19 +76,20 @@ def table(runs: list[Run]) -> pd.DataFrame:
     Returns:
         Its last step; those of its first advisory and of its first alarm of a head, and how many
         heads were alarmed; at its end the largest W_Q norm of these and the largest logit of all
-        heads; in nats how far its loss lies `above` that of the longest other start, and how far by
-        `chance`, see the module.
+        heads; in nats how far its loss lies `above` that of `other_of`, and how far by `chance`,
+        see the module; the step at which it `departs` from that by the margin of the study.
     """
     rows = []
     for run in runs:
         alarmed = alarms(run)
         advisories = run.events.query("kind == 'advisory' and site != ''")["step"]
         other = other_of(run, runs)
-        above = chance = np.nan
+        above = chance = departs = np.nan
         if other is not None:
             differences = excess(run, other, WINDOW)
             above = differences.iloc[-1]
             chance = differences.loc[: min(first_said(run), first_said(other))].abs().max()
+            departs = loss_departure(series(run.frame, "loss"), series(other.frame, "loss"))
         rows.append(
             {
                 "run": run.name,
@@ -84,39 +101,80 @@ def table(runs: list[Run]) -> pd.DataFrame:
                 "logit": series(run.frame, "max_logit").iloc[-1],
                 "above": above,
                 "chance": chance,
+                "departs": departs,
             }
         )
     return pd.DataFrame(rows)
 
 
+def compared(runs: list[Run]) -> pd.DataFrame:
+    """A row a long start of a seed that was corrected in some.
+
+    Returns:
+        The run, its seed and whether it `is_corrected`; the `step` by which all of that seed are
+        compared, and the largest `logit` that any head had come to by then. A run that ended
+        earlier counts with less than it would have come to.
+    """
+    rows = []
+    for seed in sorted({run.facts["seed"] for run in runs if is_corrected(run)}):
+        starts = [run for run in runs if run.facts["seed"] == seed and _last(run) >= LONG]
+        step = min([COMPARED, *(_last(run) for run in starts if is_corrected(run))])
+        rows += [
+            {
+                "run": run.name,
+                "seed": seed,
+                "is_corrected": is_corrected(run),
+                "step": step,
+                "logit": series(run.frame, "max_logit").loc[:step].max(),
+            }
+            for run in starts
+        ]
+    columns = ["run", "seed", "is_corrected", "step", "logit"]
+    return pd.DataFrame(rows, columns=columns).sort_values(["seed", "logit"])
+
+
 def draw(runs: list[Run]) -> plt.Figure:
-    """The run with the largest logit at its end, and the longest other start of its seed."""
-    run = max(runs, key=lambda run: series(run.frame, "max_logit").iloc[-1])
-    other, alarmed = other_of(run, runs), alarms(run)
-    if other is None or not alarmed:
-        raise SystemExit(f"{run.name} has no other start of its seed, or no alarm: nothing to draw")
+    """The long starts of the seed that was corrected: heads, logits and losses."""
+    seeds = [run.facts["seed"] for run in runs if is_corrected(run)]
+    starts = [run for run in runs if run.facts["seed"] in seeds[:1] and _last(run) >= LONG]
+    worst = max(starts, key=lambda run: series(run.frame, "max_logit").max(), default=None)
+    if worst is None or not alarms(worst):
+        raise SystemExit("no seed has a corrected start and an alarmed one: nothing to draw")
+    layer = next(iter(alarms(worst)))[0]
+    reference = other_of(worst, starts)
+    assert reference is not None
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    for number, (layer, head) in enumerate(alarmed):
-        look = {"color": f"C{number}", "linewidth": 1.4}
-        left.plot(sigmas(run)[layer, head], **look, label=f"head {layer}.{head}")
-        left.plot(sigmas(other)[layer, head], **look, linestyle=":")
-    left.set(title="alarmed heads; dotted: in the other start", xlabel="step",
+    for run in starts:
+        look = _look(run, worst)
+        middle.plot(series(run.frame, "max_logit"), **look, label=_label(run))
+        if run is not reference:
+            right.plot(excess(run, reference, SHORT), **look)
+        if run is worst or is_corrected(run):
+            left.plot(sigmas(run)[layer], color=look["color"], linewidth=0.9)
+    left.set(title=f"the {len(sigmas(worst)[layer].columns)} heads of layer {layer}", xlabel="step",
              ylabel="sigma of W_Q", yscale="log")  # fmt: skip
-    left.legend(fontsize=8)
-    for each, colour in ((run, "C3"), (other, "0.5")):
-        middle.plot(series(each.frame, "max_logit"), color=colour, label=each.name)
     middle.set(title="all heads", xlabel="step", ylabel="largest logit", yscale="log")
-    middle.legend(fontsize=7)
-    right.plot(excess(run, other, SHORT), color="C3", linewidth=1)
-    right.axhline(0, color="0.7", linewidth=1)
-    right.set(title=f"loss above the other start's, means of {SHORT} steps", xlabel="step",
+    middle.legend(fontsize=8)
+    right.axhline(0, color=CORRECTED, linewidth=1)
+    right.set(title=f"loss above a corrected start's, means of {SHORT} steps", xlabel="step",
               ylabel="nats")  # fmt: skip
     for axes in (left, middle, right):
         axes.locator_params(axis="x", nbins=5)
-        axes.axvline(first_said(run), color="0.8", linewidth=1)
-        axes.axvline(min(alarmed.values()), color="0.6", linewidth=1)
+        axes.axvline(first_said(worst), color="0.8", linewidth=1)
+        axes.axvline(min(alarms(worst).values()), color="0.6", linewidth=1)
     figure.tight_layout()
     return figure
+
+
+def _look(run: Run, worst: Run) -> dict:
+    if is_corrected(run):
+        return {"color": CORRECTED, "linewidth": 1.0}
+    return {"color": "C3" if run is worst else "C1", "linewidth": 1.4 if run is worst else 1.0}
+
+
+def _label(run: Run) -> str:
+    done = run.facts["stabilizer"] if is_corrected(run) else "no switch"
+    return f"again{again_of(run.name)}, {done}"
 
 
 def _last(run: Run) -> int:
@@ -135,9 +193,13 @@ def main(arguments: list[str]) -> None:
     text = table(found).to_string(index=False, float_format="{:,.3f}".format, na_rep="-")
     print(text)
     print(
-        f"\nabove: nats that the loss lies above the longest other start's, mean of {WINDOW} steps."
+        f"\nabove: nats that the loss lies above that of a corrected start of the seed, else of the"
+        f" longest other one, mean of {WINDOW} steps. departs: where that passes {MARGIN}."
     )
     print("chance: the largest such difference before the first advisory or alarm of either.")
+    if not (by_seed := compared(found)).empty:
+        print("\nThe largest logits that long starts have come to:\n")
+        print(by_seed.to_string(index=False, float_format="{:,.0f}".format))
     if options.figure:
         draw(found).savefig(options.figure, dpi=120)
 

@@ -33,7 +33,9 @@ _AUDITED = ("dq_relative_error", "dq_coherent_error", "w_q_push")
 
 #: Significant digits that are kept of a run's own values, of heads', and of those no rule reads.
 SCALAR_DIGITS, DIGITS, COARSE_DIGITS = 5, 3, 2
-_COARSE = ("multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative")
+_COARSE = (
+    "w_k_spectral_norm", "multiple_maxima", "delta_bias", "delta_bias_abs", "delta_bias_cumulative",
+)  # fmt: skip
 
 
 class Run(NamedTuple):

@@ -5,15 +5,15 @@ import pandas as pd
 import pytest
 
 from studies.rescue import low_rate
-from studies.rescue.low_rate import draw, excess, main, other_of, runs_at, table
+from studies.rescue.low_rate import compared, draw, excess, main, other_of, runs_at, table
 from studies.rescue.packed import Run
 
 
-def run_of(name, seed, last, offset, events=(), rate=6e-4):
+def run_of(name, seed, last, offset, events=(), rate=6e-4, arm="stock", growth=1.0):
     """Loss 2 + offset(step) at each 20th step; of two heads sigma and logits at each 200th."""
     rows = [(step, "", -1, -1, "loss", 2 + offset(step)) for step in range(0, last + 1, 20)]
     for step in range(0, last + 1, 200):
-        for head, sigma in ((0, 1.0), (1, 1 + step / 1000)):
+        for head, sigma in ((0, 1.0), (1, 1 + growth * step / 1000)):
             rows += [(step, "h.1", 1, head, "w_q_spectral_norm", sigma),
                      (step, "h.1", 1, head, "max_logit", 100 * sigma)]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
@@ -21,7 +21,8 @@ def run_of(name, seed, last, offset, events=(), rate=6e-4):
         [(step, kind, "h.1", (1,)) for step, kind in events],
         columns=["step", "kind", "site", "heads"],
     )
-    return Run(name, {"learning_rate": rate, "seed": seed}, frame, told)
+    facts = {"learning_rate": rate, "seed": seed, "arm": arm, "stabilizer": "exact_delta"}
+    return Run(name, facts, frame, told)
 
 
 @pytest.fixture
@@ -70,25 +71,78 @@ def test_chance_is_what_came_before_anything_was_said(runs):
     assert found.loc["alone", ["above", "chance", "alarm", "sigma"]].isna().all()
 
 
-def test_the_figure_has_the_run_with_the_largest_logit_and_its_other_start(runs):
-    longer = run_of("longer", 2, 900, lambda s: 0.0)
-    with pytest.raises(SystemExit, match="alone has no other start of its seed"):
-        draw([run_of("alone", 2, 1000, lambda s: 0.0)])
-    with pytest.raises(SystemExit, match="or no alarm: nothing to draw"):
-        draw([runs[0], runs[2]])
-    left, middle, right = draw([runs[1], run_of("other", 1, 2600, lambda s: 0.0), longer]).axes
-    # One alarmed head in both starts, and the lines of the advisory and the alarm.
-    assert len(left.lines) == 2 + 2
-    assert [line.get_label() for line in middle.lines[:2]] == ["bad", "other"]
+def test_a_corrected_start_is_what_others_are_held_against(runs):
+    corrected = run_of("corrected", 1, 2600, lambda s: 0.0, arm="from_start")
+    starts = runs_at([*runs, corrected])
+    assert other_of(runs[1], starts).name == "corrected"
+    assert other_of(corrected, starts).name == "long"
+    assert other_of(runs[3], starts) is None
+    again = run_of("again", 1, 3000, lambda s: 0.0, arm="from_start")
+    assert other_of(corrected, [*starts, again]).name == "again"
+
+
+def test_a_loss_departs_where_its_mean_over_500_steps_passes_the_margin(runs):
+    # 0.2 above from 2,000 on: from the thirteenth of 25 losses on the mean is above 0.1.
+    up = run_of("up", 1, 3000, lambda s: 0.2 * (s >= 2000))
+    found = table([up, run_of("other", 1, 3000, lambda s: 0.0)]).set_index("run")
+    assert found.loc["up", "departs"] == 2000 + 12 * 20
+    assert np.isnan(found.loc["other", "departs"])
+
+
+@pytest.fixture
+def long_starts():
+    """Of one seed, on few steps: logits at most 100 (1 + growth step / 1,000)."""
+    said = [(8000, "advisory"), (10000, "alarm")]
+    corrected = {"arm": "from_start", "growth": 0.1}
+    return [
+        run_of("run-again1", 1, 11_000, lambda s: 0.0, said, growth=2.0),
+        run_of("run-again2", 1, 16_000, lambda s: 0.0, growth=0.5),
+        run_of("run-again3", 1, 16_000, lambda s: 0.0, **corrected),
+        run_of("run-again4", 1, 15_000, lambda s: 0.0, **corrected),
+        run_of("run", 1, 5000, lambda s: 0.0, growth=9.0),
+        run_of("run2", 2, 16_000, lambda s: 0.0, growth=9.0),
+    ]
+
+
+def test_long_starts_are_compared_by_the_logits_they_have_come_to(long_starts):
+    found = compared(long_starts).set_index("run")
+    # By the end of the shorter corrected start; one that ended earlier with what it had.
+    assert found["step"].unique() == [15_000]
+    expected = {"run-again3": 250, "run-again4": 250, "run-again2": 850, "run-again1": 2300}
+    assert found["logit"].to_dict() == pytest.approx(expected)
+    assert list(found["logit"]) == sorted(found["logit"])
+    assert found["is_corrected"].sum() == 2
+    only = compared(long_starts[:3])
+    assert only["step"].unique() == [low_rate.COMPARED]
+    assert compared(long_starts[:2]).empty
+
+
+def test_the_figure_has_the_long_starts_of_the_seed_that_was_corrected(long_starts):
+    with pytest.raises(SystemExit, match="no seed has a corrected start and an alarmed one"):
+        draw(long_starts[:2])
+    with pytest.raises(SystemExit, match="no seed has a corrected start and an alarmed one"):
+        draw(long_starts[1:4])
+    left, middle, right = draw(long_starts).axes
+    # Two heads of the alarmed start and of each corrected one; the advisory and the alarm.
+    assert len(left.lines) == 2 * 3 + 2
+    labels = [line.get_label() for line in middle.lines[:4]]
+    assert labels == ["again1, no switch", "again2, no switch", "again3, exact_delta",
+                      "again4, exact_delta"]  # fmt: skip
+    # All but the one that they are held against, which is the line at 0.
+    assert len(right.lines) == 3 + 1 + 2
     marks = [line.get_xdata()[0] for line in right.lines[-2:]]
-    assert np.allclose(marks, [1600, 2000])
+    assert np.allclose(marks, [8000, 10000])
 
 
-def test_the_command(runs, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(low_rate, "load", lambda folder: [runs[1], runs[2]])
+def test_the_command(runs, long_starts, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(low_rate, "load", lambda folder: long_starts)
     main([str(tmp_path), "--figure", str(tmp_path / "low.png")])
     assert (tmp_path / "low.png").exists()
-    assert "bad" in capsys.readouterr().out
+    assert "run-again4  " in capsys.readouterr().out
+    monkeypatch.setattr(low_rate, "load", lambda folder: runs[1:3])
+    main([str(tmp_path)])
+    told = capsys.readouterr().out
+    assert "bad" in told and "largest logits that long starts" not in told
     monkeypatch.setattr(low_rate, "load", lambda folder: runs[-1:])
     with pytest.raises(SystemExit, match="no run at a rate of"):
         main([str(tmp_path)])
