@@ -280,7 +280,10 @@ def heads(runs: list[Recorded]) -> Iterator[str]:
 def table(rows: list[dict[str, str]]) -> Iterator[str]:
     """Yields the leads and the alarms as Markdown."""
     names = [*FIVE, *(name for name in DEPARTS if name not in FIVE)]
-    short = [name.removeprefix("stock-").replace("lr1.5e-03-", "") for name in names]
+    short = [
+        name.removeprefix("stock-").replace("cudnn-", "").replace("lr1.5e-03-", "")
+        for name in names
+    ]
     yield "| setting | " + " | ".join(short) + " | median of five | sound runs alarmed | others |"
     yield "|---" * (len(names) + 4) + "|"
     told = [row for row in rows if row["study"] in ("replay", "scaled")]
