@@ -156,8 +156,7 @@ def draw(runs: list[Run]) -> plt.Figure:
     middle.set(title="all heads", xlabel="step", ylabel="largest logit", yscale="log")
     middle.legend(fontsize=8)
     right.axhline(0, color=CORRECTED, linewidth=1)
-    right.set(title=f"loss above a corrected start's, means of {SHORT} steps", xlabel="step",
-              ylabel="nats")  # fmt: skip
+    right.set(title="loss above a corrected start's", xlabel="step", ylabel="nats")
     for axes in (left, middle, right):
         axes.locator_params(axis="x", nbins=5)
         axes.axvline(first_said(worst), color="0.8", linewidth=1)
