@@ -207,7 +207,7 @@ def _row(study: str, setting: str, run: Recorded, changed: Samples, rules: tuple
 def simulated_study(runs: list[Recorded], count: int) -> Iterator[Row]:
     """Alarms in simulated sound runs, drawn from the sound ones of one rate."""
     for rate, spliced in (("1.5e-03", False), ("6.0e-04", False), ("1.5e-03", True)):
-        # Runs on exact delta from the start came later; the layers drawn from stay the same.
+        # Not those on exact delta: what is drawn at 6e-4 is to hold what rounding does there.
         sound = [run for run in runs if run.kind == "sound" and "exact_delta" not in run.name]
         pool = [_heads(run) for run in sound if rate in run.name]
         trends = "spliced trends" if spliced else "own trends"

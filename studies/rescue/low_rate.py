@@ -4,10 +4,10 @@
 
 Starts of one seed share weights and batches. Two that compute alike differ by chance alone: while
 both are healthy, their losses differ by little. Each run is held against another start of its seed:
-a corrected one, on `exact_delta` in all heads from its second step on, where there is one, else the
-longest. How far its loss lies above is told over the last 500 steps, as failures are judged, and
-beside it the largest such difference before either was said to change (by an advisory or an alarm),
-which is chance.
+the matched one of the study (`lines.matched_run`), here on `exact_delta` in all heads from its
+second step on, else another corrected one, else the longest. How far its loss lies above is told
+over the last 500 steps, as failures are judged, and beside it the largest such difference before
+either was said to change (by an advisory or an alarm), which is chance.
 
 What was to be compared was set before the corrected starts were made (`README.md`, `-again20`): the
 largest logit that any head has come to, by 15,400 steps or the end of the shorter corrected start.
@@ -24,6 +24,7 @@ import numpy as np
 import pandas as pd
 
 from studies.rescue.counterfactual import alarms, sigmas
+from studies.rescue.lines import matched_run
 from studies.rescue.measures import MARGIN, WINDOW, excess_loss, loss_departure, series
 from studies.rescue.packed import LOSS_STEPS, Run, again_of, load
 
@@ -32,6 +33,9 @@ RATE = 6e-4
 
 #: Steps over which a loss is averaged in the figure.
 SHORT = 100
+
+#: Columns of the table that are steps, where there is one.
+STEPS = ("advisory", "alarm", "departs")
 
 #: Colour of corrected starts.
 CORRECTED = "C0"
@@ -55,7 +59,8 @@ def is_corrected(run: Run) -> bool:
 def other_of(run: Run, runs: list[Run]) -> Run | None:
     """The start of its seed that a run is held against, see the module; None if there is none."""
     others = [r for r in runs if r.facts["seed"] == run.facts["seed"] and r.name != run.name]
-    return max(others, key=lambda other: (is_corrected(other), _last(other)), default=None)
+    longest = max(others, key=lambda other: (is_corrected(other), _last(other)), default=None)
+    return matched_run(run, runs) or longest
 
 
 def first_said(run: Run) -> float:
@@ -137,6 +142,7 @@ def draw(runs: list[Run]) -> plt.Figure:
     """The long starts of the seed that was corrected: heads, logits and losses."""
     seeds = [run.facts["seed"] for run in runs if is_corrected(run)]
     starts = [run for run in runs if run.facts["seed"] in seeds[:1] and _last(run) >= LONG]
+    starts.sort(key=lambda run: (is_corrected(run), again_of(run.name) or 0))
     worst = max(starts, key=lambda run: series(run.frame, "max_logit").max(), default=None)
     if worst is None or not alarms(worst):
         raise SystemExit("no seed has a corrected start and an alarmed one: nothing to draw")
@@ -144,8 +150,7 @@ def draw(runs: list[Run]) -> plt.Figure:
     reference = other_of(worst, starts)
     assert reference is not None
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(14, 4))
-    for run in starts:
-        look = _look(run, worst)
+    for run, look in zip(starts, _looks(starts, worst), strict=True):
         middle.plot(series(run.frame, "max_logit"), **look, label=_label(run))
         if run is not reference:
             right.plot(excess(run, reference, SHORT), **look)
@@ -156,7 +161,8 @@ def draw(runs: list[Run]) -> plt.Figure:
     middle.set(title="all heads", xlabel="step", ylabel="largest logit", yscale="log")
     middle.legend(fontsize=8)
     right.axhline(0, color=CORRECTED, linewidth=1)
-    right.set(title="loss above a corrected start's", xlabel="step", ylabel="nats")
+    right.set(title="loss above a corrected start's", xlabel="step",
+              ylabel=f"nats, means of {SHORT} steps")  # fmt: skip
     for axes in (left, middle, right):
         axes.locator_params(axis="x", nbins=5)
         axes.axvline(first_said(worst), color="0.8", linewidth=1)
@@ -165,10 +171,17 @@ def draw(runs: list[Run]) -> plt.Figure:
     return figure
 
 
-def _look(run: Run, worst: Run) -> dict:
-    if is_corrected(run):
-        return {"color": CORRECTED, "linewidth": 1.0}
-    return {"color": "C3" if run is worst else "C1", "linewidth": 1.4 if run is worst else 1.0}
+def _looks(starts: list[Run], worst: Run) -> list[dict]:
+    """Colours by what was done, and dashes for the second start of one colour."""
+    colours = [CORRECTED if is_corrected(r) else "C3" if r is worst else "C1" for r in starts]
+    return [
+        {
+            "color": colour,
+            "linewidth": 1.4 if run is worst else 1.0,
+            "linestyle": "--" if colour in colours[:number] else "-",
+        }
+        for number, (run, colour) in enumerate(zip(starts, colours, strict=True))
+    ]
 
 
 def _label(run: Run) -> str:
@@ -180,6 +193,10 @@ def _last(run: Run) -> int:
     return int(run.frame["step"].max())
 
 
+def _as_step(step: float) -> str:
+    return "-" if pd.isna(step) else f"{step:,.0f}"
+
+
 def main(arguments: list[str]) -> None:
     """Reads the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -189,7 +206,10 @@ def main(arguments: list[str]) -> None:
     found = runs_at(load(options.results))
     if not found:
         raise SystemExit(f"{options.results}: no run at a rate of {RATE:g}")
-    text = table(found).to_string(index=False, float_format="{:,.3f}".format, na_rep="-")
+    told = {"logit": "{:,.0f}".format, **dict.fromkeys(STEPS, _as_step)}
+    shown = table(found)
+    shown["above"] = shown["above"].round(3) + 0.0  # no "-0.000"
+    text = shown.to_string(index=False, float_format="{:.3f}".format, na_rep="-", formatters=told)
     print(text)
     print(
         f"\nabove: nats that the loss lies above that of a corrected start of the seed, else of the"

@@ -22,7 +22,7 @@ def test_delta_moves_dq_in_alarmed_heads(run, site, head):
     kept = read_snapshots(RESULTS / run)
     assert {(one.site, one.head, one.kernel) for one in kept} == {(site, head, "CUDNN_ATTENTION")}
     found = diagnose([one.inputs for one in kept])
-    # In sound runs no audited head had more than 0.019 of dQ wrong.
+    # In sound runs an audited head seldom has more than 0.05 of dQ wrong along W_Q's top direction.
     assert found.error.relative_error > 1
     assert (found.cause, found.operation, found.faults) == ("unclear", "delta", ())
     assert not found.is_saturated

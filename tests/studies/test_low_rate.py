@@ -1,38 +1,59 @@
 """What is told of the runs at 6e-4, on made-up runs whose losses are known."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from studies.rescue import low_rate
-from studies.rescue.low_rate import compared, draw, excess, main, other_of, runs_at, table
+from studies.rescue.low_rate import (
+    compared,
+    draw,
+    excess,
+    first_said,
+    main,
+    other_of,
+    runs_at,
+    table,
+)
 from studies.rescue.packed import Run
 
 
-def run_of(name, seed, last, offset, events=(), rate=6e-4, arm="stock", growth=1.0):
-    """Loss 2 + offset(step) at each 20th step; of two heads sigma and logits at each 200th."""
+def run_of(name, seed, last, offset, events=(), rate=6e-4, arm="stock", growth=1.0, peak=math.inf):
+    """Loss 2 + offset(step) at each 20th step; of two heads sigma and logits at each 200th.
+
+    Head 1 grows up to `peak` and shrinks from there on. Events are of head 1 of site h.1, or of the
+    site and head that stand in them.
+    """
     rows = [(step, "", -1, -1, "loss", 2 + offset(step)) for step in range(0, last + 1, 20)]
     for step in range(0, last + 1, 200):
-        for head, sigma in ((0, 1.0), (1, 1 + growth * step / 1000)):
+        for head, sigma in ((0, 1.0), (1, 1 + growth * min(step, 2 * peak - step) / 1000)):
             rows += [(step, "h.1", 1, head, "w_q_spectral_norm", sigma),
                      (step, "h.1", 1, head, "max_logit", 100 * sigma)]  # fmt: skip
     frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
     told = pd.DataFrame(
-        [(step, kind, "h.1", (1,)) for step, kind in events],
-        columns=["step", "kind", "site", "heads"],
+        [(*event[:2], *(event[2:] or ("h.1", 1))) for event in events],
+        columns=["step", "kind", "site", "head"],
     )
+    told["heads"] = [(head,) for head in told["head"]]
     facts = {"learning_rate": rate, "seed": seed, "arm": arm, "stabilizer": "exact_delta"}
     return Run(name, facts, frame, told)
 
 
 @pytest.fixture
 def runs():
-    said = [(1600, "advisory"), (2000, "alarm"), (2200, "alarm")]
-    # 0.03 nats apart up to 500, by chance; 0.1 above from 2,000 on.
-    bad = run_of("bad", 1, 3000, lambda s: 0.03 * (s <= 500) + 0.1 * (s >= 2000), said)
+    # What is said of no head does not count.
+    said = [(900, "advisory", "", -1), (1000, "alarm", "", -1), (1600, "advisory"),
+            (2000, "alarm"), (2200, "alarm")]  # fmt: skip
+
+    def offset(step):
+        """By chance 0.03 nats above up to 500, 0.04 below in 25 losses; 0.1 above from 2,000 on."""
+        return 0.03 * (step <= 500) - 0.04 * (1100 <= step < 1600) + 0.1 * (step >= 2000)
+
     return [
         run_of("long", 1, 4000, lambda s: 0.0),
-        bad,
+        run_of("bad", 1, 3000, offset, said, peak=2600),
         run_of("short", 1, 1000, lambda s: 0.5),
         run_of("alone", 2, 1000, lambda s: 0.0),
         run_of("fast", 1, 5000, lambda s: 0.0, rate=1.5e-3),
@@ -54,7 +75,7 @@ def test_losses_are_means_over_as_many_steps_as_are_asked_for(runs):
     found = excess(bad, long, 400)
     assert found.index[0] == 380  # the first with twenty losses
     assert found[380] == pytest.approx(0.03)
-    assert found[1600] == pytest.approx(0)
+    assert found[1040] == pytest.approx(0)
     # Of the twenty losses up to 2,180 the last ten are 0.1 above.
     assert found[2180] == pytest.approx(0.05)
     assert excess(bad, long, 100)[2080] == pytest.approx(0.1)
@@ -64,11 +85,22 @@ def test_chance_is_what_came_before_anything_was_said(runs):
     found = table(runs_at(runs)).set_index("run")
     bad = found.loc["bad"]
     assert bad[["steps", "advisory", "alarm", "heads"]].tolist() == [3000, 1600, 2000, 1]
-    assert (bad["sigma"], bad["logit"]) == (4.0, 400.0)
+    assert (bad["sigma"], bad["logit"]) == pytest.approx((3.2, 320.0))  # at the end, past the peak
     assert bad["above"] == pytest.approx(0.1)
-    assert bad["chance"] == pytest.approx(0.03)
     assert found.loc["long", "above"] == pytest.approx(-0.1)
+    # The size of what is below; until something is said of either.
+    assert bad["chance"] == found.loc["long", "chance"] == pytest.approx(0.04)
     assert found.loc["alone", ["above", "chance", "alarm", "sigma"]].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("said", "first"),
+    [([(700, "advisory"), (900, "alarm")], 700), ([(900, "advisory"), (700, "alarm")], 700),
+     ([(700, "switch"), (900, "alarm")], 900), ([(700, "alarm", "", -1)], math.inf),
+     ([], math.inf)],
+)  # fmt: skip
+def test_what_is_said_first_of_a_head(said, first):
+    assert first_said(run_of("a", 1, 1000, lambda s: 0.0, said)) == first
 
 
 def test_a_corrected_start_is_what_others_are_held_against(runs):
@@ -79,6 +111,10 @@ def test_a_corrected_start_is_what_others_are_held_against(runs):
     assert other_of(runs[3], starts) is None
     again = run_of("again", 1, 3000, lambda s: 0.0, arm="from_start")
     assert other_of(corrected, [*starts, again]).name == "again"
+    # As in the study's own table, a compensated one comes before one on exact delta.
+    facts = {**corrected.facts, "stabilizer": "compensated"}
+    compensated = corrected._replace(name="compensated", facts=facts)
+    assert other_of(runs[1], [*starts, again, compensated]).name == "compensated"
 
 
 def test_a_loss_departs_where_its_mean_over_500_steps_passes_the_margin(runs):
@@ -92,11 +128,11 @@ def test_a_loss_departs_where_its_mean_over_500_steps_passes_the_margin(runs):
 @pytest.fixture
 def long_starts():
     """Of one seed, on few steps: logits at most 100 (1 + growth step / 1,000)."""
-    said = [(8000, "advisory"), (10000, "alarm")]
+    said = [(8000, "advisory"), (10000, "alarm"), (10400, "alarm", "h.1", 0)]
     corrected = {"arm": "from_start", "growth": 0.1}
     return [
         run_of("run-again1", 1, 11_000, lambda s: 0.0, said, growth=2.0),
-        run_of("run-again2", 1, 16_000, lambda s: 0.0, growth=0.5),
+        run_of("run-again2", 1, 16_000, lambda s: 0.0, growth=0.5, peak=14_000),
         run_of("run-again3", 1, 16_000, lambda s: 0.0, **corrected),
         run_of("run-again4", 1, 15_000, lambda s: 0.0, **corrected),
         run_of("run", 1, 5000, lambda s: 0.0, growth=9.0),
@@ -106,9 +142,10 @@ def long_starts():
 
 def test_long_starts_are_compared_by_the_logits_they_have_come_to(long_starts):
     found = compared(long_starts).set_index("run")
-    # By the end of the shorter corrected start; one that ended earlier with what it had.
+    # By the end of the shorter corrected start, the largest ever: logits of one have fallen since.
+    # One that ended earlier counts with what it had come to.
     assert found["step"].unique() == [15_000]
-    expected = {"run-again3": 250, "run-again4": 250, "run-again2": 850, "run-again1": 2300}
+    expected = {"run-again3": 250, "run-again4": 250, "run-again2": 800, "run-again1": 2300}
     assert found["logit"].to_dict() == pytest.approx(expected)
     assert list(found["logit"]) == sorted(found["logit"])
     assert found["is_corrected"].sum() == 2
@@ -128,8 +165,11 @@ def test_the_figure_has_the_long_starts_of_the_seed_that_was_corrected(long_star
     labels = [line.get_label() for line in middle.lines[:4]]
     assert labels == ["again1, no switch", "again2, no switch", "again3, exact_delta",
                       "again4, exact_delta"]  # fmt: skip
-    # All but the one that they are held against, which is the line at 0.
-    assert len(right.lines) == 3 + 1 + 2
+    assert [line.get_color() for line in middle.lines[:4]] == ["C3", "C1", "C0", "C0"]
+    assert [line.get_linestyle() for line in middle.lines[:4]] == ["-", "-", "-", "--"]
+    # All but one corrected start, which they are held against: the line at 0.
+    assert len(right.lines) == 4 + 2
+    assert [line.get_xdata()[0] for line in right.lines[:3]] == [80] * 3  # the first of five losses
     marks = [line.get_xdata()[0] for line in right.lines[-2:]]
     assert np.allclose(marks, [8000, 10000])
 
@@ -138,7 +178,9 @@ def test_the_command(runs, long_starts, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(low_rate, "load", lambda folder: long_starts)
     main([str(tmp_path), "--figure", str(tmp_path / "low.png")])
     assert (tmp_path / "low.png").exists()
-    assert "run-again4  " in capsys.readouterr().out
+    runs_told, compared_told = capsys.readouterr().out.split("The largest logits that long starts")
+    assert "run2" in runs_told and "10,000" in runs_told
+    assert "run-again4" in compared_told and "run2" not in compared_told
     monkeypatch.setattr(low_rate, "load", lambda folder: runs[1:3])
     main([str(tmp_path)])
     told = capsys.readouterr().out

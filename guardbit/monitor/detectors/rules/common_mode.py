@@ -29,11 +29,11 @@ class CommonMode:
     common outweighs the differences by more than delta's rounding makes up for. (FP16 is eight
     times as fine.)
 
-    In all 31 runs of the study at 1.5e-3 without a switch some heads come to be so, by step 7,600
-    at the latest, and most of these runs were not seen to fail; in the five compensated ones none
-    ever is. It says where to look, and heads that it names are audited at each sampled step from
-    then on, as long as they are few. An additive bias, such as ALiBi's, counts as a logit: where it
-    is large by itself, the advisory says nothing.
+    In 53 of 59 runs of the study at 1.5e-3 without a switch some heads come to be so, by step 7,600
+    at the latest, and most of these runs were not seen to fail; in the nine that were corrected
+    from the start none ever is. It says where to look, and heads that it names are audited at each
+    sampled step from then on, as long as they are few. An additive bias, such as ALiBi's, counts as
+    a logit: where it is large by itself, the advisory says nothing.
 
     Attributes:
         logit: Smallest largest logit, on two samples in a row.
