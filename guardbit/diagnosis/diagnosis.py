@@ -25,9 +25,9 @@ from guardbit.kernels.reference.common import float32_products
 #: "not rounding": dQ is right. "unclear": it is not, but its errors do not add up in these rows.
 Cause = Literal["fault", "rounding", "not rounding", "unclear"]
 
-# Parts of the gradient from which on an error is no noise. In the eight sound runs that this was set
-# with no audit of a head found more than 0.019 of dQ along W_Q's top direction; in the eight since
-# then one found 0.15, and all others 0.052 at most.
+# Parts of the gradient from which on an error is no noise. In the eight sound runs that this was
+# set with no audit of a head found more than 0.019 of dQ along W_Q's top direction; in the eight
+# since then one found 0.15, and all others 0.052 at most.
 _LARGE = 0.1
 # Part of the natural size of dQ below which an error is of no size. BF16 makes 1e-3 to 1e-2 of it
 # in sound heads and 5e-4 or more in alarmed ones of the study; 1e-7 in most heads that a learning
