@@ -190,6 +190,40 @@ def test_a_nan_loss_over_sound_heads_is_unclear_to_report_and_replay(tmp_path: P
     )
 
 
+def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path: Path) -> None:
+    """A run that is resumed in a folder of its own begins it with what had happened before."""
+
+    def resumed(name: str, *, alarm: int) -> Path:
+        folder = write_run(tmp_path / name)
+        with RunWriter(folder, start_step=59) as writer:
+            for step in (100, 150):
+                writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+            writer.event(Event(alarm, "alarm", "h.0.attn", (0,), "it grew", rule="head_growth"))
+            writer.event(Event(60, "switch", "h.0.attn", (0, 1), "x", stabilizer="exact_delta"))
+            writer.event(Event(60, "verdict", "", (), "so it is", verdict="rounding"))
+        for path in folder.glob("samples-0001-*"):  # the past lies in another folder
+            path.unlink()
+        return folder
+
+    folder = resumed("resumed", alarm=40)
+    reported, replayed = (
+        json.loads(invoke(command, folder, "--json").stdout) for command in ("report", "replay")
+    )
+    assert reported["outcome"] == replayed["outcome"] == "saved"
+    assert replayed["headline"] == reported["headline"]
+    assert replayed["headline"].startswith("Saved: 1 of 2 heads alarmed at step 40, corrected")
+    assert (replayed["alarms"], replayed["first_alarm"]) == ([], None)  # what the rules found
+    said = invoke("replay", folder).stdout.splitlines()[-1]
+    assert said == (
+        "The samples begin at step 100. The run's own alarms before it are counted, and could not"
+        " be replayed."
+    )
+    # One that the samples reach is judged anew.
+    again = resumed("again", alarm=100)
+    assert json.loads(invoke("replay", again, "--json").stdout)["outcome"] == "healthy"
+    assert "could not be replayed" not in invoke("replay", again).stdout
+
+
 def test_a_short_run_is_reported_without_a_word_of_warning(tmp_path: Path) -> None:
     # Fewer losses than the median of the loss's level takes.
     levels = {"settings": {"levels": {"loss_departure": {"loss": 1.0}}}}

@@ -101,21 +101,33 @@ def replay(
     console.print(headline(outcome), markup=False, highlight=False, soft_wrap=True)
     verdict = f"{result.verdict}: {printable(result.why)}"
     console.print(verdict, markup=False, highlight=False, soft_wrap=True)
+    begins = outcome.first_step
+    if begins is not None and outcome.first_alarm is not None and outcome.first_alarm < begins:
+        console.print(
+            f"The samples begin at step {begins:,}. The run's own alarms before it are counted, and"
+            " could not be replayed.",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _outcome_of_replay(
     path: Path, frame: pd.DataFrame, result: Replay, metadata: dict[str, Any]
 ) -> Outcome:
-    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
+    """The outcome by the alarms of a replay, and by the switches that the run recorded.
+
+    A run that was resumed in a folder of its own begins that with the alarms of before. Its samples
+    do not reach back to these, so they cannot be replayed, and count as they were recorded.
+    """
     import pandas as pd
 
     from guardbit.dashboards.outcome import outcome_of
     from guardbit.store import read_end, read_events
 
     recorded = read_events(path)
-    switches = recorded.loc[recorded["kind"] == "switch"]
+    is_earlier = (recorded["kind"] == "alarm") & (recorded["step"] < frame["step"].min())
+    kept = recorded.loc[(recorded["kind"] == "switch") | is_earlier]
     found = events_of_replay(frame, result)
-    events = pd.concat([found, switches]) if len(switches) else found
+    events = pd.concat([found, kept]) if len(kept) else found
     return outcome_of(frame, events, metadata, read_end(path))
 
 

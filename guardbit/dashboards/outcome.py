@@ -44,10 +44,10 @@ class Outcome:
     """What became of a run.
 
     Attributes:
-        kind: One of `OUTCOMES`. "saved": all alarmed heads were switched, none of them goes on
-            alarming or growing, and the loss has not left. "alarmed": the loss has not left either,
-            but heads are not switched, or go on. "lost": single heads alarmed, and the loss has
-            left.
+        kind: One of `OUTCOMES`. "saved": all alarmed heads were switched and measured since, none
+            of them goes on alarming or growing, and the loss has not left. "alarmed": the loss has
+            not left either, but heads are not switched, not measured since, or go on. "lost":
+            single heads alarmed, and the loss has left.
         verdict: The last verdict. Where none was recorded: "" if there was an alarm, else "stable",
             or "unclear" if no rule could judge heads.
         first_step: First recorded step, None without samples.
@@ -73,6 +73,8 @@ class Outcome:
         alarming_again: Number of switched heads that go on alarming at the end.
         still_growing: Number of alarmed heads that have grown since their switch, or since their
             alarm if that is later: largest logit and W_Q norm, where both were measured.
+        not_measured_since: Number of alarmed heads that were switched, and of which no sample has
+            come since then, or since their alarm if that is later.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
         end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
@@ -100,6 +102,7 @@ class Outcome:
     stabilizers: tuple[str, ...]
     alarming_again: int
     still_growing: int
+    not_measured_since: int
     departed: int | None
     lead: int | None
     end: RunEnd | None
@@ -152,9 +155,10 @@ def outcome_of(
         for head, event in alarmed.items()
         if head in switched
     }
-    growing = _still_growing(frame, since)
+    growing, unmeasured = _still_growing(frame, since), _not_measured_since(frame, since)
+    uncorrected = again | growing | unmeasured
     return Outcome(
-        kind=_kind(verdict, heads, alarms, alarmed, switched, again | growing, departed),
+        kind=_kind(verdict, heads, alarms, alarmed, switched, uncorrected, departed),
         verdict=verdict,
         first_step=first,
         last_step=last,
@@ -176,6 +180,7 @@ def outcome_of(
         stabilizers=tuple(dict.fromkeys(event.stabilizer for event in switched.values())),
         alarming_again=len(again),
         still_growing=len(growing),
+        not_measured_since=len(unmeasured),
         departed=departed,
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
@@ -252,6 +257,15 @@ def _still_growing(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head]:
     return {head for head, found in grown.items() if all(found)}
 
 
+def _not_measured_since(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head]:
+    """The heads without a sample after their step: what the switch did to them is not known."""
+    if not since:
+        return set()
+    measured = tables.rows_of(frame, (frame["site"] != "") & frame["value"].notna())
+    last = cast(pd.Series, measured.groupby(["layer", "head"])["step"].max())
+    return {head for head, step in since.items() if last.get(head, step) <= step}
+
+
 def headline(outcome: Outcome, *, is_running: bool = False) -> str:
     """The outcome in a sentence, most important first, with what limits it.
 
@@ -319,6 +333,8 @@ def _alarmed(outcome: Outcome) -> str:
         return f"{since}; {outcome.still_growing} still growing after the switch"
     if outcome.alarming_again:
         return f"{since}; {outcome.alarming_again} still alarming after the switch"
+    if outcome.not_measured_since:
+        return f"{since}; {outcome.not_measured_since} not measured since the switch"
     if outcome.switched:
         return f"{since}, not all of them switched; no alarm on the loss"
     return f"{since}, none switched; no alarm on the loss"
@@ -372,6 +388,9 @@ def _alarmed_so_far(outcome: Outcome) -> str:
         return f"Running: alarms since step {outcome.first_alarm:,}"
     named = name_of_head(outcome, outcome.alarmed[0])
     more = f" and {len(outcome.alarmed) - 1} more" if len(outcome.alarmed) > 1 else ""
+    if outcome.not_measured_since:
+        of_them = outcome.not_measured_since
+        return f"Running: alarms in {named}{more}; {of_them} not measured since the switch"
     if outcome.verdict == "rounding":
         return f"Running: rounding has taken hold in {named}{more}"
     return f"Running: alarms in {named}{more}"

@@ -128,9 +128,34 @@ def test_a_head_that_grows_on_after_its_switch_is_not_corrected(norm, logit, kin
     grown = frame[frame["step"] <= 6000]
     always = pd.DataFrame([switch(0), alarm(6000)], columns=EVENTS)
     assert outcome_of(grown, always).still_growing == 0
-    # Nothing can have grown before the samples after the switch have come.
+    # Nothing can have grown before the samples after the switch have come, nor be saved.
     early = outcome_of(frame[frame["step"] <= 2000], pd.DataFrame(happened[:3], columns=EVENTS))
-    assert (early.kind, early.still_growing) == ("saved", 0)
+    assert (early.kind, early.still_growing, early.not_measured_since) == ("alarmed", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("measured", "later", "kind", "unmeasured"),
+    [
+        (3000, [], "alarmed", 1),
+        (3100, [], "saved", 0),
+        # A second head, alarmed after the switch of its layer: measured since that, or not.
+        (3100, [alarm(3100, head=3)], "alarmed", 1),
+        (3200, [alarm(3100, head=3)], "saved", 0),
+        (3000, [alarm(3000, head=3)], "alarmed", 2),
+    ],
+)
+def test_a_head_without_a_sample_since_its_switch_is_not_saved(measured, later, kind, unmeasured):
+    frame = samples()
+    # Losses go on, and so do samples of another layer, and rows of ours that hold no value.
+    frame.loc[(frame["layer"] == 1) & (frame["step"] > measured), "value"] = np.nan
+    happened = [alarm(3000), switch(3000), *later, verdict(3000, "rounding")]
+    found = outcome_of(frame, pd.DataFrame(happened, columns=EVENTS))
+    assert (found.kind, found.not_measured_since) == (kind, unmeasured)
+    if kind == "alarmed":
+        assert headline(found).endswith(f"; {unmeasured} not measured since the switch")
+        running = headline(found, is_running=True)
+        assert running.startswith("Running: alarms in head 1.2")
+        assert running.endswith(f"; {unmeasured} not measured since the switch")
 
 
 @pytest.mark.parametrize(
