@@ -263,7 +263,8 @@ def _not_measured_since(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head
         return set()
     measured = tables.rows_of(frame, (frame["site"] != "") & frame["value"].notna())
     last = cast(pd.Series, measured.groupby(["layer", "head"])["step"].max())
-    return {head for head, step in since.items() if last.get(head, step) <= step}
+    last_of = cast(dict[Head, int], last.to_dict())
+    return {head for head, step in since.items() if last_of.get(head, step) <= step}
 
 
 def headline(outcome: Outcome, *, is_running: bool = False) -> str:
