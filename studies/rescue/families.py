@@ -94,12 +94,7 @@ def _families(options: argparse.Namespace, jobs: Jobs) -> list[int]:
         again = str(options.again)
         branch = ["--seed", str(seed), "--branch", "--branch-step", str(STEP), "--of-again", again]
         queue += [[*common, "--folder", str(kept), *branch, *way] for way in WAYS]
-    while queue or jobs.running:
-        while queue and len(jobs.running) < options.slots:
-            arguments = queue.pop(0)
-            name = run_name(parse(arguments), arguments[arguments.index("--arm") + 1])
-            jobs.start(name, "train", arguments)
-        jobs.look()
+    jobs.train(queue, options.slots)
     for copy in kept.glob(f"*-from{STEP}"):
         copy.rename(options.folder / copy.name)
     shutil.rmtree(kept)

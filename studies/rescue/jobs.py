@@ -11,6 +11,7 @@ from pathlib import Path
 
 from guardbit import read_events
 from studies.rescue.branches import STEP
+from studies.rescue.train import parse, run_name
 
 #: Steps between checkpoints, of which `STEP` is a multiple.
 CHECKPOINT_EVERY = 800
@@ -65,6 +66,21 @@ class Jobs:
                 print(f"{name}: ended with {process.returncode}", flush=True)
         if time.monotonic() > self.end:
             raise SystemExit("the time is up")
+
+    def train(self, queue: Sequence[Sequence[str]], slots: int) -> None:
+        """Trains runs in their order, so many at a time, until all have ended.
+
+        Args:
+            queue: The arguments of `train.py` for each run.
+            slots: How many run at a time.
+        """
+        waiting = list(queue)
+        while waiting or self.running:
+            while waiting and len(self.running) < slots:
+                arguments = waiting.pop(0)
+                options = parse(list(arguments))
+                self.start(run_name(options, options.arm), "train", arguments)
+            self.look()
 
     def stop(self, name: str) -> None:
         """Ends a process, by force if it does not obey."""

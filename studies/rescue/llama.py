@@ -1,39 +1,33 @@
-"""A model of Llama's kind, as large as GPT-2 small: rotary positions, SwiGLU, grouped keys."""
+"""A model of Llama's kind, as large as GPT-2 small: RMSNorm, SwiGLU, grouped keys."""
 
 from __future__ import annotations
 
 import math
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from studies.rescue.model import Size
+from studies.rescue.model import Size, rotate
 
 #: Queries that share a key.
 GROUP = 3
 
-
-def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotates (B, H, N, D) by position, the first half of D with the second, as Llama does."""
-    half = x.size(-1) // 2
-    frequencies = base ** -(torch.arange(half, device=x.device) / half)
-    angles = torch.arange(x.size(-2), device=x.device)[:, None] * frequencies
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+#: Where a token's position comes in: rotated queries and keys, in all layers or in all but every
+#: fourth, as in Llama 4 and SmolLM3; an embedding that is learned, as in GPT-2; or nowhere.
+POSITIONS = ("rotary", "rotary_but_every_fourth", "learned", "none")
 
 
 class Attention(nn.Module):
     """Causal self-attention, `heads` queries and a third as many keys, by PyTorch's function."""
 
-    def __init__(self, size: Size, normed: bool) -> None:
+    def __init__(self, size: Size, rotary: bool, normed: bool, biased: bool) -> None:
         super().__init__()
+        self.rotary = rotary
         self.heads, self.kv_heads = size.heads, size.heads // GROUP
         self.width = size.width // size.heads
-        self.q_proj = nn.Linear(size.width, size.width, bias=False)
-        self.k_proj = nn.Linear(size.width, self.kv_heads * self.width, bias=False)
-        self.v_proj = nn.Linear(size.width, self.kv_heads * self.width, bias=False)
+        self.q_proj = nn.Linear(size.width, size.width, bias=biased)
+        self.k_proj = nn.Linear(size.width, self.kv_heads * self.width, bias=biased)
+        self.v_proj = nn.Linear(size.width, self.kv_heads * self.width, bias=biased)
         self.o_proj = nn.Linear(size.width, size.width, bias=False)
         self.q_norm, self.k_norm = (
             nn.RMSNorm(self.width) if normed else nn.Identity() for _ in range(2)
@@ -45,18 +39,20 @@ class Attention(nn.Module):
         q = self.q_norm(self.q_proj(x).view(b, n, self.heads, -1)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(b, n, self.kv_heads, -1)).transpose(1, 2)
         v = self.v_proj(x).view(b, n, self.kv_heads, -1).transpose(1, 2)
-        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).reshape(b, n, c))
 
 
 class Block(nn.Module):
     """Pre-norm transformer block; its feed-forward part has as many weights as GPT-2's."""
 
-    def __init__(self, size: Size, normed: bool) -> None:
+    def __init__(self, size: Size, rotary: bool, normed: bool, biased: bool) -> None:
         super().__init__()
         hidden = 8 * size.width // 3
         self.input_layernorm = nn.RMSNorm(size.width)
-        self.self_attn = Attention(size, normed)
+        self.self_attn = Attention(size, rotary, normed, biased)
         self.post_attention_layernorm = nn.RMSNorm(size.width)
         self.gate_proj = nn.Linear(size.width, hidden, bias=False)
         self.up_proj = nn.Linear(size.width, hidden, bias=False)
@@ -74,13 +70,24 @@ class Llama(nn.Module):
 
     Args:
         size: Sizes; `heads` is a multiple of `GROUP`.
+        positions: One of `POSITIONS`.
         normed: Whether queries and keys are normalized, each head by its root mean square.
+        biased: Whether the projections to queries, keys and values have biases, as Qwen2's.
     """
 
-    def __init__(self, size: Size, normed: bool = False) -> None:
+    def __init__(
+        self, size: Size, positions: str = "rotary", normed: bool = False, biased: bool = False
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(size.vocabulary, size.width)
-        self.layers = nn.ModuleList(Block(size, normed) for _ in range(size.layers))
+        self.embed_positions = (
+            nn.Embedding(size.context, size.width) if positions == "learned" else None
+        )
+        rotary = [
+            positions == "rotary" or (positions == "rotary_but_every_fourth" and number % 4 != 0)
+            for number in range(1, size.layers + 1)
+        ]
+        self.layers = nn.ModuleList(Block(size, each, normed, biased) for each in rotary)
         self.norm = nn.RMSNorm(size.width)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -92,6 +99,8 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy in nats of (B, N + 1) tokens."""
         x = self.embed_tokens(tokens[:, :-1])
+        if self.embed_positions is not None:
+            x = x + self.embed_positions.weight[: x.size(1)]
         for block in self.layers:
             x = block(x)
         logits = F.linear(self.norm(x), self.embed_tokens.weight)

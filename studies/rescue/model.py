@@ -26,12 +26,22 @@ class Size:
     sequences: int = 16
 
 
+def rotate(x: Tensor, base: float = 10_000.0) -> Tensor:
+    """Rotates (B, H, N, D) by position, the first half of D with the second, as Llama does."""
+    half = x.size(-1) // 2
+    frequencies = base ** -(torch.arange(half, device=x.device) / half)
+    angles = torch.arange(x.size(-2), device=x.device)[:, None] * frequencies
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
 class Attention(nn.Module):
     """Causal self-attention through PyTorch's own function, or GuardBit's without a stabilizer."""
 
-    def __init__(self, size: Size, ours: bool) -> None:
+    def __init__(self, size: Size, ours: bool, rotary: bool) -> None:
         super().__init__()
-        self.heads, self.ours = size.heads, ours
+        self.heads, self.ours, self.rotary = size.heads, ours, rotary
         self.c_attn = nn.Linear(size.width, 3 * size.width, bias=False)
         self.c_proj = nn.Linear(size.width, size.width, bias=False)
 
@@ -39,6 +49,8 @@ class Attention(nn.Module):
         """(B, N, C) to (B, N, C)."""
         b, n, c = x.shape
         q, k, v = self.c_attn(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
         if self.ours:
             y = flash_attention(q, k, v, causal=True)
         else:
@@ -49,10 +61,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm transformer block."""
 
-    def __init__(self, size: Size, ours: bool) -> None:
+    def __init__(self, size: Size, ours: bool, rotary: bool) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(size.width, bias=False)
-        self.attn = Attention(size, ours)
+        self.attn = Attention(size, ours, rotary)
         self.ln_2 = nn.LayerNorm(size.width, bias=False)
         self.c_fc = nn.Linear(size.width, 4 * size.width, bias=False)
         self.c_proj = nn.Linear(4 * size.width, size.width, bias=False)
@@ -69,13 +81,14 @@ class Net(nn.Module):
     Args:
         size: Sizes.
         ours: Whether attention is `guardbit.flash_attention`, PyTorch's function if not.
+        rotary: Whether queries and keys are rotated, in place of learned positions.
     """
 
-    def __init__(self, size: Size, ours: bool = False) -> None:
+    def __init__(self, size: Size, ours: bool = False, rotary: bool = False) -> None:
         super().__init__()
         self.wte = nn.Embedding(size.vocabulary, size.width)
-        self.wpe = nn.Embedding(size.context, size.width)
-        self.h = nn.ModuleList(Block(size, ours) for _ in range(size.layers))
+        self.wpe = None if rotary else nn.Embedding(size.context, size.width)
+        self.h = nn.ModuleList(Block(size, ours, rotary) for _ in range(size.layers))
         self.ln_f = nn.LayerNorm(size.width, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -86,7 +99,9 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Mean cross-entropy in nats of (B, N + 1) tokens."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        x = self.wte(inputs) + self.wpe.weight[: inputs.size(1)]
+        x = self.wte(inputs)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[: inputs.size(1)]
         for block in self.h:
             x = block(x)
         logits = F.linear(self.ln_f(x), self.wte.weight)

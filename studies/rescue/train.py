@@ -64,7 +64,16 @@ BACKENDS = {
     "guardbit": None,
 }
 
-NETS = {"gpt2": Net, "llama": Llama, "llama_qk_norm": partial(Llama, normed=True)}
+NETS = {
+    "gpt2": Net,
+    "gpt2_rotary": partial(Net, rotary=True),
+    "llama": Llama,
+    "llama_qk_norm": partial(Llama, normed=True),
+    "llama_biased": partial(Llama, biased=True),
+    "llama_learned": partial(Llama, positions="learned"),
+    "llama_none": partial(Llama, positions="none"),
+    "llama_every_fourth": partial(Llama, positions="rotary_but_every_fourth"),
+}
 
 
 class SwitchOnce(Callback):

@@ -17,8 +17,7 @@ from guardbit.diagnosis.storage import read_snapshots
 from guardbit.monitor.detectors import Finding
 from guardbit.records import Event
 from studies.rescue import analyse, train
-from studies.rescue.llama import rotate
-from studies.rescue.model import LanguageModel
+from studies.rescue.model import LanguageModel, rotate
 from tests.studies.conftest import TINY
 
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
@@ -223,7 +222,7 @@ def test_rotated_scores_depend_on_the_distance_alone():
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("architecture", ["llama", "llama_qk_norm"])
+@pytest.mark.parametrize("architecture", [name for name in train.NETS if "llama" in name])
 def test_a_llama_in_miniature_is_watched_head_by_head(common, architecture):
     common[common.index("--heads=2")] = "--heads=3"
     common[common.index("--width=32")] = "--width=48"

@@ -1,0 +1,66 @@
+"""Models of several kinds, each with a twin that has an exact delta from its second step on.
+
+    python -m studies.rescue.kinds --again 30 --minutes 24.5 llama_learned,1.5e-3,1 llama,1.25e-3,1
+
+Each pair is an architecture of `train.py`, a learning rate and a seed. A run and its twin share
+weights and batches. `risk.py` compares them. When the time is up, what runs is stopped; what it has
+recorded stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from studies.rescue.jobs import Command, Jobs, python
+from studies.rescue.train import NETS
+
+#: What is done to a run and to its twin, as arguments of `train.py`.
+WAYS = (("--arm", "stock"), ("--arm", "from_start", "--stabilizer", "exact_delta"))
+
+
+def pair(text: str) -> tuple[str, str, str]:
+    """Architecture, learning rate and seed of `architecture,rate,seed`.
+
+    Raises:
+        argparse.ArgumentTypeError: If it is not of that form.
+    """
+    parts = text.split(",")
+    if len(parts) != 3 or parts[0] not in NETS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ARCHITECTURE,RATE,SEED; {list(NETS)}")
+    return parts[0], parts[1], parts[2]
+
+
+def kinds(options: argparse.Namespace, command: Command = python) -> None:
+    """Trains all pairs; see `main` for the options and `Jobs` for the command."""
+    jobs = Jobs(options.folder / "logs", command, options.minutes)
+    queue = [
+        ["--architecture", architecture, "--learning-rate", rate, "--seed", seed, *way,
+         "--backend", "cudnn", "--again", str(options.again), "--steps", str(options.steps),
+         "--snapshot-megabytes", "0", "--folder", str(options.folder),
+         "--corpus", str(options.corpus)]
+        for architecture, rate, seed in options.pairs
+        for way in WAYS
+    ]  # fmt: skip
+    try:
+        jobs.train(queue, options.slots)
+    finally:
+        jobs.stop_all()
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("pairs", type=pair, nargs="+", metavar="ARCHITECTURE,RATE,SEED")
+    parser.add_argument("--again", type=int, required=True, help="number in the runs' names")
+    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--slots", type=int, default=3, help="runs side by side, 12 GB each")
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/rescue"))
+    parser.add_argument("--corpus", type=Path, default=Path("runs/corpus"))
+    kinds(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
