@@ -1,0 +1,132 @@
+"""Kinds of models: how much an exact delta changes, and what the keys of their heads share.
+
+    python -m studies.rescue.risk studies/rescue/other_models studies/rescue/results
+
+A run without a switch is compared with its twin, of the same kind, rate, seed and number, in which
+all heads have an exact delta from the second step on. `README.md`, "Who is at risk", has the rule.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from scipy.stats import permutation_test
+
+from studies.rescue.measures import series
+from studies.rescue.packed import Run, again_of, load
+
+#: The number of the first pairs that were made for this, and those of GPT-2 that were there before.
+FIRST = 30
+EARLIER = {
+    "stock-cudnn-lr1.5e-03-seed9-again5": "from_start-exact_delta-cudnn-lr1.5e-03-seed9-again7",
+    "stock-cudnn-lr1.5e-03-seed10-again5": "from_start-exact_delta-cudnn-lr1.5e-03-seed10-again5",
+}
+
+#: The step up to which a pair is compared, the one it must reach, and that of the predictor.
+STEP, REACHED, PREDICTED = 6000, 5000, 2000
+
+#: Kinds that the test needs, and seeds of each.
+KINDS, SEEDS = 7, 2
+
+
+def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
+    """Each run without a switch that has a twin, and its twin."""
+    names = {run.name: run for run in runs}
+    twins = {
+        run.name: run.name.replace("stock-", "from_start-exact_delta-", 1)
+        for run in runs
+        if run.facts["arm"] == "stock" and (again_of(run.name) or 0) >= FIRST
+    }
+    found = {name: twin for name, twin in (twins | EARLIER).items() if {name, twin} <= names.keys()}
+    return [(names[name], names[twin]) for name, twin in found.items()]
+
+
+def table(runs: list[Run]) -> pd.DataFrame:
+    """A row a pair that has come to step `REACHED`.
+
+    Returns:
+        Kind, rate and seed; `step`, the last that both have up to `STEP`; there the largest logit
+        and W_Q norm of the run and of its twin, and the difference of their logarithms; how many
+        heads were alarmed in each by then; the run's loss less its twin's in nats, over the 500
+        steps before; and the largest `key_common_mode` of any head of the run at `PREDICTED`.
+    """
+    rows = []
+    for pair in pairs(runs):
+        logits = [series(run.frame, "max_logit").loc[:STEP] for run in pair]
+        step = int(min(logit.index.max() for logit in logits))
+        if step < REACHED:
+            continue
+        norms = [series(run.frame, "w_q_spectral_norm") for run in pair]
+        losses = [series(run.frame, "loss").loc[step - 500 : step] for run in pair]
+        rows.append(
+            {
+                "kind": pair[0].facts.get("architecture", "gpt2"),
+                "rate": pair[0].facts["learning_rate"],
+                "seed": pair[0].facts["seed"],
+                "step": step,
+                "logit": logits[0].loc[step],
+                "twin's": logits[1].loc[step],
+                "log ratio": np.log(logits[0].loc[step] / logits[1].loc[step]),
+                "W_Q": norms[0].loc[step],
+                "W_Q twin's": norms[1].loc[step],
+                "W_Q log ratio": np.log(norms[0].loc[step] / norms[1].loc[step]),
+                "alarmed": alarmed(pair[0], step),
+                "alarmed twin's": alarmed(pair[1], step),
+                "loss less twin's": (losses[0] - losses[1]).mean(),
+                "common mode": series(pair[0].frame, "key_common_mode").loc[PREDICTED],
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def alarmed(run: Run, step: int) -> int:
+    """How many heads of a run were alarmed up to a step."""
+    alarms = run.events.query("kind == 'alarm' and site != '' and step <= @step")
+    pairs = zip(alarms["site"], alarms["heads"], strict=True)
+    return len({(site, head) for site, heads in pairs for head in heads})
+
+
+def test(found: pd.DataFrame) -> tuple[float, float]:
+    """Spearman's correlation of common mode and log ratio over kinds, and its one-sided p.
+
+    Args:
+        found: Rows of `table`; a kind is the mean of its seeds.
+    """
+    means = found.groupby("kind")[["common mode", "log ratio"]].mean().rank()
+    predictor = means["common mode"].to_numpy() - means["common mode"].mean()
+    scale = np.linalg.norm(predictor) * means["log ratio"].std(ddof=0) * len(means) ** 0.5
+    result = permutation_test(
+        (means["log ratio"].to_numpy(),),
+        lambda outcome, axis: (outcome * predictor).sum(axis) / scale,
+        permutation_type="pairings", alternative="greater", n_resamples=99_999,
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    return float(result.statistic), float(result.pvalue)
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path, nargs="+")
+    options = parser.parse_args(arguments)
+    found = table([run for results in options.results for run in load(results)])
+    if found.empty:
+        raise SystemExit("no pair has come to the step that is compared")
+    told = {"rate": "{:.2e}".format, "logit": "{:,.0f}".format, "twin's": "{:,.0f}".format}
+    print(found.to_string(index=False, float_format="{:.3f}".format, formatters=told))
+    seeds = found.groupby("kind")["seed"].nunique()
+    complete = found[found["kind"].isin(seeds.index[seeds >= SEEDS])]
+    kinds = complete["kind"].nunique()
+    if kinds < KINDS:
+        print(f"\n{kinds} of {KINDS} kinds have {SEEDS} seeds: the test is not made yet.")
+        return
+    correlation, p = test(complete)
+    print(f"\nSpearman's correlation over {kinds} kinds: {correlation:.2f}, p {p:.3f} (one-sided)")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
