@@ -167,6 +167,7 @@ def flash_attention(
     if inside and not torch.compiler.is_compiling():
         for listener in runtime.call_listeners:
             listener(q, k, v)
+        site = runtime.here()
     out, lse = op.attention(
         execution.Request(
             q,

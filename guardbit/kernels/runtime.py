@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ from guardbit.kernels.site_state import Clock, SiteState, is_recomputing, log
 
 #: Number of calls outside any instrumented model.
 NO_SITE = -1
+
+# This less the number of a module is that of its state without observer.
+_QUIET = -2
 
 
 class _Owner(NamedTuple):
@@ -91,10 +95,24 @@ class Runtime:
     def remove_site(self, number: int) -> None:
         """Forgets a module; calls that still carry its number behave as outside any module."""
         self._sites.pop(number, None)
+        self._sites.pop(_QUIET - number, None)
 
     def site(self, number: int) -> SiteState:
         """Returns the state of a module, or that of `NO_SITE` if it was removed."""
         return self._sites.get(number) or self._sites[NO_SITE]
+
+    def here(self) -> Tensor:
+        """Number by which the op knows an eager call: of a state without observer if none may hear.
+
+        That state runs what the module's own runs.
+        """
+        number = int(self.current)
+        state = self.site(number)
+        if state.is_heard:
+            return self.current
+        quiet = _QUIET - number
+        self._sites[quiet] = replace(state, observer=None)
+        return torch.tensor(quiet)
 
     # --- which of them are running ---------------------------------------------------------------
 

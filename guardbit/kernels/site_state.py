@@ -89,6 +89,9 @@ class SiteState:
         last_substituted: The last step in which a call gave such a reason, and the reason.
         clock: Counts the steps of the site's model.
         ran_at: The last step in which the op ran here in training; -1 before the first.
+        calls_are_alike: Whether all calls of one forward are known to have queries and keys of the
+            same weights. Otherwise only the first is heard: numbers of several are not mixed.
+        is_heard: Whether observers may hear of the call that was noted last.
     """
 
     name: str = ""
@@ -107,6 +110,8 @@ class SiteState:
     _told: set[str] = field(default_factory=set)
     clock: Clock = field(default_factory=Clock)
     ran_at: int = -1
+    calls_are_alike: bool = False
+    is_heard: bool = True
     _failed_for_good: bool = False
     _failure_told: bool = False
     _setting: _Setting | None = None
@@ -138,14 +143,14 @@ class SiteState:
         setting = self._setting
         return (
             setting is not None
-            and setting.at_rest
+            and (setting.at_rest or not self.is_heard)
             and not {*self.requested, *self.own(setting.stabilizers or ())} - {"none"}
         )
 
     @property
     def is_unheard(self) -> bool:
         """Whether nobody observes the forward that began."""
-        return self._setting is not None and self._setting.at_rest
+        return not self.is_heard or (self._setting is not None and self._setting.at_rest)
 
     @property
     def running(self) -> tuple[str, ...]:

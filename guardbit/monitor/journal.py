@@ -25,8 +25,12 @@ _CANNOT = {
     "not_switchable": "no head can be switched",
     "unwatched": "nothing of the calls is watched",
     "unstabilizable": "no stabilizer works",
-    "weights_unavailable": "the spectral norms of W_Q or W_K are unavailable",
+    "weights_unavailable": (
+        "the spectral norms, dq_coherent_error and w_q_push, which need W_Q, are unavailable"
+    ),
+    "keys_unavailable": "the spectral norms of W_K and of W_Q^T W_K are unavailable",
     "errors_unavailable": "rounding errors are unavailable",
+    "several_calls": "only a part of the calls is measured",
 }
 
 #: How the event begins that says that nothing is watched any more.
@@ -268,7 +272,9 @@ class Journal:
         for what, cannot in _CANNOT.items():
             named: dict[str, list[str]] = {}
             for name, known in modules.items():
-                reason = (known[what] or "").removeprefix(f"W_Q of site '{name}' is unavailable: ")
+                reason = (known.get(what) or "").removeprefix(
+                    f"W_Q of site '{name}' is unavailable: "
+                )
                 if reason and (what, name, reason) not in self._warned:
                     self._warned.add((what, name, reason))
                     named.setdefault(reason, []).append(name)
@@ -319,13 +325,20 @@ def metadata_of(
             "not_switchable": site.lasting_refusal,
             "unwatched": site.unwatched or why_passed_by(name),
             "unstabilizable": site.unstabilizable,
-            "weights_unavailable": site.settle_layout(),
+            "weights_unavailable": site.why_unavailable("query"),
+            "keys_unavailable": _own_reason(site),
             "errors_unavailable": site.errors_unavailable,
             "normalises_queries": site.normalises_queries,
             "query_of_latent": site.query_of_latent,
+            "several_calls": site.several_calls,
         }
         for name, site in sites.items()
     }
+
+
+def _own_reason(site: Site) -> str | None:
+    """Why W_K is unavailable where W_Q is not, or None."""
+    return None if site.why_unavailable("query") else site.why_unavailable("key")
 
 
 def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Side = Literal["query", "key"]
@@ -85,6 +86,14 @@ class HeadRows:
             raise IndexError(f"head must be in 0..{heads - 1}, got {head}")
         return self._matrix(parameters)[self.rows[head]].float()
 
+    def is_same(self, other: object) -> bool:
+        """Whether another layout's rows are these."""
+        return (
+            isinstance(other, HeadRows)
+            and (other.parameter, other.input_axis) == (self.parameter, self.input_axis)
+            and torch.equal(other.rows, self.rows)
+        )
+
     def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
         """Lays one factor a head out along the features of a parameter.
 
@@ -129,12 +138,14 @@ class Layout:
             so that the size of its rows of W_Q does not reach the scores.
         is_latent: Whether the rows of W_Q are applied to a normalised latent vector, and not to
             what the module is given.
+        calls_are_alike: Whether all calls of one forward have queries and keys of these rows.
     """
 
     query: HeadRows
     key: HeadRows | LayoutUnavailable
     normalises_queries: bool = False
     is_latent: bool = False
+    calls_are_alike: bool = True
 
     def query_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
         """W_Q of all heads, `(H, d_head, d_model)`; see `HeadRows.weights`."""

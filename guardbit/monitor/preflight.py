@@ -21,7 +21,7 @@ from guardbit.doctor.preflight import Examiner, OwnCall
 from guardbit.doctor.text import conclusion
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception import recorders
-from guardbit.monitor.rehearsal import random_states_kept
+from guardbit.monitor.module_copy import random_states_kept
 
 
 class OwnCalls:

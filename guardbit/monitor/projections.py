@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layout_search import find_latent_layout, find_layout
 from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, NotOneMatrix
-from guardbit.monitor.rehearsal import rehearsal
+from guardbit.monitor.module_copy import runnable_copy
 from guardbit.monitor.shards import HeadShards, shards_of
 
 #: Largest relative difference between an affine submodule and its matrix and bias. The submodule
@@ -30,7 +31,11 @@ from guardbit.monitor.shards import HeadShards, shards_of
 _AFFINE_TOLERANCE = 1e-4
 
 #: Runs a copy of the module with the given parameters; the second argument may change the copy.
+#: Returns q and k of an attention call.
 Rerun = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], tuple[Tensor, Tensor]]
+
+#: The same of all calls that the module makes in one forward.
+RerunAll = Callable[[dict[str, Tensor], Callable[[nn.Module], None]], list[tuple[Tensor, Tensor]]]
 
 
 class _Affine(NamedTuple):
@@ -151,7 +156,7 @@ class Weights:
         alone = _WithoutExchange() if self._is_shared else nullcontext()
 
         def run() -> Tensor:
-            with rehearsal(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
+            with runnable_copy(submodule, tensors, torch.float64) as stand_in, torch.no_grad():
                 for part in stand_in.modules():
                     part.training = False  # without dropout
                 # As tokens of one sequence, so that a submodule that mixes tokens is found out.
@@ -169,28 +174,57 @@ class Weights:
         return _Affine(columns.T.float(), bias[0].float())
 
 
-def settle(module: nn.Module, rerun: Rerun, is_shared: bool = False) -> tuple[Layout, Weights]:
+def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple[Layout, Weights]:
     """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices.
+
+    Of several calls in one forward, the second and the last are compared with the first: a vision
+    tower that calls attention once an image makes all calls from one projection.
 
     Args:
         module: The attention module.
         rerun: Passes a copy of the module to its second argument, runs the copy eagerly with the
-            given parameters, and returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their
-            history.
+            given parameters, and returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` of each call,
+            with their history.
         is_shared: Whether ranks share the heads; the rows are then those of the heads here.
 
     Raises:
-        LayoutUnavailable: If the rows of W_Q could not be settled.
+        LayoutUnavailable: If the rows of W_Q could not be settled, or calls of one forward have
+            queries of different weights.
     """
     if is_shared or ranks.world_size() > 1:
         rerun = _by_itself(rerun)
-    return _settle(module, rerun, {}, is_shared)
+    num_calls = 1
+
+    def of_call(place: int) -> Rerun:
+        def run(
+            parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
+        ) -> tuple[Tensor, Tensor]:
+            nonlocal num_calls
+            calls = rerun(parameters, prepare)
+            num_calls = len(calls)
+            return calls[place]
+
+        return run
+
+    layout, weights = _settle(module, of_call(0), {}, is_shared)
+    for place in sorted({1, num_calls - 1} - {0}) if num_calls > 1 else ():
+        several = f"{type(module).__name__} calls attention {num_calls} times in one forward, with"
+        try:
+            other, _ = _settle(module, of_call(place), {}, is_shared)
+        except LayoutUnavailable:
+            other = None
+        if other is None or not layout.query.is_same(other.query):
+            raise LayoutUnavailable(f"{several} queries of different weights")
+        if isinstance(layout.key, HeadRows) and not layout.key.is_same(other.key):
+            key = LayoutUnavailable(f"{several} keys of different weights")
+            layout = replace(layout, key=key, calls_are_alike=False)
+    return layout, weights
 
 
-def _by_itself(rerun: Rerun) -> Rerun:
+def _by_itself(rerun: RerunAll) -> RerunAll:
     def alone(
         parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
-    ) -> tuple[Tensor, Tensor]:
+    ) -> list[tuple[Tensor, Tensor]]:
         # Were the mode to stay, it would refuse the exchange of gradients.
         return within(_WithoutExchange(), lambda: rerun(parameters, prepare))
 

@@ -81,7 +81,9 @@ def train(
                 name: site.launches for name, site in session.instrumentation.sites.items()
             },
             "scalars": session.scalars,
-            "layouts": [site.settle_layout() for site in session.instrumentation.sites.values()],
+            "layouts": [
+                site.why_unavailable("query") for site in session.instrumentation.sites.values()
+            ],
         }
         session.close()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu(), graphs

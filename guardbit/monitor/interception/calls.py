@@ -23,6 +23,7 @@ class StepCalls:
         conflict: Why calls that can be switched one by one cannot together, or None.
         was_switchable: Whether a call of this step or an earlier one could be switched.
         is_watched: Whether any call is watched, whether or not it can be switched.
+        per_forward: The most calls in one forward of the module.
     """
 
     step: int = -1
@@ -32,6 +33,7 @@ class StepCalls:
     conflict: str | None = None
     was_switchable: bool = False
     is_watched: bool = False
+    per_forward: int = 0
 
     @property
     def unwatched(self) -> str | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,12 +57,14 @@ class Absent:
 site_modules: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 
 
-class Frame(NamedTuple):
-    """A module that is running, and its inputs."""
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A module that is running, its inputs, and how often it has called attention so far."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    calls: int = 0
 
 
 class Entries:
@@ -105,6 +108,14 @@ def push(site: Tensor, frame: Frame, caller: FrameType) -> None:
         runtime.begin(caller)
     frame_stack.append(frame)
     runtime.enter(site)
+
+
+def count_call() -> int:
+    """Counts a call of attention; returns how many there are now in the running forward."""
+    if len(frame_stack) != len(runtime.running):  # compiled modules in between have no frame
+        return 1
+    frame_stack[-1].calls += 1
+    return frame_stack[-1].calls
 
 
 def pop(module: nn.Module) -> None:

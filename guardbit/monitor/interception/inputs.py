@@ -1,14 +1,33 @@
-"""Descriptions of a module's inputs, and made-up inputs that match a description."""
+"""Descriptions of a module's inputs, and made-up inputs that match them.
+
+A description keeps no tensor of the run but short ones of whole numbers, because lengths, grids and
+positions decide what the module does with the rest.
+"""
 
 from __future__ import annotations
 
-import functools
+import enum
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
+
+#: Most elements of a tensor of whole numbers that is kept.
+_MOST_KEPT = 2**14
+
+#: What is handed on as it is.
+_AS_THEY_ARE = (
+    type(None), bool, int, float, str, type, FunctionType, BuiltinFunctionType, MethodType,
+    ModuleType, nn.Module, torch.dtype, torch.device,
+)  # fmt: skip
 
 
 class TensorSpec(NamedTuple):
@@ -19,9 +38,29 @@ class TensorSpec(NamedTuple):
     device: torch.device
 
 
+class _Values(NamedTuple):
+    """A tensor whose values are kept."""
+
+    tensor: Tensor
+
+
+class _Object(NamedTuple):
+    """An object of a class by its attributes, or as PyTorch takes it apart if it knows how to."""
+
+    kind: type
+    parts: Any
+
+
+class _Tree(NamedTuple):
+    """Containers, and descriptions of what they hold."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+
+
 @dataclass(slots=True)
 class ModuleInputs:
-    """The inputs of one forward of a module, tensors replaced by `TensorSpec`."""
+    """The inputs of one forward of a module, as `describe` returns them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -34,24 +73,46 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
     )
 
 
-def describe(x: Any, around: tuple[int, ...] = ()) -> Any:
-    """Replaces tensors by their descriptions and drops what cannot be made up (caches).
+def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
+    """Describes an input; what cannot be described becomes None.
 
     Args:
         x: The input.
-        around: Ids of the containers around it, which may contain themselves.
+        within: Ids of the objects that hold it.
     """
     if isinstance(x, Tensor):
         return _describe_tensor(x)
-    if isinstance(x, tuple | list) and id(x) not in around:
-        return tuple(describe(item, (*around, id(x))) for item in x)
-    return x if isinstance(x, bool | int | float | str) else None
+    if isinstance(x, (*_AS_THEY_ARE, enum.Enum)):
+        return x
+    if id(x) in within:
+        return None
+    try:
+        leaves, spec = tree_flatten(x)
+    except RecursionError:  # it contains itself
+        return None
+    within = (*within, id(x))
+    if len(leaves) != 1 or leaves[0] is not x:
+        tree = _Tree([describe(leaf, within) for leaf in leaves], spec)
+        return tree if isinstance(x, tuple | list | dict | deque) else _Object(type(x), tree)
+    if not hasattr(x, "__dict__"):
+        return None
+    return _Object(type(x), {name: describe(value, within) for name, value in vars(x).items()})
 
 
-def _describe_tensor(x: Tensor) -> TensorSpec | None:
+def describe_items(items: tuple[Any, ...]) -> Any:
+    """Describes a tuple of things that are described already."""
+    return _Tree(list(items), tree_structure(tuple(0 for _ in items)))
+
+
+def _describe_tensor(x: Tensor) -> TensorSpec | _Values | None:
     if x.is_nested or x.layout is not torch.strided or is_lazy(x):
         return None
-    return TensorSpec(tuple(present_size(n) for n in x.shape), x.dtype, x.device)
+    shape = tuple(present_size(n) for n in x.shape)
+    is_whole = not (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool)
+    is_real = type(x) in (Tensor, nn.Parameter) and not isinstance(x, FakeTensor)
+    if is_whole and is_real and x.numel() <= _MOST_KEPT and not torch.compiler.is_compiling():
+        return _Values(x.detach().clone())
+    return TensorSpec(shape, x.dtype, x.device)
 
 
 def present_size(n: int | torch.SymInt) -> int:
@@ -61,36 +122,57 @@ def present_size(n: int | torch.SymInt) -> int:
 
 
 def make_up(
-    inputs: ModuleInputs, generator: torch.Generator, cut: bool
+    inputs: ModuleInputs, generator: torch.Generator, cut: bool, with_objects: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes up inputs that match a description, on the generator's device.
 
-    Real and complex numbers are single precision. With `cut` the first axis, usually the batch, has
-    one entry.
+    Real and complex numbers are single precision.
+
+    Args:
+        inputs: The description.
+        generator: Draws the numbers.
+        cut: Whether the first axis, usually the batch, has one entry.
+        with_objects: Whether objects of classes are made, too. Otherwise None takes their place: a
+            cache of keys, for example, may hold the keys of this very call already.
     """
-    batch = _batch_size(inputs) if cut else None
-    make = functools.partial(_make, batch=batch, generator=generator)
-    args = tuple(make(x) for x in inputs.args)
-    return args, {name: make(x) for name, x in inputs.kwargs.items()}
+    everything = (*inputs.args, *inputs.kwargs.values())
+    shapes = (x.shape for described in everything for x in _tensors_in(described))
+    batch = next((shape[0] for shape in shapes if len(shape) >= 2), None) if cut else None
+
+    def make(x: Any) -> Any:
+        return _made(x, batch, generator, with_objects)
+
+    return tuple(map(make, inputs.args)), {name: make(x) for name, x in inputs.kwargs.items()}
 
 
-def _batch_size(inputs: ModuleInputs) -> int | None:
-    for x in (*inputs.args, *inputs.kwargs.values()):
-        if isinstance(x, TensorSpec) and len(x.shape) >= 2:
-            return x.shape[0]
-    return None
-
-
-def _make(x: Any, batch: int | None, generator: torch.Generator) -> Any:
+def _tensors_in(x: Any) -> Iterator[TensorSpec]:
     if isinstance(x, TensorSpec):
-        device = generator.device  # the module's; it may have been moved since the inputs were seen
-        shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
-        if x.dtype.is_complex:
-            return torch.randn(shape, generator=generator, dtype=torch.complex64, device=device)
-        if x.dtype.is_floating_point:
-            return torch.randn(shape, generator=generator, device=device)
-        fill = torch.ones if x.dtype == torch.bool else torch.zeros
-        return fill(shape, dtype=x.dtype, device=device)
-    if isinstance(x, tuple):
-        return tuple(_make(item, batch, generator) for item in x)
-    return x
+        yield x
+    elif isinstance(x, _Tree):
+        for leaf in x.leaves:
+            yield from _tensors_in(leaf)
+
+
+def _made(x: Any, batch: int | None, generator: torch.Generator, with_objects: bool) -> Any:
+    make = partial(_made, batch=batch, generator=generator, with_objects=with_objects)
+    device = generator.device  # the module's; it may have been moved since the inputs were seen
+    if isinstance(x, _Values):
+        values = x.tensor.to(device)
+        return values[:1] if values.dim() >= 2 and len(values) == batch else values.clone()
+    if isinstance(x, _Tree):
+        return tree_unflatten([make(leaf) for leaf in x.leaves], x.spec)
+    if isinstance(x, _Object):
+        if not with_objects or isinstance(x.parts, _Tree):
+            return make(x.parts) if with_objects else None
+        made = object.__new__(x.kind)
+        vars(made).update({name: make(y) for name, y in x.parts.items()})
+        return made
+    if not isinstance(x, TensorSpec):
+        return x
+    shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
+    if x.dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex64, device=device)
+    if x.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+    fill = torch.ones if x.dtype == torch.bool else torch.zeros
+    return fill(shape, dtype=x.dtype, device=device)

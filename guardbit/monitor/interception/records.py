@@ -11,7 +11,13 @@ from torch import nn
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import Clock
 from guardbit.monitor.interception.calls import Heads, StepCalls
-from guardbit.monitor.interception.frames import entries, frame_stack, site_modules, site_number
+from guardbit.monitor.interception.frames import (
+    count_call,
+    entries,
+    frame_stack,
+    site_modules,
+    site_number,
+)
 from guardbit.monitor.interception.inputs import ModuleInputs, describe_inputs
 from guardbit.monitor.interception.sharding import WHOLE, Share, is_spread, parts_of, share_of
 
@@ -89,6 +95,8 @@ def note_call(
     """
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
+    state, calls = runtime.site(number), count_call()
+    state.is_heard = calls == 1 or state.calls_are_alike
     record = _records.get(number)
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
@@ -105,7 +113,8 @@ def note_call(
     if with_gradients == record.with_gradients:
         record.entry = entry
         watched = watched and record.sharded is None
-        record.calls.note(runtime.site(number).clock.now, heads, refusal, watched)
+        record.calls.note(state.clock.now, heads, refusal, watched)
+        record.calls.per_forward = max(record.calls.per_forward, calls)
     return refusal
 
 

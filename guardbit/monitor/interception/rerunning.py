@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,12 +17,7 @@ from guardbit.guard import then_undo
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import Frame, frame_stack
 from guardbit.monitor.interception.inputs import ModuleInputs, make_up
-from guardbit.monitor.layouts import LayoutUnavailable
-from guardbit.monitor.rehearsal import rehearsal
-
-
-class _CalledAgain(BaseException):
-    """Ends the re-run of a module that calls attention more than once at one site."""
+from guardbit.monitor.module_copy import runnable_copy
 
 
 @dataclass
@@ -48,8 +44,6 @@ class Probe:
         if number == self.site and not is_same:
             self.given = query, key
             self.calls.append((_here(query), _here(key)))
-            if len(self.calls) > 1:
-                raise _CalledAgain
         return self.site is not None
 
 
@@ -67,12 +61,13 @@ def rerun(
     parameters: dict[str, Tensor],
     prepare: Callable[[nn.Module], None] = lambda _: None,
     generator_seed: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Runs a copy of a module on made-up inputs, with other parameters, to see its attention call.
+) -> list[tuple[Tensor, Tensor]]:
+    """Runs a copy of a module on made-up inputs, with other parameters, to see its attention calls.
 
     Everything is FP32. The batch is cut to one, unless the module needs its real size: because it
-    keeps a memory of each sequence, say, or because the first axis is not the batch. The module and
-    what it can reach stay as they are, see `guardbit.monitor.rehearsal`.
+    keeps a memory of each sequence, say, or because the first axis is not the batch. Objects among
+    the inputs are made only if the module needs them. The module and
+    what it can reach stay as they are, see `guardbit.monitor.module_copy`.
 
     Args:
         number: Number of the site.
@@ -83,33 +78,27 @@ def rerun(
         generator_seed: Seed of the made-up inputs.
 
     Returns:
-        q `(B, H, N, D)` and k `(B, H_kv, M, D)` with their history.
+        q `(B, H, N, D)` and k `(B, H_kv, M, D)` of each call, with their history.
 
     Raises:
         RuntimeError: If the module does not reach the attention call.
-        LayoutUnavailable: If the module calls attention twice, so that q may have more than one
-            origin, or if it cannot be run without a trace.
+        LayoutUnavailable: If the module cannot be copied.
     """
     device = next(module.parameters()).device
     failure: Exception | None = None
-    for cut in (True, False):
+    for with_objects, cut in product((False, True), (True, False)):
         generator = torch.Generator(device).manual_seed(generator_seed)
-        args, kwargs = make_up(inputs, generator, cut)
+        args, kwargs = make_up(inputs, generator, cut, with_objects)
         # A failure after the attention call does not matter: later code may not bear made-up
         # inputs.
-        with rehearsal(module, parameters, torch.float32) as stand_in:
+        with runnable_copy(module, parameters, torch.float32) as stand_in:
             prepare(stand_in)
             try:
                 _run_probed(number, module, partial(stand_in.forward, *args, **kwargs))
-            except _CalledAgain:
-                raise LayoutUnavailable(
-                    f"{type(module).__name__} calls attention more than once at this site, so its"
-                    " queries may come from several weights"
-                ) from None
             except Exception as error:
                 failure = failure or error
         if probe.calls:
-            return probe.calls.pop()
+            return list(probe.calls)
     raise failure or RuntimeError("the module did not call attention when it was run again")
 
 

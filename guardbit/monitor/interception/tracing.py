@@ -22,6 +22,7 @@ from guardbit.monitor.interception.inputs import (
     ModuleInputs,
     describe,
     describe_inputs,
+    describe_items,
     present_size,
 )
 from guardbit.monitor.interception.records import (
@@ -117,7 +118,7 @@ def _describe_variable(variable: Any) -> Any:
     if variable.is_python_constant():
         return describe(variable.as_python_constant())
     if isinstance(variable, BaseListVariable):
-        return tuple(_describe_variable(item) for item in variable.items)
+        return describe_items(tuple(_describe_variable(item) for item in variable.items))
     if isinstance(variable, TensorVariable):
         return describe(variable.as_proxy().node.meta["example_value"])
     return None

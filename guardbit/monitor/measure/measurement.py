@@ -89,6 +89,7 @@ class Measurement:
         self._own_heads: dict[int, range] = {}
         self._layers: dict[str, int] = {}
         self.directions: dict[str, Tensor] = {}
+        self._without_directions: set[str] = set()  # their W_Q was looked for and is unknown
         self._next_audited = 0
         self._num_joined = 0  # sites of all ranks, if each has sites of its own
         self._running_sums = RunningSums()
@@ -134,14 +135,13 @@ class Measurement:
         )
         directions = self.directions.get(site.name)
         expected = (call.q.size(1), call.q.size(3))
-        if (
-            not self._plan.audits
-            or call.d_out is None
-            or call.dq is None
-            or directions is None
-            or directions.shape != expected
-        ):
+        if not self._plan.audits or call.d_out is None or call.dq is None:
             return view
+        if directions is None or directions.shape != expected:
+            if site.name not in self._without_directions:
+                return view
+            # The size of dQ's error needs no W_Q. What is measured along nothing is NaN.
+            directions = call.q.new_zeros(expected, dtype=torch.float32)
         suspects = self.suspects.get(site.name, ())
         heads = heads_in_turn(self._next_audited, self._num_audited_heads, site.num_heads, suspects)
         here = [head - own.start for head in heads if head in own]
@@ -207,10 +207,12 @@ class Measurement:
         known = self._count(sites)
         if known != self._known:
             self._known, self._metric = known, None  # counted anew at the next sampled step
+        self._without_directions = set(sites)
         for norms in norms_of_sites(sites, self._plan.norms):
             columns[norms.site, norms.indicator] = norms.values
             if norms.indicator == "w_q_spectral_norm":
                 self.directions[norms.site] = norms.directions
+                self._without_directions.discard(norms.site)
         self._next_audited += self._num_audited_heads
         return columns
 

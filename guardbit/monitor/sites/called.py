@@ -108,6 +108,18 @@ class CalledModule:
         return max(record.calls.step, self.state.ran_at)
 
     @property
+    def several_calls(self) -> str | None:
+        """Why only a part of the calls is measured, or None; ask when rows were looked for."""
+        record = self.record
+        if record is None or record.calls.per_forward < 2 or self.state.calls_are_alike:
+            return None
+        return (
+            f"it makes several calls of attention in one forward ({record.calls.per_forward}), and"
+            " their queries or keys are not known to come from the same weights: the first is"
+            " measured, and a switch applies to all"
+        )
+
+    @property
     def entry(self) -> str:
         """The function that was called last, by its public name; "" before the first call."""
         record = self.record

@@ -116,19 +116,22 @@ class WeightedModule(CalledModule):
             for parameter in parameters:
                 parameter.mul_(rows.spread(of_heads, parameter))
 
-    def settle_layout(self) -> str | None:
+    def why_unavailable(self, side: Side) -> str | None:
         """Finds the rows of W_Q and W_K, unless they are known.
 
+        Args:
+            side: Whether W_Q or W_K is asked for.
+
         Returns:
-            Why they cannot be known, or could not be read the last time; or None.
+            Why its rows cannot be known, or could not be read the last time; or None.
         """
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:
             return str(unavailable)
-        if isinstance(layout.key, LayoutUnavailable):
+        if side == "key" and isinstance(layout.key, LayoutUnavailable):
             return str(layout.key)
-        return next(iter(self._unread.values()), None)
+        return self._unread.get(side)
 
     @property
     def normalises_queries(self) -> bool:
@@ -203,7 +206,9 @@ class WeightedModule(CalledModule):
                 continue
             rerun = functools.partial(interception.rerun, self.number, module, inputs)
             try:
-                return settle(module, rerun, is_shared=len(self.own_heads) < self.num_heads)
+                found = settle(module, rerun, is_shared=len(self.own_heads) < self.num_heads)
+                self.state.calls_are_alike = found[0].calls_are_alike
+                return found
             except LayoutUnavailable as unavailable:
                 reason = reason or str(unavailable)
             except Exception as error:

@@ -18,7 +18,7 @@ def test_dropout_as_hugging_face_has_it(tiny, instrument):
     inst = instrument(model)
     assert tiny.equal(tiny.step(model, **language()), before)
     site = inst.sites["transformer.h.1.attn"]
-    assert site.settle_layout() is None
+    assert site.why_unavailable("query") is None
     assert site.refusal is None
     inst.switch(site.name, "compensated", heads=[2])
     tiny.step(model, **language())

@@ -196,7 +196,7 @@ def call(entry: EntryPoint, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         assert entry.original is not None
         return entry.original(*args, **kwargs)
-    return _handed_back(entry, found, args, kwargs, _computed(found))
+    return _handed_back(entry, found, args, kwargs, _computed(found, runtime.current))
 
 
 def before(
@@ -208,14 +208,14 @@ def before(
         return None
     if isinstance(found, _Watched):
         return _around(entry, found, args, kwargs)
-    compute = functools.partial(_computed, found)
+    compute = functools.partial(_computed, found, runtime.here())
     hand_back = functools.partial(_handed_back, entry, found, args, kwargs)
     run = functools.partial(then_finish, compute, hand_back, report)
     return Result(drawing_once(run, found.q.device, found.spec.dropout_p > 0))
 
 
-def _computed(found: Bound) -> tuple[Tensor, Tensor]:
-    return attention_at_site(found.q, found.k, found.v, runtime.current, found.spec, found.library)
+def _computed(found: Bound, site: Tensor) -> tuple[Tensor, Tensor]:
+    return attention_at_site(found.q, found.k, found.v, site, found.spec, found.library)
 
 
 def _handed_back(

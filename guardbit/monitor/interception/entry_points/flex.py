@@ -84,24 +84,26 @@ def _why(
 
 
 def _traced(*args: Any, **kwargs: Any) -> Any:
-    taken = _at_site(heard(FLEX, args, kwargs), args, kwargs)
+    taken = _at_site(heard(FLEX, args, kwargs), lambda: runtime.current, args, kwargs)
     if taken is None:
         return _plain[0](*args, **kwargs)
     return _of_site[0](*taken.args, **taken.kwargs)
 
 
 def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around:
-    taken = _at_site(heard_eagerly(FLEX, args, kwargs), args, kwargs)
+    taken = _at_site(heard_eagerly(FLEX, args, kwargs), runtime.here, args, kwargs)
     return Around(args, kwargs, function=_plain[0]) if taken is None else taken
 
 
-def _at_site(found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+def _at_site(
+    found: Any, site: Callable[[], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Around | None:
     """Returns the call with the number of its site; None if it stays as it is."""
     # Calls at sites are intercepted in autograd, which inference mode skips.
     if found is not None and torch.is_grad_enabled():
         given = args[_OPTIONS] if len(args) > _OPTIONS else kwargs.get("kernel_options")
         options = {} if given is None else dict(given)
-        options[flex.SITE] = runtime.current
+        options[flex.SITE] = site()
         if len(args) > _OPTIONS:
             args = (*args[:_OPTIONS], options, *args[_OPTIONS + 1 :])
         else:

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import enum
 import gc
 import random
 import sys
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guardbit import LayoutUnavailable, MonitorSession
-from guardbit.monitor.rehearsal import rehearsal
+from guardbit.monitor.module_copy import runnable_copy
 
 WIDTH, HEADS = 32, 4
 
@@ -219,11 +220,10 @@ class SharedObject(Attention):
 
 
 class Parent(Attention):
-    """Counts in the module around it, by a reference and by a weak one."""
+    """Counts in the module around it."""
 
     def disturbed(self, x):
         self.around[0].calls += 1
-        self.weakly().calls += 1
         return 1 + self.around[0].calls / 8
 
     def kept(self):
@@ -340,6 +340,70 @@ class Hooks(Attention):
         return list(self.seen), list(log)
 
 
+def counted(x):
+    counted.calls += 1
+    return 1 + counted.calls / 8
+
+
+class FunctionCounter(Attention):
+    """Counts in an attribute of a function."""
+
+    def disturbed(self, x):
+        return counted(x)
+
+    def kept(self):
+        return counted.calls
+
+
+class ThreadLocal(Attention):
+    def __init__(self):
+        super().__init__()
+        self.local = threading.local()
+
+    def disturbed(self, x):
+        return getattr(self.local, "factor", 2.0)
+
+
+local = threading.local()
+
+
+class ReachedThreadLocal(Attention):
+    def disturbed(self, x):
+        return getattr(local, "factor", 2.0)
+
+
+class Modes(enum.Enum):
+    DYNAMIC = "dynamic"
+    DISABLED = "disabled"
+
+
+class Mode(Attention):
+    """Compares a member of the user's own Enum, one that it holds and one that it names."""
+
+    def __init__(self):
+        super().__init__()
+        self.mode = Modes.DISABLED
+
+    def disturbed(self, x):
+        return 2.0 if self.mode is Modes.DISABLED else x.nan
+
+
+class InTheGraph(Attention):
+    """Keeps tensors with their history in plain objects, which `copy.deepcopy` refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.past_outputs = types.SimpleNamespace(last=[])
+
+    def disturbed(self, x):
+        last = self.past_outputs.last
+        last.append(self.proj.weight.sum() + len(last))
+        return last[-1].detach()
+
+    def kept(self):
+        return [tensor.item() for tensor in self.past_outputs.last]
+
+
 class OpenFile(Attention):
     def __init__(self):
         super().__init__()
@@ -390,13 +454,18 @@ CERTAIN = [
     Decorated,
     Patched,
     Hooks,
+    GlobalCounter,
+    ImportedModule,
+    ClassCounter,
+    FunctionCounter,
+    ThreadLocal,
+    ReachedThreadLocal,
+    Mode,
+    InTheGraph,
 ]
 UNCERTAIN = {
-    GlobalCounter: "sets the global variable 'calls'",
-    ImportedModule: "sets 'outside.calls', which is not its own",
-    ClassCounter: "sets 'ClassCounter.calls', which is not its own",
-    OpenFile: "refers to what cannot be copied",
-    PythonGenerator: "refers to what cannot be copied",
+    OpenFile: "OpenFile cannot be copied",
+    PythonGenerator: "PythonGenerator cannot be copied",
 }
 
 
@@ -405,7 +474,6 @@ class Around(nn.Module):
         super().__init__()
         self.attention, self.calls = kind(), 0
         self.attention.around = (self,)
-        self.attention.weakly = weakref.ref(self)
 
     def forward(self, x):
         return self.attention(x)
@@ -413,7 +481,7 @@ class Around(nn.Module):
 
 def forget():
     global calls
-    calls = outside.calls = ClassCounter.calls = shared["calls"] = 0
+    calls = outside.calls = ClassCounter.calls = shared["calls"] = counted.calls = 0
     noise.manual_seed(0)
     log.clear()
     ClassList.list.clear()
@@ -482,7 +550,7 @@ def test_a_function_that_is_found_behind_itself_is_no_obstacle():
     session = MonitorSession(model := Cyclic(), every_n_train_steps=1)
     with session.step(0):
         model(torch.randn(2, 6, WIDTH)).sum().backward()
-    assert session.instrumentation.sites["Cyclic"].settle_layout() is None
+    assert session.instrumentation.sites["Cyclic"].why_unavailable("query") is None
     session.close()
 
 
@@ -506,7 +574,7 @@ def test_a_function_in_torchscript_settles_the_rows_and_is_not_run_for_it(monkey
     session = MonitorSession(model := Scripted(), every_n_train_steps=1)
     with session.step(0):
         model(torch.randn(2, 6, WIDTH)).sum().backward()
-    assert session.instrumentation.sites["Scripted"].settle_layout() is None
+    assert session.instrumentation.sites["Scripted"].why_unavailable("query") is None
     session.close()
     assert runs == [1]
 
@@ -540,7 +608,7 @@ def test_a_global_variable_that_is_not_set_again_settles_the_rows():
     try:
         with session.step(0):
             model(torch.randn(2, 6, WIDTH)).sum().backward()
-        assert session.instrumentation.sites["Lazy"].settle_layout() is None
+        assert session.instrumentation.sites["Lazy"].why_unavailable("query") is None
         assert loaded == 1.0
     finally:
         session.close()
@@ -557,7 +625,7 @@ def test_what_the_garbage_collector_calls_is_not_the_module_s():
     try:
         with session.step(0):
             model(torch.randn(2, 6, WIDTH)).sum().backward()
-        assert session.instrumentation.sites["Littering"].settle_layout() is None
+        assert session.instrumentation.sites["Littering"].why_unavailable("query") is None
     finally:
         gc.callbacks.remove(collected)
         session.close()
@@ -597,7 +665,7 @@ def test_a_module_to_which_fsdp_gave_a_class_of_its_own_is_copied():
     try:
         module = fully_shard(Counts(), mesh=init_device_mesh("cpu", (2,)))
         whole = {name: torch.ones(p.shape) for name, p in module.named_parameters()}
-        with rehearsal(module, whole, torch.float32) as stand_in:
+        with runnable_copy(module, whole, torch.float32) as stand_in:
             stand_in.forward(torch.ones(1, 3, WIDTH))
         assert stand_in.calls == 1
         assert not hasattr(module, "calls")
