@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from guardbit.kernels import engines
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -37,15 +39,11 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
-# In a list, because instrumentation replaces every module's own reference.
-STOCK = [F.scaled_dot_product_attention]
-
-
 @pytest.fixture(autouse=True)
 def attention_is_given_back():
     """No test leaves its instrumentation to the next."""
     yield
-    given_back = F.scaled_dot_product_attention is STOCK[0]
+    given_back = F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     if not given_back:
         from guardbit.monitor.interception import installation
 

@@ -11,8 +11,14 @@ from guardbit.monitor.stages import log
 from guardbit.monitor.unseen import looks_like_attention, unseen_implementation
 
 _HOW_TO_SHOW = (
-    "Use F.scaled_dot_product_attention there (Hugging Face: attn_implementation='sdpa'), or show"
-    " it by guardbit.observe or guardbit.watch_attention"
+    "Attention that is written out in PyTorch has no rounded delta, so nothing in it needs a"
+    " correction; to have it watched, or a kernel of its own, show it by guardbit.observe or"
+    " guardbit.watch_attention"
+)
+
+_FUNCTIONS = (
+    "F.scaled_dot_product_attention, varlen_attn, flex_attention, a function of flash_attn or"
+    " guardbit.flash_attention"
 )
 
 #: How many modules of each kind are named.
@@ -58,6 +64,7 @@ class Coverage:
         share = f"{watched} of {total} attention modules{which} {verb} watched"
         if ranks.rank() == 0:
             log.tell(f"GuardBit: {share}: {', '.join(self.table)}")
+        yield from replaced(called)
         if unseen:
             yield (
                 f"{_counted(unseen, 'module')} that {_looks(unseen)} like attention ran and"
@@ -126,12 +133,21 @@ class Coverage:
                 " monitor of its own"
             )
         candidates = list(self._instrumentation.candidates.values())
+        if (others := [*replaced({}), *interception.left_alone()]) == [] and not any(
+            map(_is_attention, candidates)
+        ):
+            return (
+                "no attention was found in this model, so nothing is watched: no module of it has"
+                f" called {_FUNCTIONS}, and none is called attention; if it has attention under"
+                " another name and in a kernel of its own, show it by guardbit.observe or"
+                " guardbit.watch_attention"
+            )
         ran = [site for site in candidates if interception.ran(site.number, site.module)]
         innermost = _innermost([site for site in ran if _is_attention(site)])
         named = f" ({_kinds(innermost)} ran)" if innermost else ""
         reasons = [
+            *others,
             f"its attention is written out, or in a kernel of its own{named}: {_HOW_TO_SHOW}",
-            *interception.left_alone(),
             "it is a Hugging Face model whose attn_implementation is none of 'sdpa', 'eager',"
             " 'flex_attention' and the installed flash_attn's",
             "the instrumented model is not the one that trains, which may be a copy of it",
@@ -150,6 +166,20 @@ class Coverage:
         if self._is_noting:
             self._is_noting = False
             interception.entries.stop()
+
+
+def replaced(called: Mapping[str, Site]) -> Iterator[str]:
+    """Yields a sentence for each attention function in whose place another one stands.
+
+    Args:
+        called: The modules that called attention.
+    """
+    for name, other in interception.replaced().items():
+        watches = any(site.entry == name for site in called.values())
+        yield (
+            f"{name} is not PyTorch's: `{other}` replaced it; GuardBit"
+            f" {'watches' if watches else 'does not watch'} its calls"
+        )
 
 
 def _unseen(candidates: Mapping[str, Site], called: Mapping[str, Site]) -> list[Site]:

@@ -33,6 +33,9 @@ class UnseenAttentionError(ValueError):
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     """Whether a module is called attention, and has a weight matrix, its own or below it.
 
+    A module without parameters counts if attention is the last word of its class: it may get its
+    weights from a bank of the model's.
+
     Args:
         module: The module.
         name: What the model calls it. A module that is called so by the model only, as `h.1.attn`,
@@ -41,7 +44,8 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     kind = type(module).__name__
     words = [word.lower() for word in _WORDS.findall(kind)]
     if _ATTENTION.search(kind) or not _KINDS_OF_ATTENTION.isdisjoint(words[-1:]):
-        return _has_matrix(module)
+        is_bare = next(module.parameters(), None) is None
+        return _has_matrix(module) or (is_bare and not _SLOTS.isdisjoint(words[-1:]))
     last = name.rpartition(".")[2].rpartition("_")[2].lower()
     return last in _SLOTS and any(_has_matrix(part) for part in module.children())
 

@@ -77,6 +77,11 @@ def modules():
         made[name].__path__ = []
         made[name].__spec__ = ModuleSpec(name, None, is_package=True)
         vars(made[name]).update(content)
+    for name in ("flash_attn.flash_attn_interface", "flash_attn_interface"):
+        for function in contents[name].values():
+            function.__module__ = name  # as of functions that are written there
+    for function in public_4.values():
+        function.__module__ = "flash_attn.cute.interface"
     return made
 
 

@@ -38,14 +38,6 @@ class AtenAttention(Attention):
         return flash(q, k, v, 0.0, True)[0]
 
 
-_KERNELS = {"fused": torch._C._nn.scaled_dot_product_attention}
-
-
-class TableAttention(Attention):
-    def attend(self, q, k, v):
-        return _KERNELS["fused"](q, k, v, is_causal=True)
-
-
 class AttentionScale(nn.Module):
     """Named like attention, and without a matrix to project with."""
 
@@ -88,7 +80,7 @@ def told(path):
     return list(zip(errors.step, errors.why, strict=True))
 
 
-@pytest.mark.parametrize("unseen", [WrittenOutAttention, AtenAttention, TableAttention])
+@pytest.mark.parametrize("unseen", [WrittenOutAttention, AtenAttention])
 def test_unseen_attention_beside_seen_is_told_once(unseen, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "guardbit"):
         sites = watched(tmp_path, Attention(), unseen(), AttentionScale(), Never())

@@ -20,6 +20,7 @@ from guardbit.monitor.interception import (
     hooks,
     installation,
     records,
+    references,
     watching,
 )
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
@@ -201,7 +202,7 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "below", [(records, "forget"), (hooks, "_hook_entries"), (installation, "setattr")], ids=str
+    "below", [(records, "forget"), (hooks, "_hook_entries"), (references, "setattr")], ids=str
 )
 def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeypatch, caplog):
     model = nn.Sequential(Attention(), Attention())
@@ -210,7 +211,7 @@ def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeyp
         broken.setattr(*below, fails_with(error), raising=False)
         session.close()
     assert sum("the stage 'close' failed" in line for line in caplog.messages) == 1
-    if below[0] is not installation:
+    if below[0] is not references:
         assert F.scaled_dot_product_attention is not sdpa.scaled_dot_product_attention
     session.close()
     assert hooks_and_patches(model) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -13,8 +12,9 @@ from guardbit.kernels.engines.base import Engine, Gradients, Inputs
 from guardbit.kernels.engines.random import drawing_again, generator_of, is_capturing
 from guardbit.kernels.spec import AttentionSpec
 
-#: The implementation as it was before anything was intercepted.
-scaled_dot_product_attention = F.scaled_dot_product_attention
+#: PyTorch's own, from where nobody replaces it: what is called `F.scaled_dot_product_attention` may
+#: be another function by now.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention  # pyright: ignore
 
 
 class Whole(Engine):

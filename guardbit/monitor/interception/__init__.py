@@ -33,7 +33,13 @@ from guardbit.monitor.interception.calls import StepCalls
 from guardbit.monitor.interception.doors import listeners, recorders, unlisten
 from guardbit.monitor.interception.frames import entries
 from guardbit.monitor.interception.hooks import attach, detach, is_attached
-from guardbit.monitor.interception.installation import install, left_alone, restore, uninstall
+from guardbit.monitor.interception.installation import (
+    install,
+    left_alone,
+    replaced,
+    restore,
+    uninstall,
+)
 from guardbit.monitor.interception.observing import OBSERVE
 from guardbit.monitor.interception.outside import OutsideCalls
 from guardbit.monitor.interception.records import SiteRecord, parts, ran, site_record
@@ -54,6 +60,7 @@ __all__ = [
     "parts",
     "ran",
     "recorders",
+    "replaced",
     "rerun",
     "restore",
     "site_record",

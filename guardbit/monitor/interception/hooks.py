@@ -29,7 +29,7 @@ from guardbit.monitor.interception.frames import (
     site_number,
     site_of,
 )
-from guardbit.monitor.interception.installation import look_again, redirect_references
+from guardbit.monitor.interception.installation import look_again
 from guardbit.monitor.interception.rerunning import probe
 from guardbit.monitor.interception.tracing import note_traced_inputs
 
@@ -138,7 +138,6 @@ def attach(module: nn.Module, number: int) -> None:
     setattr(module, SITE_ATTRIBUTE, Place(number))
     site_modules[number] = module
     records.know_traced_share(number)
-    redirect_references(module)
     before = module.register_forward_pre_hook(_enter, with_kwargs=True)
     after = module.register_forward_hook(_leave, always_call=True)
     if not _hook_ids:

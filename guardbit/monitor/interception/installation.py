@@ -6,14 +6,12 @@ replaced when a model next begins to run, see `look_again`.
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch._dynamo import trace_rules
 
 from guardbit.guard import undo_all
@@ -22,7 +20,13 @@ from guardbit.monitor.interception import checkpointing
 from guardbit.monitor.interception.compiler_rules import without
 from guardbit.monitor.interception.doors import guarded
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
-from guardbit.monitor.interception.frames import drop_all, site_modules
+from guardbit.monitor.interception.frames import drop_all
+from guardbit.monitor.interception.references import (
+    Change,
+    Own,
+    replace_others,
+    replace_variables,
+)
 
 # The compiler's table of PyTorch's functions.
 _RULES = "get_torch_obj_rule_map"
@@ -53,9 +57,9 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    _put_in_place(found, {id(checkpointing.original_checkpoint): checkpointing.checkpoint})
+    _put_in_place(found, {checkpointing.original_checkpoint: checkpointing.checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
-    _restore.append(functools.partial(runtime.unlisten, note_flash_call))
+    _restore.append(partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
 
 
@@ -74,28 +78,37 @@ def _look_again() -> None:
     found = [entry for entry in ENTRY_POINTS if entry not in _installed and entry.find()]
     if found:
         _put_in_place(found, {})
-        for module in list(site_modules.values()):
-            redirect_references(module)
 
 
-def _put_in_place(found: list[EntryPoint], others: Mapping[int, Any]) -> None:
+def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
     _installed.extend(found)
     for entry in found:
         if entry.put_in_place is not None:
             _restore.append(entry.put_in_place())
-    entries = [entry for entry in found if entry.put_in_place is None]
-    stand_ins = {id(entry.original): entry.stand_in for entry in entries}
-    _replace_everywhere({**stand_ins, **others})
-    for entry in entries:
+    by_reference = [entry for entry in found if entry.put_in_place is None]
+    for entry in by_reference:
         if isinstance(entry.owner, type):
             _replace(entry.owner, entry.name_there, entry.stand_in)
+    attention = {entry.original: entry.stand_in for entry in by_reference}
+    changes = replace_variables({**attention, **others})
+    _restore.extend(change.undo for change in changes)
+    changes = replace_others(attention, changes, list(_own_dicts()))
+    _restore.extend(change.undo for change in changes)
+
+
+def _own_dicts() -> Iterator[dict[str, Any]]:
+    """Attributes of GuardBit's that refer to originals and stand-ins."""
+    for entry in ENTRY_POINTS:
+        yield vars(entry)
+        yield vars(entry.stand_in)
+    yield vars(checkpointing.checkpoint)
 
 
 def _keep_compiler_rules() -> None:
     rules = getattr(trace_rules, _RULES, None)
     if rules is None:  # another version of PyTorch
         return
-    stand_ins: dict[Any, Any] = {checkpointing.checkpoint: checkpointing.original_checkpoint}
+    stand_ins = Own({checkpointing.checkpoint: checkpointing.original_checkpoint})
     stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
     # The replacement refers to itself. It would keep the stand-ins until garbage is collected.
     _restore.append(stand_ins.clear)
@@ -108,6 +121,12 @@ def left_alone() -> list[str]:
     """Returns the functions whose calls are ignored in this process, each with the reason."""
     reasons = ((entry.name, entry.why_left_alone()) for entry in ENTRY_POINTS)
     return [f"{name} is not watched: {why}" for name, why in reasons if why is not None]
+
+
+def replaced() -> dict[str, str]:
+    """Returns the functions in whose place others stand that are not GuardBit's: name -> which."""
+    found = ((entry.name, entry.replaced_by) for entry in ENTRY_POINTS)
+    return {name: by for name, by in found if by is not None}
 
 
 def uninstall(user: object) -> None:
@@ -135,16 +154,17 @@ def restore() -> None:
 def _replace_what_is_left(installed: list[EntryPoint]) -> None:
     # `from ... import` may have made references to the stand-ins in the meantime.
     failed = _restore.copy()
+    # Elsewhere a stand-in may stay: it hands all calls on.
     originals = {
-        id(entry.stand_in): entry.original for entry in installed if entry.put_in_place is None
+        entry.stand_in: entry.original for entry in installed if entry.put_in_place is None
     }
-    originals[id(checkpointing.checkpoint)] = checkpointing.original_checkpoint
-    # Looking through all modules takes 10 to 20 ms, and nearly always there is none to be found.
-    # (Where something was compiled Dynamo refers to stand-ins, so that all are looked through.)
+    originals[checkpointing.checkpoint] = checkpointing.original_checkpoint
+    # To look for them takes 10 ms or more, and nearly always there is none to be found.
+    # (Where something was compiled Dynamo refers to stand-ins, so that all are looked for.)
     counts, own = _count_references(), _own_references
-    held = {each for each in originals if counts.get(each, sys.maxsize) > own.get(each, 0)}
+    held = {x for x in originals if counts.get(id(x), 0) > own.get(id(x), 0)}
     if held:
-        _replace_everywhere({each: originals[each] for each in held})
+        replace_variables({x: originals[x] for x in held})
     _restore[:] = failed
 
 
@@ -167,109 +187,9 @@ _own_references = _count_references()
 
 
 def _replace(owner: Any, name: str, replacement: Any) -> None:
-    # What undoes it comes first, here and below: nothing can then fail between the two.
-    _restore.append(functools.partial(_put_back, owner, name, replacement, getattr(owner, name)))
-    setattr(owner, name, replacement)
-
-
-def _put_back(owner: Any, name: str, replacement: Any, original: Any) -> None:
-    """Puts the original back, unless somebody else has replaced our stand-in since.
-
-    PyTorch's `context_parallel` does so, and its function calls our stand-in. Without its function,
-    ranks would attend to their own tokens only. Our stand-in then calls the original.
-    """
-    if getattr(owner, name, None) is replacement:
-        setattr(owner, name, original)
-
-
-def _replace_everywhere(replacements: dict[int, Any]) -> None:
-    """Replaces functions in all modules: `from ... import` made further references to them.
-
-    Args:
-        replacements: The id of a function -> what takes its place.
-    """
-    for module in _modules_of_others():
-        held = getattr(module, "__dict__", {})
-        # Of thousands of modules almost none holds one: a loop in Python takes ten times as long.
-        # Lists, because another thread may import meanwhile.
-        if replacements.keys().isdisjoint(map(id, list(held.values()))):
-            continue
-        for name, value in list(held.items()):
-            if id(value) in replacements:
-                _replace(module, name, replacements[id(value)])
-
-
-def _modules_of_others() -> Iterator[Any]:
-    # A copy, because a list of the items may collect garbage, which may import.
-    for name, module in sys.modules.copy().items():
-        if name != "guardbit" and not name.startswith("guardbit."):
-            yield module
-
-
-def redirect_references(module: nn.Module) -> None:
-    """Replaces attention functions that a module or its class holds.
-
-    They may be attributes, values of a dict attribute, default arguments of methods, or variables
-    that a method closes over.
-    """
-    by_name = [entry for entry in _installed if entry.put_in_place is None]
-    stand_ins = {id(entry.original): entry.stand_in for entry in by_name}
-    for owner in (module, *type(module).__mro__):
-        if owner in (nn.Module, object):
-            continue
-        for name, value in list(vars(owner).items()):
-            if isinstance(value, dict):
-                _redirect_items(value, stand_ins)
-            elif isinstance(value, types.FunctionType):
-                _redirect_inside(value, stand_ins)
-            redirected = _redirected(value, stand_ins)
-            if isinstance(value, types.BuiltinFunctionType) and owner is not module and redirected:
-                redirected = staticmethod(
-                    redirected
-                )  # the original is built in and takes no `self`
-            if redirected is not None:
-                _restore.append(functools.partial(setattr, owner, name, value))
-                setattr(owner, name, redirected)
-
-
-def _redirect_items(table: Any, stand_ins: dict[int, Any]) -> None:
-    for key, value in list(table.items()):
-        redirected = _redirected(value, stand_ins)
-        if redirected is not None:
-            _restore.append(functools.partial(table.__setitem__, key, value))
-            table[key] = redirected
-
-
-def _redirect_inside(function: types.FunctionType, stand_ins: dict[int, Any]) -> None:
-    """Replaces attention functions in default arguments and in closures."""
-    defaults = function.__defaults__ or ()
-    redirected = tuple(_redirected(value, stand_ins) or value for value in defaults)
-    if any(new is not old for new, old in zip(redirected, defaults, strict=True)):
-        _restore.append(functools.partial(setattr, function, "__defaults__", defaults))
-        function.__defaults__ = redirected
-    _redirect_items(function.__kwdefaults__ or {}, stand_ins)
-    for cell in function.__closure__ or ():
-        try:
-            value = cell.cell_contents
-        except ValueError:  # not filled yet
-            continue
-        redirected = _redirected(value, stand_ins)
-        if redirected is not None:
-            _restore.append(functools.partial(setattr, cell, "cell_contents", value))
-            cell.cell_contents = redirected
-
-
-def _redirected(value: Any, stand_ins: dict[int, Any]) -> Any:
-    """Returns an attribute with its attention functions replaced; None where it has none."""
-    if id(value) in stand_ins:
-        return stand_ins[id(value)]
-    if isinstance(value, staticmethod):
-        function = _redirected(value.__func__, stand_ins)
-        return None if function is None else staticmethod(function)
-    if isinstance(value, functools.partial):
-        function = _redirected(value.func, stand_ins)
-        return function and functools.partial(function, *value.args, **value.keywords)
-    return None
+    change = Change(owner, name, getattr(owner, name), replacement)
+    _restore.append(change.undo)  # first: nothing can then fail between the two
+    change.do()
 
 
 def _register_with_transformers() -> None:

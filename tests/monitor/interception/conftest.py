@@ -5,16 +5,16 @@ import torch
 import torch.nn.functional as F
 
 import guardbit
+from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor.interception.frames import frame_stack
-from tests.conftest import STOCK
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
     torch._dynamo.reset()
-    assert F.scaled_dot_product_attention is STOCK[0]
+    assert F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     assert not runtime.running
     assert not frame_stack
 

@@ -1,9 +1,13 @@
 """Every reference to a function that is replaced is found, and given back."""
 
+import collections
+import dataclasses
 import functools
 import gc
+import subprocess
 import sys
 import types
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -12,9 +16,12 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch.nn.functional import scaled_dot_product_attention as alias
 
+import guardbit
+from guardbit.kernels import engines
 from guardbit.monitor.interception import checkpointing, installation
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
-from tests.conftest import STOCK
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_aliases_are_covered(tiny, tokens, instrument):
@@ -29,7 +36,7 @@ def test_aliases_are_covered(tiny, tokens, instrument):
     assert tiny.equal(tiny.step(model, tokens), before)
     assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
     inst.remove()
-    assert alias is STOCK[0]
+    assert alias is engines.scaled_dot_product_attention
 
 
 @pytest.fixture
@@ -46,7 +53,7 @@ def test_aliases_made_while_instrumented_are_given_back(tiny, instrument, late):
     exec("from torch.utils.checkpoint import checkpoint", vars(late))
     assert late.attend is sdpa.scaled_dot_product_attention
     inst.remove()
-    assert late.attend is STOCK[0]
+    assert late.attend is engines.scaled_dot_product_attention
     assert late.checkpoint is torch.utils.checkpoint.checkpoint
 
 
@@ -58,7 +65,7 @@ def test_aliases_are_given_back_also_after_others_held_a_stand_in(tiny, instrume
     held.clear()
     late.attend = F.scaled_dot_product_attention
     again.remove()
-    assert late.attend is STOCK[0]
+    assert late.attend is engines.scaled_dot_product_attention
 
 
 def test_aliases_are_given_back_where_all_objects_were_held_at_first(
@@ -72,7 +79,7 @@ def test_aliases_are_given_back_where_all_objects_were_held_at_first(
     held.clear()
     late.attend = F.scaled_dot_product_attention
     inst.remove()
-    assert late.attend is STOCK[0]
+    assert late.attend is engines.scaled_dot_product_attention
 
 
 def keeps_static(tiny):
@@ -149,7 +156,7 @@ def test_references_inside_methods_and_dicts_are_covered(keeps, tiny, tokens, in
     kept = [*getattr(type(model.h[0].attn), "kernels", {}).values()]
     kept += [*(method.__kwdefaults__ or {}).values()]
     kept += [cell.cell_contents for cell in method.__closure__ or ()]
-    assert kept == [STOCK[0]]
+    assert kept == [engines.scaled_dot_product_attention]
 
 
 @pytest.mark.parametrize("keeps", [keeps_static, keeps_plain, keeps_own, keeps_partial])
@@ -192,3 +199,211 @@ def test_garbage_that_imports_while_references_are_looked_for_does_no_harm(tiny,
         sys.modules.pop(name, None)
     assert collections > 1000
     assert F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention
+
+
+# --- what lies outside modules and their classes -------------------------------------------------
+
+STOCK = F.scaled_dot_product_attention
+TABLE = {"fused": {"causal": F.scaled_dot_product_attention}}
+LIST = [F.scaled_dot_product_attention]
+PAIRS = [("fused", F.scaled_dot_product_attention)]
+PARTIAL = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+GIVEN = functools.partial(lambda attend, *args: attend(*args), F.scaled_dot_product_attention)
+Backend = collections.namedtuple("Backend", "name attend")
+NAMED = {"fused": Backend("fused", F.scaled_dot_product_attention)}
+
+
+class Registry:
+    known: ClassVar = {"fused": F.scaled_dot_product_attention}
+
+
+@dataclasses.dataclass
+class Processor:
+    attend: object = F.scaled_dot_product_attention
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    attend: object
+
+
+def default(q, k, v, attend=F.scaled_dot_product_attention):
+    return attend(q, k, v)
+
+
+def closing_over(attend):
+    return lambda *args: attend(*args)
+
+
+PROCESSOR, SLOTTED = Processor(), Slotted(F.scaled_dot_product_attention)
+CLOSURE = closing_over(F.scaled_dot_product_attention)
+
+HOLDERS = {
+    "variable": lambda *args: STOCK(*args),
+    "dict in a dict": lambda *args: TABLE["fused"]["causal"](*args),
+    "list": lambda *args: LIST[0](*args),
+    "tuple in a list": lambda *args: PAIRS[0][1](*args),
+    "named tuple": lambda *args: NAMED["fused"].attend(*args),
+    "partial": lambda *args: PARTIAL(*args),
+    "argument of a partial": lambda *args: GIVEN(*args),
+    "dict of a class": lambda *args: Registry.known["fused"](*args),
+    "attribute of an object": lambda *args: PROCESSOR.attend(*args),
+    "default of a class": lambda *args: Processor.attend(*args),
+    "slot": lambda *args: SLOTTED.attend(*args),
+    "default argument": lambda *args: default(*args),
+    "closure": lambda *args: CLOSURE(*args),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_reference_is_found_wherever_it_lies_and_given_back(holder, tiny, tokens, instrument):
+    class Layer(tiny.Attention):
+        def attend(self, q, k, v):
+            return HOLDERS[holder](q, k, v)
+
+    def held():
+        yield from (STOCK, TABLE["fused"]["causal"], LIST[0], PAIRS[0], NAMED["fused"])
+        yield from (PARTIAL.func, GIVEN.args, Registry.known["fused"], PROCESSOR.attend)
+        yield from (Processor.attend, SLOTTED.attend, default.__defaults__)
+        yield CLOSURE.__closure__[0].cell_contents
+
+    model, before = tiny.GPT(attention=Layer), list(held())
+    expected = tiny.step(model, tokens)
+    inst = instrument(model)
+    assert tiny.equal(tiny.step(model, tokens), expected)
+    assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+    inst.switch("*", "exact_delta")
+    tiny.step(model, tokens)
+    assert inst.stabilizers()["h.1.attn"] == ["exact_delta"] * 4
+    inst.remove()
+    assert all(now is then for now, then in zip(held(), before, strict=True))
+
+
+def test_what_gc_freeze_has_put_aside_is_found_each_time(tiny, tokens):
+    was_frozen, holder = gc.get_freeze_count(), {"fused": F.scaled_dot_product_attention}
+
+    class Layer(tiny.Attention):
+        def attend(self, q, k, v):
+            return holder["fused"](q, k, v)
+
+    model = tiny.GPT(attention=Layer)
+    gc.freeze()
+    try:
+        for _ in range(2):
+            inst = guardbit.instrument(model)
+            tiny.step(model, tokens)
+            assert list(inst.sites) == ["h.0.attn", "h.1.attn"]
+            inst.remove()
+            assert holder["fused"] is engines.scaled_dot_product_attention
+            assert gc.get_freeze_count() > was_frozen
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+
+
+# --- another function in the place of PyTorch's --------------------------------------------------
+
+
+def halved(original):
+    """As a profiler's or an adapter's wrapper, but that it leaves its mark on the weights."""
+
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **others):
+        return original(q, k, v, attn_mask, dropout_p, is_causal, scale=0.125, **others)
+
+    return attention
+
+
+def unlike(q, k, v, *_, **__):
+    """Computes attention by itself, as SageAttention does."""
+    scores = (q @ k.mT * 0.125).masked_fill(~torch.ones(q.size(2), k.size(2)).tril().bool(), -9)
+    return scores.softmax(-1) @ v
+
+
+def trained(tiny, tokens, watched, replace=lambda step: None, steps=4):
+    """Weights after some steps, which are all sampled; what was said, and which sites were seen."""
+    torch.manual_seed(0)
+    model = tiny.GPT()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = guardbit.MonitorSession(model, every_n_train_steps=1) if watched else None
+    for step in range(steps):
+        replace(step)
+        if session:
+            session.begin_batch(step)
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if session:
+            session.end_step()
+    seen = [s.site for s in session.samples if s.indicator == "max_logit"] if session else []
+    if session:
+        assert not session.stages_off
+        session.close()
+    return [p.detach().clone() for p in model.parameters()], seen
+
+
+@pytest.mark.parametrize("when", ["before", "in the run"])
+@pytest.mark.parametrize("kind", ["calls PyTorch's", "by itself"])
+def test_a_function_that_stands_in_pytorchs_place_is_left_alone(
+    kind, when, tiny, tokens, monkeypatch, caplog
+):
+    first = 0 if when == "before" else 2
+    torchs, results = F.scaled_dot_product_attention, []
+
+    def replace(step):
+        if step == first:
+            current = F.scaled_dot_product_attention
+            other = halved(current) if kind == "calls PyTorch's" else unlike
+            monkeypatch.setattr(F, "scaled_dot_product_attention", other)
+
+    for watched in (False, True):
+        if when == "before":
+            replace(0)
+            results.append(trained(tiny, tokens, watched))
+        else:
+            results.append(trained(tiny, tokens, watched, replace))
+        monkeypatch.setattr(F, "scaled_dot_product_attention", torchs)
+    (plain, _), (weights, seen) = results
+    assert all(map(torch.equal, plain, weights))
+    stock, _ = trained(tiny, tokens, False)
+    assert not all(map(torch.equal, plain, stock)), "it makes a difference"
+    assert seen == (["h.0.attn", "h.1.attn"] if kind == "calls PyTorch's" else [])
+    if when == "before":
+        name = "halved.<locals>.attention" if kind == "calls PyTorch's" else "unlike"
+        watches = "watches" if kind == "calls PyTorch's" else "does not watch"
+        assert (
+            f"F.scaled_dot_product_attention is not PyTorch's: `{__name__}.{name}` replaced it;"
+            f" GuardBit {watches} its calls" in caplog.text
+        )
+
+
+@pytest.mark.parametrize(
+    "attribute", ["scaled_dot_product_attention", "multi_head_attention_forward"]
+)
+def test_a_function_that_was_replaced_before_guardbit_was_imported_is_no_original(attribute):
+    code = f"""
+import torch, torch.nn.functional as F
+def other(*args, torchs=F.{attribute}, **kwargs):
+    return torchs(*args, **kwargs)
+torchs = other.__kwdefaults__["torchs"]
+F.{attribute} = other
+import guardbit
+from guardbit.kernels import engines
+from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+(entry,) = (e for e in ENTRY_POINTS if e.attribute == {attribute!r})
+assert entry.original is (torchs if {attribute!r} == "scaled_dot_product_attention" else None)
+layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+x = torch.randn(2, 4, 32)
+layer(x).sum().backward()
+expected = layer.self_attn.in_proj_weight.grad.clone()
+layer.zero_grad()
+inst = guardbit.instrument(layer)
+assert F.{attribute} is other
+layer.eval(); layer.train()
+torch.manual_seed(0); a = layer(x)
+inst.remove()
+assert F.{attribute} is other
+torch.manual_seed(0); assert torch.equal(layer(x), a)
+assert entry.replaced_by == "__main__.other"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]

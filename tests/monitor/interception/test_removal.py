@@ -12,9 +12,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 import guardbit
+from guardbit.kernels import engines
 from guardbit.kernels.runtime import runtime
 from tests.callbacks.several_ranks import launch
-from tests.conftest import STOCK
 
 
 def state_of(model):
@@ -44,13 +44,13 @@ def test_removal_restores_everything(tiny, tokens):
     assert two.stabilizers()["h.0.attn"] == ["none"] * 4
 
     one.remove()
-    assert F.scaled_dot_product_attention is not STOCK[0]
+    assert F.scaled_dot_product_attention is not engines.scaled_dot_product_attention
     assert state_of(first) == states[0]
     assert tiny.equal(tiny.step(second, tokens), before[1])
     one.remove()
-    assert F.scaled_dot_product_attention is not STOCK[0]
+    assert F.scaled_dot_product_attention is not engines.scaled_dot_product_attention
     two.remove()
-    assert F.scaled_dot_product_attention is STOCK[0]
+    assert F.scaled_dot_product_attention is engines.scaled_dot_product_attention
     assert state_of(second) == states[1]
     assert originals == (
         F.multi_head_attention_forward,

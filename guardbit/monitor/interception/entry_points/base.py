@@ -159,8 +159,26 @@ class EntryPoint:
         """Looks for the original unless it is known; returns whether it is known now."""
         if self.original is None:
             found = getattr(self.owner, self.name_there, None)
-            self.original = None if found is self.stand_in else found
+            if found is not self.stand_in and self.is_genuine(found):
+                self.original = found
         return self.original is not None
+
+    def is_genuine(self, found: Any) -> bool:
+        """Whether a function that stands in its place is the one that was written there."""
+        return is_genuine(found, self.home)
+
+    @property
+    def replaced_by(self) -> str | None:
+        """Which function stands in its place that is neither its own nor GuardBit's, or None."""
+        found = getattr(self.owner, self.name_there, None)
+        if found is None or found is self.original or found is self.stand_in:
+            return None
+        if self.original is None and self.is_genuine(found):
+            return None
+        kind = found if hasattr(found, "__qualname__") else type(found)
+        # PyTorch's context parallelism puts a function of its own there.
+        is_torchs = (kind.__module__ or "").partition(".")[0] == "torch"
+        return None if is_torchs else f"{kind.__module__}.{kind.__qualname__}"
 
     @property
     def owner(self) -> Any:
@@ -174,6 +192,15 @@ class EntryPoint:
     def name_there(self) -> str:
         """The function's name in `owner`."""
         return self.attribute.rpartition(".")[2]
+
+
+def is_genuine(function: Any, home: str) -> bool:
+    """Whether a function was written in the module that is named its home."""
+    code = getattr(function, "__code__", None)
+    file = getattr(sys.modules.get(home), "__file__", None)
+    if code is None or file is None:
+        return function is not None and getattr(function, "__module__", None) == home
+    return code.co_filename == file
 
 
 def heads_first(x: Tensor, layout: Layout) -> Tensor:

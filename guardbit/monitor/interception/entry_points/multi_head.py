@@ -20,7 +20,7 @@ from guardbit.kernels.runtime import is_jit_traced, runtime
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import report, stand_in
-from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal
+from guardbit.monitor.interception.entry_points.base import EntryPoint, Refusal, is_genuine
 from guardbit.monitor.interception.entry_points.refusals import why_head, why_now
 from guardbit.monitor.interception.outside import note_outside
 from guardbit.monitor.interception.records import note_call
@@ -29,14 +29,24 @@ from guardbit.monitor.interception.tracing import note_traced_call
 from guardbit.monitor.interception.watching import WRITTEN_OUT, Watch
 from guardbit.monitor.stages import log
 
-_NAME = "F.multi_head_attention_forward"
+_NAME, _HOME = "F.multi_head_attention_forward", "torch.nn.functional"
 
-# To the compiler PyTorch's own function is one opaque call; it looks into a copy.
+
+def _unknown(*args: Any, **kwargs: Any) -> Any:
+    """In the place of PyTorch's function where another one has taken it."""
+    raise RuntimeError(f"{_NAME} was replaced before GuardBit was imported")
+
+
 _original = F.multi_head_attention_forward
+if not is_genuine(_original, _HOME):
+    _original = _unknown
 
 
 def _copy(namespace: dict[str, Any]) -> types.FunctionType:
-    """Returns PyTorch's function with other globals."""
+    """Returns PyTorch's function with other globals.
+
+    To the compiler PyTorch's own is one opaque call; it looks into a copy.
+    """
     copied = types.FunctionType(
         _original.__code__, namespace, _original.__name__, _original.__defaults__
     )
@@ -186,10 +196,10 @@ class _Products:
 
 MULTI_HEAD = EntryPoint(
     _NAME,
-    home="torch.nn.functional",
+    home=_HOME,
     attribute="multi_head_attention_forward",
     bind=bind,
-    original=_original,
+    original=None if _original is _unknown else _original,
     before=_before,
     traced=_traced,
 )
