@@ -110,7 +110,10 @@ CATALOG: tuple[Indicator, ...] = (
         name="max_logit",
         probe="rows",
         label="max logit",
-        meaning="largest attention score in size, after scaling: of -900 and 400 it is 900",
+        meaning=(
+            "largest scale * q.k in size, without what masks and biases add: of -900 and 400 it is"
+            " 900"
+        ),
         floor=0.0,
         logged_key="guardbit/max_logit",
     ),

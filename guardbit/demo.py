@@ -177,14 +177,16 @@ def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
     rows = slice(BAD_HEAD * HEAD_DIM, (BAD_HEAD + 1) * HEAD_DIM)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        sink = F.normalize(torch.randn(WIDTH, generator=generator), dim=0)
+        sink = F.normalize(torch.randn(WIDTH, generator=generator, dtype=torch.float32), dim=0)
         model.wpe.weight[:SINK_POSITIONS] = SINK_NORM * (sink - sink.mean())
         model(batch)
         handle.remove()
         common = F.normalize(inputs[0][:, SINK_POSITIONS:].mean((0, 1)), dim=0)
         apart = inputs[0][:, :SINK_POSITIONS].mean((0, 1))
         apart = F.normalize(apart - (apart @ common) * common, dim=0)
-        feature = F.normalize(torch.randn(HEAD_DIM, generator=generator), dim=0)
+        feature = F.normalize(
+            torch.randn(HEAD_DIM, generator=generator, dtype=torch.float32), dim=0
+        )
         query, key, _ = block.attn.c_attn.weight.split(WIDTH)
         query[rows] += BAD_NORM * torch.outer(feature, common)
         key[rows] += BAD_NORM * torch.outer(feature, apart)

@@ -6,6 +6,7 @@ Whole matrices and autograd; nothing of `guardbit.kernels` but the classes that 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -91,6 +92,23 @@ def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     elif spec.mask is not None:
         scores = scores + spec.mask
     return scores.masked_fill(hidden, -math.inf)
+
+
+def largest_products(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
+    """The largest |scale q k| in each row, capped and without an additive mask, FP64 (B, H, N).
+
+    A key counts if its score or what the mask adds to it is within 30 of the row's largest. A row
+    counts none if the mask adds less than -9,000 to every key that it could see.
+    """
+    scores, mask = scores_of(q, k, spec), spec.mask
+    is_additive = mask is not None and mask.dtype != torch.bool
+    plain = scores_of(q, k, replace(spec, mask=None)) if is_additive else scores
+    added = torch.zeros_like(scores) + (mask if is_additive else 0.0)
+    added = added.masked_fill(scores == -math.inf, -math.inf)
+    top = added.amax(-1, keepdim=True)
+    counted = (added >= top - 30) | (scores >= scores.amax(-1, keepdim=True) - 30)
+    counted &= (added > -math.inf) & (top >= -9000)
+    return plain.abs().masked_fill(~counted, -math.inf).amax(-1)
 
 
 def attend(q, k, v, spec, sinks=None, kept=None) -> Forward:

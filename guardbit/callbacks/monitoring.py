@@ -47,7 +47,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     key                                 value
     ==================================  ===========================================================
     ``guardbit/w_q_spectral_norm``      largest spectral norm of a head's rows of W_Q
-    ``guardbit/max_logit``              largest attention score in size
+    ``guardbit/max_logit``              largest scale * q.k in size, without masks and biases
     ``guardbit/multiple_maxima``        largest share of rows with more than one maximum
     ``guardbit/delta_bias_cumulative``  largest running sum of delta_lp - delta_hp, by size
     ``guardbit/dq_relative_error``      largest relative error of dQ among audited heads
@@ -353,7 +353,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             return
         pl_module.log(
             "alarmed_heads",
-            torch.tensor(float(session.num_alarmed_heads)),
+            torch.tensor(float(session.num_alarmed_heads), dtype=torch.float32),
             prog_bar=True,
             logger=False,
             batch_size=1,

@@ -177,7 +177,7 @@ def thinned(head: HeadInputs) -> HeadInputs:
     most = max(1, _ENTRIES // (sequences * max(1, head.k.size(1))))
     if rows <= most:
         return head
-    return rows_of(head, torch.linspace(0, rows - 1, most).round().long())
+    return rows_of(head, torch.linspace(0, rows - 1, most, dtype=torch.float32).round().long())
 
 
 def chunks(head: HeadInputs, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Chunk]:

@@ -123,7 +123,9 @@ def head_of_call(
         raise ValueError("a call with a mask or scores by a function cannot be diagnosed")
     shape = (len(q), q.size(1), q.size(2), k.size(2))
     device, kv_head = q.device, head * k.size(1) // q.size(1)
-    batch = torch.tensor(range(len(q)) if sequences is None else sequences, device=device)
+    batch = torch.tensor(
+        range(len(q)) if sequences is None else sequences, dtype=torch.int64, device=device
+    )
     present = torch.arange(q.size(2), device=device) if rows is None else rows.to(device)
     visible = visible_range(spec, shape, device)
     mask = None

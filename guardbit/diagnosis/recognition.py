@@ -137,7 +137,7 @@ def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
 
 def _spread(count: int) -> Tensor:
     """Some rows, evenly spread, all that there are if they are few."""
-    return torch.linspace(0, count - 1, min(count, _ROWS)).round().long()
+    return torch.linspace(0, count - 1, min(count, _ROWS), dtype=torch.float32).round().long()
 
 
 def _nearest(

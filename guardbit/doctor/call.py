@@ -144,7 +144,7 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
     if window is not None:
         return AttentionSpec(scale, mask=((back >= 0) & (back < window))[None, None])
     if mask == "documents":
-        lengths = torch.tensor(document_lengths(shape.length), device=device)
+        lengths = torch.tensor(document_lengths(shape.length), dtype=torch.int64, device=device)
         own = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)
         return AttentionSpec(scale, mask=((back >= 0) & (own[:, None] == own))[None, None])
     if mask == "padding":
@@ -154,7 +154,8 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
     generator = torch.Generator(device).manual_seed(0)
     size = (1, shape.heads, shape.length, shape.length)
     return AttentionSpec(
-        scale, mask=torch.randn(size, generator=generator, device=device).to(dtype)
+        scale,
+        mask=torch.randn(size, generator=generator, dtype=torch.float32, device=device).to(dtype),
     )
 
 

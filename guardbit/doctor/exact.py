@@ -31,7 +31,6 @@ from torch import Tensor
 
 from guardbit.doctor.call import Call
 from guardbit.kernels.mask.geometry import (
-    HIDES,
     dense_mask,
     key_spans,
     mask_tile,
@@ -111,7 +110,7 @@ def units_of(call: Call, most: int | None) -> list[Unit]:
     units = [Unit(b, h) for b in range(call.q.size(0)) for h in range(call.k.size(1))]
     if most is None or len(units) <= most:
         return units
-    places = torch.linspace(0, len(units) - 1, most).round().int().tolist()
+    places = torch.linspace(0, len(units) - 1, most, dtype=torch.float32).round().int().tolist()
     return [units[place] for place in places]
 
 
@@ -169,7 +168,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         row_delta = (p * dp).sum(-1, keepdim=True)
         ds_ = p * (dp - row_delta)
         # Relative error of P in FP32.
-        counted = scores.abs().where((mask > HIDES) & (scores > -math.inf), 0.0)
+        counted = scores.abs().where(p > 0, 0.0)
         largest = counted.amax(-1, keepdim=True)
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
         sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale

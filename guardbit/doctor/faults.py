@@ -98,7 +98,9 @@ def scale_used(call: Call, exact: Exact, out: Tensor) -> float | None:
         exact: The unit in FP64.
         out: FP64 (G, N, D), the engine's.
     """
-    rows = torch.linspace(0, out.size(1) - 1, min(_ROWS, out.size(1)), device=out.device).int()
+    rows = torch.linspace(
+        0, out.size(1) - 1, min(_ROWS, out.size(1)), dtype=torch.float32, device=out.device
+    ).int()
     rows = rows.long()
     group, unit = out.size(0), exact.unit
     heads = torch.arange(unit.kv_head * group, (unit.kv_head + 1) * group, device=out.device)
@@ -115,7 +117,7 @@ def scale_used(call: Call, exact: Exact, out: Tensor) -> float | None:
         p = (products * (call.spec.scale * factor) + mask).softmax(-1).nan_to_num(0.0)
         return (p @ values - found).square().sum().item()
 
-    grid = torch.logspace(-5, 5, 81, base=2).tolist()
+    grid = torch.logspace(-5, 5, 81, base=2, dtype=torch.float32).tolist()
     best = min(range(len(grid)), key=lambda n: distance(grid[n]))
     low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     for _ in range(30):  # golden section

@@ -39,13 +39,17 @@ class _Drawing:
         """FP32 (B, heads, N, D), standard normal."""
         s = self.shape
         size = (s.batch, s.length, heads, s.head_dim)
-        return torch.randn(size, generator=self.generator, device=self.device).transpose(1, 2)
+        return torch.randn(
+            size, generator=self.generator, dtype=torch.float32, device=self.device
+        ).transpose(1, 2)
 
     def uniform(self, heads: int) -> Tensor:
         """FP32 (B, heads, N, D), in 0 to 1."""
         s = self.shape
         size = (s.batch, s.length, heads, s.head_dim)
-        return torch.rand(size, generator=self.generator, device=self.device).transpose(1, 2)
+        return torch.rand(
+            size, generator=self.generator, dtype=torch.float32, device=self.device
+        ).transpose(1, 2)
 
     def one_hot(self, heads: int) -> Tensor:
         """FP32 (B, heads, N, D): a 1 at a place drawn for each token, else 0."""
@@ -59,7 +63,10 @@ class _Drawing:
         s = self.shape
         size = (s.batch, s.length, heads, 1)
         return (
-            (torch.rand(size, generator=self.generator, device=self.device) < 0.5)
+            (
+                torch.rand(size, generator=self.generator, dtype=torch.float32, device=self.device)
+                < 0.5
+            )
             .mul(2.0)
             .sub(1.0)
             .transpose(1, 2)

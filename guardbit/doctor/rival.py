@@ -130,7 +130,7 @@ def _some_heads(call: AttentionCall, heads: tuple[int, ...]) -> Call:
     if spec.has_functions:
         raise ValueError("a call with a mask or scores by a function is not compared")
     assert call.d_out is not None
-    own = torch.tensor(heads, device=q.device)
+    own = torch.tensor(heads, dtype=torch.int64, device=q.device)
     keys = own // (q.size(1) // k.size(1))
     if spec.mask is not None and spec.mask.dim() == 4 and spec.mask.size(1) > 1:
         whole = dense_mask(spec.mask, (q.size(0), q.size(1), q.size(2), k.size(2)))

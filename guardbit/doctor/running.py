@@ -68,7 +68,7 @@ def run_carried(engine: Engine, call: Call, results: Results, exacts: Sequence[E
     for exact in exacts:
         b, first = exact.unit.batch, exact.unit.kv_head * group
         heads = range(first, first + group)
-        delta = torch.zeros(1, group, out.size(2), device=out.device)
+        delta = torch.zeros(1, group, out.size(2), dtype=torch.float32, device=out.device)
         delta[0] = exact.delta
         write_carrier(carried[b : b + 1], d_out[b : b + 1], delta, heads)
     with torch.autocast(call.q.device.type, enabled=False):

@@ -115,7 +115,9 @@ def _spec_without_mask(scale: float, causal: int, dropout_p: float) -> Attention
 def _kernels(backend: SDPBackend, shared: bool, on_triton: bool, names: tuple[str, ...]) -> Tensor:
     """Encodes what ran, for the backward; see `run_forward`."""
     codes = [STABILIZERS.index(name) for name in names]
-    return torch.tensor([int(backend.value), int(shared), int(on_triton), *codes])
+    return torch.tensor(
+        [int(backend.value), int(shared), int(on_triton), *codes], dtype=torch.int64
+    )
 
 
 NUM_KERNEL_FACTS = 3

@@ -130,7 +130,9 @@ def _begin(
     if training:
         state.ran_at = state.clock.now
         state.note(names, why or (obstacle and f"nothing is measured of its calls: {obstacle}"))
-    return blocks.clone(), torch.tensor([STABILIZERS.index(name) for name in names])
+    return blocks.clone(), torch.tensor(
+        [STABILIZERS.index(name) for name in names], dtype=torch.int64
+    )
 
 
 def _settled(asked: tuple[str, ...], obstacle: str) -> tuple[tuple[str, ...], str]:

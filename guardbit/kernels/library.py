@@ -212,7 +212,9 @@ def _promised(q: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _kernels(shared: bool, names: tuple[str, ...]) -> Tensor:
-    return torch.tensor([int(shared), *(STABILIZERS.index(name) for name in names)])
+    return torch.tensor(
+        [int(shared), *(STABILIZERS.index(name) for name in names)], dtype=torch.int64
+    )
 
 
 @lru_cache

@@ -62,7 +62,7 @@ def forward_by_pytorch(*arguments: Any) -> tuple[Tensor, ...]:
         out = aligned(heads.laid_out_as(out, heads.empty_out(request.q, request.v)))
         if request.keeps_residual:
             residual = torch.empty_like(request.q, dtype=torch.int8)
-    kernels = torch.full((NUM_KERNEL_FACTS + q.size(1),), _NATIVE)
+    kernels = torch.full((NUM_KERNEL_FACTS + q.size(1),), _NATIVE, dtype=torch.int64)
     kernels[1] = int(_choice(request).value)
     return out, lse, residual, kernels, random, generator_state
 

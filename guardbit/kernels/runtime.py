@@ -112,7 +112,7 @@ class Runtime:
             return self.current
         quiet = _QUIET - number
         self._sites[quiet] = replace(state, observer=None)
-        return torch.tensor(quiet)
+        return torch.tensor(quiet, dtype=torch.int64)
 
     # --- which of them are running ---------------------------------------------------------------
 

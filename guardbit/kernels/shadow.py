@@ -65,7 +65,9 @@ def shadow(
     launch.check_tensors(q=q, k=k, v=v)
     shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
     out = torch.empty((*shape, v.shape[3]), dtype=torch.float32, device=q.device)
-    row_max, entropy, largest = (torch.empty(shape, device=q.device) for _ in range(3))
+    row_max, entropy, largest = (
+        torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(3)
+    )
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
     _launch(q, k, v, spec, eps, query_ids, result)
@@ -75,10 +77,9 @@ def shadow(
 def row_maxima(
     q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
 ) -> RowMaxima:
-    """The maxima of `shadow` alone, from one pass over the keys and no values.
+    """The maxima of `shadow` alone, to the bit: one pass over the keys and no values.
 
-    The products are those of `shadow`, and so are the bits, but where an explicit mask all but
-    hides a key whose score is NaN: row_max is then of the other keys.
+    An additive mask needs both passes.
 
     Args:
         q: (B, H, N, D), BF16 or FP16; any strides.
@@ -93,9 +94,12 @@ def row_maxima(
         TypeError: If a dtype is neither BF16 nor FP16.
         ValueError: See `shadow`.
     """
+    if spec.mask is not None and spec.mask.dtype != torch.bool:
+        found = shadow(q, k, k, spec=spec, query_ids=query_ids)
+        return RowMaxima(found.row_max, found.largest)
     launch.check_tensors(q=q, k=k)
     shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
-    row_max, largest = (torch.empty(shape, device=q.device) for _ in range(2))
+    row_max, largest = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     nowhere = row_max  # what is not written
     result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
     _launch(q, k, k, spec, 0.0, query_ids, result, only_maxima=True)

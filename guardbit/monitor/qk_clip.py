@@ -2,13 +2,16 @@
 
 The rule is MuonClip's (arXiv 2507.20534): after an optimizer step a head whose largest logit S is
 above the bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K.
-Unlike a stabilizer it changes the weights, and so the run. An optimizer that keeps copies of the
-weights in FP32, and writes them back, undoes it.
+S is of scale q k alone: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a
+clip changes the weights, and so the run. An optimizer that keeps copies of the weights in FP32, and
+writes them back, undoes it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +21,38 @@ from guardbit.records import Event, Sample
 
 #: A head that is clipped again and again is told once in so many steps.
 TOLD_EVERY = 1000
+#: So many clips in a row, of which the next sample shows nothing, are enough.
+MOST_IN_VAIN = 2
+
+
+class _Clipped(NamedTuple):
+    """The head of an attention module that a clip scaled most.
+
+    Attributes:
+        head: Its number.
+        logit: Its largest logit, before the clip.
+        scale: By how much its logits were scaled.
+        norm: Spectral norm of its W_Q before the clip; NaN if unknown.
+        in_vain: How many clips before it, in a row, lowered W_Q and not the logits.
+    """
+
+    head: int
+    logit: float
+    scale: float
+    norm: float
+    in_vain: int
+
+    def in_vain_now(self, logit: float, norm: float) -> int:
+        """Returns `in_vain` with this clip, from what the next sample shows.
+
+        Weights that grew back until then, or were written back, do not count.
+        """
+        if self.in_vain == MOST_IN_VAIN:
+            return self.in_vain
+        # Less than half of the way, in logarithms; W_Q has the square root of the scale.
+        is_as_large = logit > self.logit * self.scale**0.5
+        is_scaled = norm < self.norm * self.scale**0.25
+        return self.in_vain + 1 if is_as_large and is_scaled else 0
 
 
 def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
@@ -58,6 +93,7 @@ class Clipping:
         self._is_dry_run, self._record = is_dry_run, record
         # (attention module, head) -> step of the event that told it; (module, -1): a refusal.
         self._told: dict[tuple[str, int], int] = {}
+        self._clipped: dict[str, _Clipped] = {}
 
     def act(
         self, sites: Mapping[str, Site], samples: Iterable[Sample], bound: float, why: str
@@ -70,14 +106,17 @@ class Clipping:
             bound: See `clip`.
             why: Why heads are clipped at all, a clause.
         """
+        samples = list(samples)
         logits = [sample for sample in samples if sample.indicator == "max_logit"]
+        norms = {s.site: s.values for s in samples if s.indicator == "w_q_spectral_norm"}
         # All ranks see the same samples, so all of them refuse, or none.
         are_parts = any(sample.site not in sites for sample in logits)
         for sample in logits:
             above = tuple(head for head, s in enumerate(sample.values) if s > bound)
             if not above:
                 continue
-            refusal = self._refusal(None if are_parts else sites[sample.site], sample, bound)
+            site = None if are_parts else sites[sample.site]
+            refusal = self._refusal(site, sample, norms.get(sample.site), bound)
             if refusal is not None:
                 if self._is_new(sample.step, sample.site, (-1,)):
                     sentence = f"not clipped: {refusal} ({why})"
@@ -90,16 +129,31 @@ class Clipping:
                 )
                 self._record(Event(sample.step, "clip", sample.site, above, sentence))
 
-    def _refusal(self, site: Site | None, sample: Sample, bound: float) -> str | None:
+    def _refusal(
+        self, site: Site | None, sample: Sample, norms: Sequence[float] | None, bound: float
+    ) -> str | None:
         """Clips a module's heads; returns why not where that did not happen."""
         if self._is_dry_run:
             return "dry run"
         if site is None:
             return "ranks hold different parts of the model"
+        norms = norms or [math.nan] * len(sample.values)
+        in_vain = 0
+        last = self._clipped.get(sample.site)
+        if last is not None:
+            in_vain = last.in_vain_now(sample.values[last.head], norms[last.head])
+            if in_vain == MOST_IN_VAIN:
+                self._clipped[sample.site] = last._replace(in_vain=in_vain)
+                return f"{in_vain} clips of head {last.head} lowered W_Q and not the logits"
         try:
-            clip(site, sample.values, bound)
+            clipped = clip(site, sample.values, bound)
         except LayoutUnavailable as unavailable:
             return str(unavailable)
+        if clipped:
+            head = min(clipped, key=clipped.__getitem__)
+            self._clipped[sample.site] = _Clipped(
+                head, sample.values[head], clipped[head], norms[head], in_vain
+            )
         return None
 
     def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:

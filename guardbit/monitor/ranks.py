@@ -54,7 +54,7 @@ def all_agree(holds: bool, about: object) -> bool:
     """
     if world_size() == 1:
         return holds
-    mine = torch.tensor([int(holds), zlib.crc32(repr(about).encode())])
+    mine = torch.tensor([int(holds), zlib.crc32(repr(about).encode())], dtype=torch.int64)
     answers = [other.tolist() for other in _exchanged("agree", mine)]
     return all(answers[0][1] == about and bool(holds) for holds, about in answers)
 
@@ -86,11 +86,11 @@ def of_each_part(value: T, part: object) -> list[T]:
     """
     if world_size() == 1:
         return [value]
-    mine = torch.tensor([zlib.crc32(repr(part).encode())])
+    mine = torch.tensor([zlib.crc32(repr(part).encode())], dtype=torch.int64)
     parts = [int(x) for x in _exchanged("parts", mine)]
     speakers = [parts.index(one) for one in dict.fromkeys(parts)]
     said = pickle.dumps(value) if rank() in speakers else b""
-    sizes = [int(x) for x in _exchanged("sizes", torch.tensor([len(said)]))]
+    sizes = [int(x) for x in _exchanged("sizes", torch.tensor([len(said)], dtype=torch.int64))]
     padded = torch.frombuffer(bytearray(said.ljust(max(sizes), b"\0")), dtype=torch.uint8)
     everyone = _exchanged("values", padded)
     return [
@@ -123,7 +123,7 @@ def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
         raise RanksLostError("another rank was lost before; nothing is exchanged any more")
     try:
         own = _own_group(default)
-        head = torch.tensor([zlib.crc32(what.encode()), mine.nbytes])
+        head = torch.tensor([zlib.crc32(what.encode()), mine.nbytes], dtype=torch.int64)
         if any(not other.equal(head) for other in _all_gather(own, head)):
             raise RuntimeError("it takes part in another exchange")
         return _all_gather(own, mine)

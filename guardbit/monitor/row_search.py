@@ -334,4 +334,4 @@ def _orthogonal_noise(states: Tensor, generator: torch.Generator) -> Tensor:
 
 def noise_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     """Standard normal numbers from the generator, which lives on the CPU."""
-    return torch.randn(tensor.shape, generator=generator).to(tensor)
+    return torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)

@@ -120,7 +120,11 @@ class Snapshots:
         sequences = range(min(batch, max(1, ROWS // length)))
         rows = None
         if length > ROWS:
-            rows = torch.linspace(0, length - 1, ROWS, device=call.q.device).round().long()
+            rows = (
+                torch.linspace(0, length - 1, ROWS, dtype=torch.float32, device=call.q.device)
+                .round()
+                .long()
+            )
         # Before anything is copied: the keys of a long sequence may be more than there is room for.
         whole = sum(x[:1, :1].nbytes for x in (call.k, call.v))
         of_rows = sum(x[:1, :1, :ROWS].nbytes for x in (call.q, call.d_out))

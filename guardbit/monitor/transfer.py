@@ -28,7 +28,7 @@ class Transfer:
             alike.setdefault(tensor.dtype, []).append(place)
         self._order = [place for places in alike.values() for place in places]
         self._sizes = [tensors[place].numel() for place in self._order]
-        self._host, self._event = torch.empty(0), None
+        self._host, self._event = torch.empty(0, dtype=torch.float32), None
         if tensors:
             device = tensors[0].device
             joined = [torch.cat([tensors[i].to(device) for i in some]) for some in alike.values()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from guardbit import numerics
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
-from tests.oracle import scores_of
+from tests.oracle import largest_products, scores_of
 
 
 def random_inputs(shape, dtype, seed=0):
@@ -289,3 +289,22 @@ def test_delta_bias_of_chosen_rows_counts_the_residual():
     # Three rows of eight features; half a last place is 120 of its 240 steps, kept exactly.
     assert bias.tolist() == [0.0, -3 * 8 * 2.0**-9]
     assert bias_abs.tolist() == [0.0, 3 * 8 * 2.0**-9]
+
+
+def test_a_score_function_counts_as_the_mask_that_adds_the_same():
+    q, k, v, _ = random_inputs((2, 4, 2, 9, 60, 16), torch.bfloat16, 3)
+    positions = [torch.arange(count) for count in (9, 60)]
+
+    def alibi(scores, heads, rows, columns):
+        return scores - 2.0 * heads[:, None, None] * (rows[:, None] - columns).abs()
+
+    modified = AttentionSpec(0.5, score_function=alibi)
+    added = AttentionSpec(0.5, mask=alibi(torch.zeros(1, 4, 9, 60), torch.arange(4), *positions))
+    found = reference.shadow(q, k, v, spec=modified)
+    largest = largest_products(q, k, added)
+    assert (largest[:, 0] > largest[:, 3]).any(), "some keys must not count"
+    torch.testing.assert_close(found.largest.double(), largest, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        found.row_max.double(), scores_of(q, k, added).amax(-1), rtol=1e-6, atol=1e-5
+    )
+    assert torch.equal(reference.row_maxima(q, k, spec=modified).largest, found.largest)

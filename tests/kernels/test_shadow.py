@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from guardbit.kernels import delta_bias, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
-from tests.oracle import DEVICE, attend, scores_of
+from tests.oracle import DEVICE, attend, largest_products, scores_of
 
 # Bits that the two parts of P-bar hold.
 PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
@@ -56,7 +56,7 @@ def check(result, q, k, v, spec, rows=slice(None)):
     assert torch.equal(result.row_max == -math.inf, ~alive)
     row_max = scores.amax(-1)
     assert torch.allclose(result.row_max[alive].double(), row_max[alive], rtol=1e-6, atol=1e-6)
-    sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
+    sizes = largest_products(q, k, spec)[:, :, rows]
     assert torch.equal(result.largest == -math.inf, ~alive)
     assert torch.allclose(result.largest[alive].double(), sizes[alive], rtol=1e-6, atol=1e-6)
     entropy = torch.special.entr(weights).sum(-1)
@@ -103,7 +103,8 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
         scores = scores_of(q, k, AttentionSpec(scale, causal))
         scores = scores if some is None else scores[:, :, some]
         row_max = scores.amax(-1)
-        sizes = scores.abs().where(scores > -math.inf, -math.inf).amax(-1)
+        sizes = largest_products(q, k, AttentionSpec(scale, causal))
+        sizes = sizes if some is None else sizes[:, :, some]
         for found, expected in ((result.row_max, row_max), (result.largest, sizes)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
         whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
@@ -277,11 +278,19 @@ def masks(rows, keys):
     boolean[:, :, 5] = False
     lowest = additive.masked_fill(boolean.logical_not(), torch.finfo(torch.bfloat16).min)
     lowest[:, :, 5] = torch.finfo(torch.bfloat16).min
+    distance = (torch.arange(rows)[:, None] + keys - rows - torch.arange(keys)).abs()
+    slopes = torch.tensor([0.5, 2.0, 16.0, 0.0])[:, None, None]
     return {
         "boolean": boolean,
         "padding": (torch.arange(keys) < torch.tensor([[keys], [keys - 9]]))[:, None, None],
         "additive": additive.bfloat16(),
         "lowest": lowest[:1].bfloat16(),
+        # What Swin adds between windows, and BERT to padding.
+        "hundred": additive.masked_fill(~boolean[:, :1], -100.0).bfloat16(),
+        "ten thousand": torch.where(boolean, 0.0, -1e4).bfloat16(),
+        "distance": (-slopes * distance).bfloat16(),
+        # T5's are learned: here the highest score of a row comes now from the mask, now from q k.
+        "far apart": torch.randint(-80, 81, (1, 4, rows, keys), generator=generator).bfloat16(),
     }
 
 
@@ -290,32 +299,51 @@ def masks(rows, keys):
 @pytest.mark.parametrize("module", [shadow, reference])
 def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
-    mask = masks(40, 70)[name].to(DEVICE)
-    spec = AttentionSpec(0.25, causal, mask)
+    q *= 8  # scores of 8 and more, that no mask hides by chance
+    spec = AttentionSpec(0.25, causal, masks(40, 70)[name].to(DEVICE))
     rows = torch.tensor([39, 5, 3, 17, 0, 20], device=DEVICE)
     result = module.shadow(q, k, v, spec=spec, query_ids=rows)
     exact = attend(q, k, v, spec)
     scores, out = exact.scores[:, :, rows], exact.out[:, :, rows]
-    # Where every key has the lowest number, all weigh alike.
-    alike = (scores.amax(-1) < -1e30) & (scores.amax(-1) > -math.inf)
-    seen = scores > -3e4
-    kept = ~alike
-    parts = [x[kept][None, None] for x in (*result, scores)]
-    largest = scores.abs().masked_fill(~seen, -math.inf).amax(-1)
-    expected = largest[kept][None, None]
-    torch.testing.assert_close(parts[5].double(), expected, rtol=1e-6, atol=1e-6)
-    assert (parts[0][0, 0] - out[kept]).abs().max() <= 1e-4
-    alive = parts[6].amax(-1) > -math.inf
-    assert torch.equal(parts[1] == -math.inf, ~alive)
-    assert torch.allclose(parts[1][alive].double(), parts[6].amax(-1)[alive], rtol=1e-6, atol=1e-6)
-    for field, counted in zip(parts[2:4], counts_of(parts[6].float()), strict=True):
-        assert torch.equal(field[alive], counted[alive])
-    if name == "lowest" and not causal:
-        every = alike & (scores > -math.inf).all(-1)
+    largest = largest_products(q, k, spec)[:, :, rows]
+    sees = largest > -math.inf
+    torch.testing.assert_close(result.largest.double(), largest, rtol=1e-6, atol=1e-6)
+    assert (result.out - out).abs()[sees].max() <= 3e-4
+    row_max = scores.amax(-1).where(sees, -math.inf)
+    torch.testing.assert_close(result.row_max.double(), row_max, rtol=1e-6, atol=1e-6)
+    for field, counted in zip(result[2:4], counts_of(scores.float()), strict=True):
+        assert torch.equal(field, counted.where(sees, 0))
+    entropy = torch.special.entr(exact.weights[:, :, rows]).sum(-1)
+    assert (result.entropy - entropy.where(sees, 0.0)).abs().max() <= 2e-4
+    alone = module.row_maxima(q, k, spec=spec, query_ids=rows)
+    assert torch.equal(alone.row_max, result.row_max)
+    assert torch.equal(alone.largest, result.largest)
+    if name == "lowest" and not causal:  # where every key has the lowest number, all weigh alike
+        every = ~sees & (scores > -math.inf).all(-1)
         assert every.any()
         mean = v.double().mean(2).repeat_interleave(2, 1)[:, :, None].expand_as(out)
         assert (result.out[every] - mean[every]).abs().max() <= 1e-4
-        assert (result.largest[alike] == -math.inf).all()
+
+
+@pytest.mark.parametrize("module", [shadow, reference])
+def test_a_row_without_keys_is_the_same_in_every_notation(module):
+    """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4."""
+    q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
+    seen = torch.ones(24, 24, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
+    seen[1, :, :, :7] = False
+    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -65504.0, -1e4)
+    notations = [seen, *(torch.zeros(seen.shape).masked_fill(~seen, low) for low in lowest)]
+    expected, *others = (
+        module.shadow(q, k, v, spec=AttentionSpec(0.25, mask=mask.to(DEVICE))) for mask in notations
+    )
+    assert (expected.row_max[1, :, :7] == -math.inf).all()
+    assert (expected.row_max[1, :, 7:] > -math.inf).all()
+    for found in others:
+        assert torch.equal(found.row_max, expected.row_max)
+        assert torch.equal(found.largest, expected.largest)
+        assert torch.equal(found.maxima, expected.maxima)
+        assert torch.equal(found.maxima_bf16, expected.maxima_bf16)
+        torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
 
 
 def test_layouts_and_strides():

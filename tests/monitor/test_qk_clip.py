@@ -134,3 +134,52 @@ def test_where_ranks_hold_different_layers_none_is_clipped_and_each_is_told():
         "not clipped: ranks hold different parts of the model (no switch has helped)"
     }
     instrumentation.remove()
+
+
+class _Scaled:
+    """A site of two heads that keeps what it was scaled by."""
+
+    def __init__(self):
+        self.scales = []
+
+    def scale_logits(self, scales):
+        self.scales.append(scales.tolist())
+
+
+def _act(clipping, site, told, step, logits, norms):
+    samples = [
+        Sample(step, "0", 0, "max_logit", logits),
+        Sample(step, "0", 0, "w_q_spectral_norm", norms),
+    ]
+    clipping.act({"0": site}, samples, 100.0, "no switch has helped")
+    return [event.why for event in told if event.kind == "refusal"]
+
+
+def test_clipping_stops_where_two_clips_lower_the_weights_and_not_the_logits():
+    """As where a norm or a mask of the client's own decides the scores."""
+    site, told = _Scaled(), []
+    clipping = Clipping(False, told.append)
+    for step in range(12):
+        norm = 2.0 * 0.5 ** min(step, 2)
+        refusals = _act(clipping, site, told, step, (50.0, 400.0), (1.0, norm))
+    assert site.scales == [[1.0, 0.25]] * 2
+    assert refusals == [
+        "not clipped: 2 clips of head 1 lowered W_Q and not the logits (no switch has helped)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("logits", "norms"),
+    [
+        ([400.0, 110.0, 420.0, 105.0, 400.0, 101.0], [2.0, 1.0, 2.0, 1.0, 2.0, 1.0]),
+        ([400.0] * 6, [2.0] * 6),  # grown back, or written back, until the next sample
+        ([400.0] * 6, [math.nan] * 6),
+    ],
+)
+def test_clipping_goes_on_while_it_works_or_weights_come_back(logits, norms):
+    site, told = _Scaled(), []
+    clipping = Clipping(False, told.append)
+    for step, (logit, norm) in enumerate(zip(logits, norms, strict=True)):
+        assert not _act(clipping, site, told, step, (50.0, logit), (1.0, norm))
+    assert [scales[1] for scales in site.scales] == [100.0 / logit for logit in logits]
+    assert all(scales[0] == 1.0 for scales in site.scales)

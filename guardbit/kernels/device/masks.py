@@ -9,12 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from guardbit.kernels.mask.geometry import HIDES
-
 #: Values of a kernel's MASK: the kind of its dense mask.
 NO_MASK, BOOLEAN, ADDITIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-_HIDES = tl.constexpr(HIDES)
 # Far below any score, with room for the scale.
 _LOWEST = tl.constexpr(-(2.0**100))
 
@@ -173,18 +170,18 @@ def add_mask(
         BOUNDED: See `base`.
 
     Returns:
-        The scores with what is added, which keys are seen, and which of these `HIDES` leaves.
+        The scores with what is added, which keys are seen, and what is added, FP32 (R, K); the mask
+        itself if it is boolean.
     """
     tile = load_mask(
         base, strides, positions, first_key, last_row, seqlen_k, scores.shape[1], BOUNDED
     )
     if MASK == BOOLEAN:
         seen = tile != 0
-        counted = seen
+        bias = tile
     else:
         bias = tile.to(tl.float32)
         seen = bias != float("-inf")
-        counted = bias >= _HIDES
         # What every key of a row has makes no difference, and nothing overflows.
         scores += tl.where(bias < _LOWEST, _LOWEST, bias) * inverse_scale
-    return scores, seen, counted
+    return scores, seen, bias

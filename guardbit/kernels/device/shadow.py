@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from guardbit.kernels.device.masks import (
+    ADDITIVE,
     NO_MASK,
     add_mask,
     allowed,
@@ -37,9 +38,12 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.device.rounding import round_nearest, widen
+from guardbit.kernels.mask.geometry import IRRELEVANT, NO_KEY
 
 # As bits: below those of every size.
 _MINUS_INFINITY = tl.constexpr(-0x800000)
+
+_NO_KEY, _IRRELEVANT = tl.constexpr(NO_KEY), tl.constexpr(IRRELEVANT)
 
 # exp2 of it is 0 as of -inf, and 0 times it is no NaN.
 _NOTHING = tl.constexpr(-1024.0)
@@ -99,7 +103,8 @@ def _row_maxima(
 ):
     """Takes the keys from `start` to `end` into the highest s and the largest |s|, eight a row.
 
-    |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last.
+    |s| are the bits of FP32 numbers: as INT32 they are ordered alike, and NaN comes last. With an
+    additive mask `largest` is FP32, the largest that it adds: which |s| count depends on that.
     """
     for first in tl.range(start, end, BLOCK_N):
         k = load_tile(k_base, first, k_stride, seqlen_k, BLOCK_N, HEAD_DIM, WIDTH, MASKED)
@@ -107,14 +112,19 @@ def _row_maxima(
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
         if MASK != NO_MASK:
-            scores, seen, counted = add_mask(
+            scores, seen, bias = add_mask(
                 scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
                 inverse_scale, MASK, MASKED,
             )  # fmt: skip
-        sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if MASK == ADDITIVE:
+            sizes = bias
+            lowest = float("-inf")
+        else:
+            sizes = scores.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+            lowest = _MINUS_INFINITY
         if MASK != NO_MASK:
             scores = tl.where(seen, scores, float("-inf"))
-            sizes = tl.where(counted, sizes, _MINUS_INFINITY)
+            sizes = tl.where(seen, sizes, lowest)
         if MASKED:
             columns = first + tl.arange(0, BLOCK_N)
             if RANGED:
@@ -122,7 +132,7 @@ def _row_maxima(
             else:
                 visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
             scores = tl.where(visible, scores, float("-inf"))
-            sizes = tl.where(visible, sizes, _MINUS_INFINITY)
+            sizes = tl.where(visible, sizes, lowest)
         highest = tl.maximum(highest, partial_maxima(scores))
         largest = tl.maximum(largest, partial_maxima(sizes))
     return highest, largest
@@ -135,6 +145,7 @@ def _attend(
     sum_p_log_p,
     maxima,
     maxima_bf16,
+    largest,
     q,
     k_base,
     v_base,
@@ -148,6 +159,8 @@ def _attend(
     reference,
     tied,
     tied_bf16,
+    lowest_score,
+    lowest_bias,
     start,
     end,
     seqlen_q,
@@ -170,7 +183,8 @@ def _attend(
     """Takes the keys from `start` to `end` into the sums and counts of a tile of rows.
 
     Carries eight of each a row, see `partial_sums`. Exponents are s less its maximum in log2 units,
-    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count.
+    `reference`, up to the rounding of that; tied and tied_bf16 are the least that count. `largest`
+    is as in `_row_maxima`, and changes with an additive mask only.
     """
     dtype: tl.constexpr = v_base.dtype.element_ty
     for first in tl.range(start, end, BLOCK_N):
@@ -179,20 +193,31 @@ def _attend(
         scores = product(q, tl.trans(k), tl.zeros((q.shape[0], BLOCK_N), tl.float32))
         if SOFTCAP:
             scores, _ = tanh_and_slope(scores * inner_scale)
+        plain = scores
         if MASK != NO_MASK:
-            scores, seen, _ = add_mask(
+            scores, seen, bias = add_mask(
                 scores, mask_base, mask_strides, positions, first, seqlen_q - 1, seqlen_k,
                 inverse_scale, MASK, MASKED,
             )  # fmt: skip
-        exponents = tl.fma(scores, scale_log2, -reference[:, None])
-        if MASK != NO_MASK:
-            exponents = tl.where(seen, exponents, _NOTHING)
         if MASKED:
             columns = first + tl.arange(0, BLOCK_N)
             if RANGED:
                 visible = within(columns, first_seen, end_seen)
             else:
                 visible = allowed(positions[:, None], columns[None, :], seqlen_k, shift, CAUSAL)
+        if MASK == ADDITIVE:
+            counted = (scores >= lowest_score[:, None]) | (bias >= lowest_bias[:, None])
+            counted &= seen
+            if MASKED:
+                counted &= visible
+            sizes = tl.where(
+                counted, plain.to(tl.int32, bitcast=True) & 0x7FFFFFFF, _MINUS_INFINITY
+            )
+            largest = tl.maximum(largest, partial_maxima(sizes))
+        exponents = tl.fma(scores, scale_log2, -reference[:, None])
+        if MASK != NO_MASK:
+            exponents = tl.where(seen, exponents, _NOTHING)
+        if MASKED:
             exponents = tl.where(visible, exponents, _NOTHING)
         maxima += partial_sums(mark_above(exponents, tied[:, None]))
         maxima_bf16 += partial_sums(mark_above(exponents, tied_bf16[:, None]))
@@ -206,7 +231,7 @@ def _attend(
         # A tile's own sum first: tensor cores cut off what they add to a large accumulator, always
         # towards 0, and 16,384 keys in one chain left 2e-5 of O in every row (H200).
         accumulator += product(high, v, product(low, v, tl.zeros_like(accumulator)))
-    return accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16
+    return accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest
 
 
 @triton.jit(do_not_specialize=["num_heads", "group", "count", "seqlen_q", "seqlen_k", "shift"])
@@ -258,7 +283,7 @@ def shadow_kernel(
     """One program: BLOCK_M of the `count` rows of one head; heavy causal tiles come first.
 
     The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
-    of the outputs row_max and largest are written.
+    of the outputs row_max and largest are written; an additive mask needs both passes for these.
     """
     row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
@@ -293,7 +318,8 @@ def shadow_kernel(
         _, end = visible_keys(tl.max(positions, 0), seqlen_k, shift, 1, BLOCK_N, CAUSAL)
 
     highest = tl.full((BLOCK_M, 8), float("-inf"), tl.float32)
-    largest = tl.full((BLOCK_M, 8), _MINUS_INFINITY, tl.int32)
+    none = tl.full((BLOCK_M, 8), _MINUS_INFINITY, tl.int32)
+    largest = highest if MASK == ADDITIVE else none
     if RANGED:
         highest, largest = _row_maxima(
             highest, largest, q, k_base, mask_base, k_strides[2], mask_strides, positions,
@@ -311,15 +337,21 @@ def shadow_kernel(
         True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, BLOCK_N,
     )  # fmt: skip
     row_max = tl.max(highest, 1)
-    # Stored at once, to free its registers.
-    largest = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
-    largest_base = largest_pointer + batch_head.to(tl.int64) * count + first
-    tl.store(
-        largest_base + tl.arange(0, BLOCK_M), largest, mask=tl.arange(0, BLOCK_M) < count - first
-    )
+    lowest_score, lowest_bias = 0.0, 0.0
+    if MASK == ADDITIVE:
+        top_bias = tl.max(largest, 1)
+        lowest_bias = top_bias - _IRRELEVANT
+        lowest_score = row_max - _IRRELEVANT * inverse_scale
+        largest = none
+    else:
+        # Stored at once, to free its registers.
+        size = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
+        tile = tl.arange(0, BLOCK_M)
+        largest_base = largest_pointer + batch_head.to(tl.int64) * count + first
+        tl.store(largest_base + tile, size, mask=tile < count - first)
     if ONLY_MAXIMA:
         # As below, where the sum of a row shows its NaN: the largest size does as well.
-        row_max = tl.where(largest != largest, float("nan"), row_max * scale)
+        row_max = tl.where(size != size, float("nan"), row_max * scale)
         row_max_base = row_max_pointer + batch_head.to(tl.int64) * count
         tl.store(row_max_base + places, row_max, mask=places < count)
         return
@@ -340,26 +372,26 @@ def shadow_kernel(
     maxima = tl.zeros((BLOCK_M, 8), tl.float32)
     maxima_bf16 = tl.zeros((BLOCK_M, 8), tl.float32)
     if RANGED:
-        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
-            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, q, k_base, v_base, mask_base,
-            k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen, reference,
-            tied, tied_bf16, start, leading_end, seqlen_q, seqlen_k, shift, inner_scale, scale_log2,
-            inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK, HEAD_DIM, WIDTH, VALUE_DIM,
-            VALUE_WIDTH, BLOCK_N,
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
+            accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
+            mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
+            reference, tied, tied_bf16, lowest_score, lowest_bias, start, leading_end, seqlen_q,
+            seqlen_k, shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP,
+            MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
         )  # fmt: skip
-    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
-        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole, whole_end, seqlen_q, seqlen_k,
-        shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
+        mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
+        reference, tied, tied_bf16, lowest_score, lowest_bias, whole, whole_end, seqlen_q,
+        seqlen_k, shift, inner_scale, scale_log2, inverse_scale, False, CAUSAL, RANGED, SOFTCAP,
+        MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
     )  # fmt: skip
-    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16 = _attend(
-        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16,
-        q, k_base, v_base, mask_base, k_strides[2], v_strides[2], mask_strides, positions,
-        first_seen, end_seen, reference, tied, tied_bf16, whole_end, end, seqlen_q, seqlen_k,
-        shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP, MASK,
-        HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
+    accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest = _attend(
+        accumulator, row_sum, sum_p_log_p, maxima, maxima_bf16, largest, q, k_base, v_base,
+        mask_base, k_strides[2], v_strides[2], mask_strides, positions, first_seen, end_seen,
+        reference, tied, tied_bf16, lowest_score, lowest_bias, whole_end, end, seqlen_q,
+        seqlen_k, shift, inner_scale, scale_log2, inverse_scale, True, CAUSAL, RANGED, SOFTCAP,
+        MASK, HEAD_DIM, WIDTH, VALUE_DIM, VALUE_WIDTH, BLOCK_N,
     )  # fmt: skip
 
     # Divided by 1, a row with no allowed key keeps its 0, and its entropy is log 1.
@@ -379,10 +411,18 @@ def shadow_kernel(
     # The maximum passes over a NaN, the sum does not.
     spoilt = (row_sum != row_sum) & (row_max < float("inf"))
     row_max = tl.where(spoilt, float("nan"), row_max * scale)
-    counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
-
     inside = places < count
     batch_head_start = batch_head.to(tl.int64) * count
+    if MASK == ADDITIVE:
+        size = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
+        size = tl.where(row_max != row_max, row_max, size)
+        sees_nothing = top_bias < _NO_KEY
+        row_max = tl.where(sees_nothing, float("-inf"), row_max)
+        entropy = tl.where(sees_nothing, 0.0, entropy)
+        size = tl.where(sees_nothing, float("-inf"), size)
+        tl.store(largest_pointer + batch_head_start + places, size, mask=inside)
+    counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
+
     out_base = out_pointer + batch_head_start * VALUE_DIM
     store_tile(out_base, first, VALUE_DIM, count, out, BLOCK_M, VALUE_DIM, VALUE_WIDTH)
     tl.store(row_max_pointer + batch_head_start + places, row_max, mask=inside)

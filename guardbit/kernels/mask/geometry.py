@@ -10,9 +10,12 @@ from torch import Tensor
 
 from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 
-#: An additive mask that adds less than this hides the key. Masks add -inf, or the lowest number of
-#: a format (FP16's is -65,504); no position bias comes near it.
-HIDES = -3e4
+#: In nats. What a mask or a position bias adds hides a key from its row's statistics when both the
+#: key's score and its bias lie further than this below the row's largest: e^-30 is 1e-13.
+IRRELEVANT = 30.0
+#: A row whose largest bias is below this sees no key. Masks add -1e4, or the lowest number of a
+#: format (FP16's is -65,504).
+NO_KEY = -9e3
 
 
 class Visible(NamedTuple):
@@ -134,7 +137,7 @@ def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
         FP32 (R, C).
     """
     first, end = (x[rows, None] for x in visible)
-    mask = torch.zeros(len(rows), len(columns), device=rows.device)
+    mask = torch.zeros(len(rows), len(columns), dtype=torch.float32, device=rows.device)
     return mask.masked_fill_((columns < first) | (columns >= end), -torch.inf)
 
 

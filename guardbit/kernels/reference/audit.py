@@ -8,7 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import HIDES, key_spans, mask_tile, visible_range
+from guardbit.kernels.mask.geometry import (
+    IRRELEVANT,
+    NO_KEY,
+    key_spans,
+    mask_tile,
+    visible_range,
+)
 from guardbit.kernels.reference.common import (
     Dropout,
     cap_slope,
@@ -16,9 +22,9 @@ from guardbit.kernels.reference.common import (
     finite_reference,
     float32_products,
     fold_groups,
-    masked_scores,
     modified,
     modified_backward,
+    products_of,
 )
 from guardbit.kernels.reference.delta import check_heads
 from guardbit.kernels.spec import AttentionSpec
@@ -29,9 +35,11 @@ class Shadow(NamedTuple):
     """A recomputed forward and statistics of its rows; R is the number of rows.
 
     With dropout, `out` lacks the dropped entries; everything else describes scores and
-    probabilities before dropout. Scores are the inputs of the softmax, with soft cap and mask. A
-    sink is no score, but it takes its part of the probabilities. A row with no allowed key has out
-    0, row_max and largest -inf, entropy 0 and counts 0.
+    probabilities before dropout. Scores are the inputs of the softmax, with soft cap and biases;
+    biases are what a mask or a score function adds. A sink is no score, but it takes its part of
+    the probabilities. A row that sees no key, because all its biases are -inf or below
+    `guardbit.kernels.mask.geometry.NO_KEY`, has row_max and largest -inf, entropy 0 and counts 0.
+    Its out is what the softmax makes of the scores, 0 where all are -inf.
 
     Attributes:
         out: FP32 (B, H, R, E).
@@ -40,9 +48,9 @@ class Shadow(NamedTuple):
         maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
             ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
         entropy: FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
-        largest: FP32 (B, H, R), the largest |score| of keys that no mask hides, see
-            `guardbit.kernels.mask.geometry.HIDES`. Unlike row_max it shows scores far below 0. NaN
-            where row_max is NaN.
+        largest: FP32 (B, H, R), the largest |scale q k|, after the soft cap and without biases, of
+            the keys whose score or bias lies within `guardbit.kernels.mask.geometry.IRRELEVANT` of
+            the row's largest. Unlike row_max it shows scores far below 0. NaN where row_max is NaN.
     """
 
     out: Tensor
@@ -78,45 +86,58 @@ class _Scores:
             torch.arange(count, device=q.device) for count in self._shape[1:]
         )
         self.query_ids = row_numbers if query_ids is None else query_ids
-        self._q, self._k, self._spec = q[:, :, self.query_ids].float(), k, spec
+        self._rows = fold_groups(q[:, :, self.query_ids].float(), k.shape[1])
+        self._k, self._spec = k, spec
         self._visible = visible_range(spec, self._shape, q.device)
 
-    def of(self, keys: slice, modify: bool = True) -> Tensor:
-        """Returns FP32 (B, H, R, keys), -inf where a key is forbidden."""
+    def of(self, keys: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns FP32 (B, H, R, keys): the scores, and what they are made of.
 
-        def made(scores: Tensor) -> Tensor:
-            tile = self._heads, self.query_ids, self._keys[keys]
-            return modified(scores, self._spec, *tile) if modify else scores
-
-        q_rows, k_tile = fold_groups(self._q, self._k.shape[1]), self._k[:, :, keys].float()
-        spec, mask = self._spec, self._mask(keys)
-        return masked_scores(q_rows, k_tile, self._shape[1], spec.scale, mask, spec.softcap, made)
+        Returns:
+            The scores, -inf where a key is forbidden; without biases; and the biases, which
+            broadcast.
+        """
+        tile = self._heads, self.query_ids, self._keys[keys]
+        products = products_of(
+            self._rows, self._k[:, :, keys].float(), self._shape[1], self._spec.scale
+        )
+        plain = capped(products, self._spec.softcap)
+        bias = mask_tile(self._spec, self._shape, *tile, self._visible).float()
+        made = modified(plain, self._spec, *tile)
+        scores = made + bias
+        if made is not plain:
+            bias = bias + (made - plain)
+        return scores, plain, bias
 
     def chunks(self, size: int) -> list[slice]:
         """Returns slices of `size` keys that cover all keys."""
         return [slice(start, start + size) for start in range(0, self._shape[3], size)]
 
-    def maxima(self, chunk: int) -> RowMaxima:
-        """Passes over all keys; NaN shows in both maxima."""
-        row_max = torch.full(self._q.shape[:-1], -torch.inf, device=self._q.device)
-        largest = row_max
+    def maxima(self, chunk: int) -> tuple[RowMaxima, Tensor]:
+        """Passes over all keys, twice if biases may differ; NaN shows in both maxima.
+
+        Returns:
+            The maxima, and which rows see no key, boolean (B, H, R).
+        """
+        rows = *self._shape[:2], len(self.query_ids)
+        row_max = largest = top = torch.full(
+            rows, -torch.inf, dtype=torch.float32, device=self._k.device
+        )
+        top_bias = torch.zeros_like(row_max)
+        mask = self._spec.mask
+        if self._spec.score_function is not None or (mask is not None and mask.dtype != torch.bool):
+            top_bias = row_max
+            for keys in self.chunks(chunk):
+                scores, _, bias = self.of(keys)
+                top, top_bias = top.maximum(scores.amax(-1)), top_bias.maximum(bias.amax(-1))
         for keys in self.chunks(chunk):
-            scores = self.of(keys)
+            scores, plain, bias = self.of(keys)
             row_max = row_max.maximum(scores.amax(-1))
-            is_hidden = self._hidden(scores, keys)
-            sizes = scores.abs_().masked_fill_(is_hidden, -torch.inf)
+            near = scores >= (top - IRRELEVANT)[..., None]
+            near |= bias >= (top_bias - IRRELEVANT)[..., None]
+            sizes = plain.abs_().where(near & (bias > -torch.inf), -torch.inf)
             largest = largest.maximum(sizes.amax(-1))
-        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max))
-
-    def _mask(self, keys: slice) -> Tensor:
-        tile = self._heads, self.query_ids, self._keys[keys]
-        return mask_tile(self._spec, self._shape, *tile, self._visible).float()
-
-    def _hidden(self, scores: Tensor, keys: slice) -> Tensor:
-        added = self._mask(keys)
-        if self._spec.score_function is not None:  # which may hide keys as an additive mask does
-            added = (scores - self.of(keys, modify=False)).where(added == 0, added)
-        return added < HIDES
+        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max)), top_bias < NO_KEY
 
 
 @float32_products()
@@ -128,7 +149,7 @@ def row_maxima(
     query_ids: Tensor | None = None,
     chunk: int = 128,
 ) -> RowMaxima:
-    """The maxima of `shadow` alone, to the bit: one pass over the keys and no values.
+    """The maxima of `shadow` alone, to the bit, without values.
 
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
@@ -143,7 +164,8 @@ def row_maxima(
     Raises:
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
-    return _Scores(q, k, spec, query_ids).maxima(chunk)
+    found, sees_nothing = _Scores(q, k, spec, query_ids).maxima(chunk)
+    return RowMaxima(*(maxima.masked_fill(sees_nothing, -torch.inf) for maxima in found))
 
 
 @float32_products()
@@ -160,7 +182,8 @@ def shadow(
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
 
-    Two passes over the keys: the counts need the row's maximum first. Autocast must be off.
+    Two passes over the keys: the counts need the row's maximum first. A third where biases may
+    differ. Autocast must be off.
 
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
@@ -179,7 +202,7 @@ def shadow(
         ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M).
     """
     of_rows = _Scores(q, k, spec, query_ids)
-    row_max, largest = of_rows.maxima(chunk)
+    (row_max, largest), sees_nothing = of_rows.maxima(chunk)
     reference = finite_reference(row_max)[..., None]
     row_max_bf16 = round_nearest(row_max, torch.bfloat16).float()[..., None]
 
@@ -188,7 +211,7 @@ def shadow(
     maxima_bf16 = torch.zeros_like(maxima)
     accumulator = row_max.new_zeros(*row_max.shape, v.shape[-1])
     for keys in of_rows.chunks(chunk):
-        scores = of_rows.of(keys)
+        scores, _, _ = of_rows.of(keys)
         maxima += (row_max[..., None] - scores <= eps).sum(-1)
         maxima_bf16 += (row_max_bf16 - round_nearest(scores, torch.bfloat16) <= eps).sum(-1)
         probabilities = scores.sub_(reference).exp_()
@@ -210,13 +233,14 @@ def shadow(
         row_sum = row_sum * decay + share
         accumulator *= decay[..., None]
     row_sum = row_sum.masked_fill(row_sum == 0, 1.0)
+    entropy = row_sum.log() + weighted_logs / row_sum
     return Shadow(
         out=accumulator / row_sum[..., None],
-        row_max=row_max,
-        maxima=maxima,
-        maxima_bf16=maxima_bf16,
-        entropy=row_sum.log() + weighted_logs / row_sum,
-        largest=largest,
+        row_max=row_max.masked_fill(sees_nothing, -torch.inf),
+        maxima=maxima.masked_fill(sees_nothing, 0),
+        maxima_bf16=maxima_bf16.masked_fill(sees_nothing, 0),
+        entropy=entropy.masked_fill(sees_nothing, 0.0),
+        largest=largest.masked_fill(sees_nothing, -torch.inf),
     )
 
 

@@ -13,7 +13,7 @@ from guardbit.kernels.reference.common import (
     Dropout,
     float32_products,
     fold_groups,
-    masked_scores,
+    products_of,
 )
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import decode_residual, round_nearest
@@ -84,7 +84,9 @@ def backward(
     if "compensated" in stabilizers:
         if residual is None:
             raise ValueError("Compensated heads need the forward's residual, but it is None.")
-        chosen = torch.tensor([name == "compensated" for name in stabilizers], device=q.device)
+        chosen = torch.tensor(
+            [name == "compensated" for name in stabilizers], dtype=torch.bool, device=q.device
+        )
         correction = (d_out_wide * decode_residual(out, residual)).sum(-1)
         delta = delta + torch.where(chosen[:, None], correction, 0.0)
 
@@ -102,7 +104,7 @@ def backward(
         tile = slice(start, start + key_tile)
         k_tile, v_tile = k[:, :, tile].float(), v[:, :, tile].float()
         mask = additive_mask(visible, query_positions, key_positions[tile])
-        scores = masked_scores(q_rows, k_tile, heads, scale, mask)
+        scores = products_of(q_rows, k_tile, heads, scale).add_(mask)
         probabilities = (scores - log_sum).exp_()
         d_probabilities = (d_out_rows @ v_tile.mT).reshape(scores.shape)
         rounded = round_nearest(probabilities, q.dtype).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -104,16 +104,8 @@ def fold_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.reshape(batch, kv_heads, heads // kv_heads * rows, width)
 
 
-def masked_scores(
-    q_rows: Tensor,
-    k_tile: Tensor,
-    heads: int,
-    scale: float,
-    mask: Tensor,
-    softcap: float = 0.0,
-    modify: Callable[[Tensor], Tensor] = lambda scores: scores,
-) -> Tensor:
-    """Returns the scores of stacked queries against one tile of keys, in FP32.
+def products_of(q_rows: Tensor, k_tile: Tensor, heads: int, scale: float) -> Tensor:
+    """Returns scale * q k of stacked queries and one tile of keys, in FP32.
 
     Products of BF16 or FP16 numbers are exact in FP32; only their sum rounds, as in a tensor core.
 
@@ -122,16 +114,12 @@ def masked_scores(
         k_tile: FP32 (B, H_kv, C, D).
         heads: H.
         scale: Factor of Q K^T.
-        mask: FP32 (R, C) or (B, H, R, C), see `guardbit.kernels.mask.geometry.mask_tile`.
-        softcap: See `AttentionSpec`.
-        modify: Applied to the capped scores, see `modified`.
 
     Returns:
         FP32 (B, H, R, C).
     """
-    rows, columns = mask.shape[-2:]
-    products = (q_rows @ k_tile.mT).reshape(q_rows.shape[0], heads, rows, columns)
-    return modify(capped(products.mul_(scale), softcap)).add_(mask)
+    rows = q_rows.shape[1] * q_rows.shape[2] // heads
+    return (q_rows @ k_tile.mT).reshape(len(q_rows), heads, rows, k_tile.shape[2]).mul_(scale)
 
 
 def capped(scores: Tensor, softcap: float) -> Tensor:

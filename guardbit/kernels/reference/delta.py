@@ -79,7 +79,9 @@ def exact_delta(
     spans = [(rows, keys) for rows, keys in key_spans(spec, shape, chunk) if keys.start < keys.stop]
     for key_head in sorted({head // group for head in head_ids}):
         places = [place for place, head in enumerate(head_ids) if head // group == key_head]
-        members = torch.tensor([head_ids[place] for place in places], device=q.device)
+        members = torch.tensor(
+            [head_ids[place] for place in places], dtype=torch.int64, device=q.device
+        )
         k_wide, v_wide = (x[:, key_head, None].to(wide) for x in (k, v))
         for present, seen in spans:
             q_rows, d_out_rows, lse_rows = (

@@ -15,7 +15,7 @@ from guardbit.kernels.reference.common import (
     finite_reference,
     float32_products,
     fold_groups,
-    masked_scores,
+    products_of,
 )
 from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
@@ -148,7 +148,7 @@ def forward(
     for start in range(0, keys, key_tile):
         tile = slice(start, start + key_tile)
         mask = additive_mask(visible, query_positions, key_positions[tile])
-        scores = masked_scores(q_rows, k[:, :, tile].float(), num_heads, scale, mask)
+        scores = products_of(q_rows, k[:, :, tile].float(), num_heads, scale).add_(mask)
         tile_max = scores.amax(-1)
         before, row_max = row_max, row_max.maximum(tile_max)
         before_normalizer, normalizer = normalizer, row_max
@@ -232,7 +232,7 @@ def element_halves(seed: int, shape: torch.Size, head_ids: Tensor, offset: int) 
     place = torch.arange(batch, device=device)[:, None] * num_heads + head_ids
     row = torch.arange(rows, device=device)[:, None]
     group = torch.arange(-(-width // 8), device=device)
-    last = torch.tensor(offset % 2**32, device=device)
+    last = torch.tensor(offset % 2**32, dtype=torch.int64, device=device)
     halves = random_halves(seed, (group, row, place[..., None, None], last))
     return halves.flatten(-2)[..., :width]
 
@@ -266,4 +266,6 @@ def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> T
     """Which heads have this stabilizer, boolean (H, 1), or None if no head has."""
     if name not in stabilizers:
         return None
-    return torch.tensor([[stabilizer == name] for stabilizer in stabilizers], device=device)
+    return torch.tensor(
+        [[stabilizer == name] for stabilizer in stabilizers], dtype=torch.bool, device=device
+    )

@@ -26,14 +26,14 @@ class Place:
     """
 
     def __init__(self, number: int) -> None:
-        self.site = torch.tensor(number)
+        self.site = torch.tensor(number, dtype=torch.int64)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Place:
         return Place(NO_SITE)
 
     def __reduce__(self) -> Any:
         # Nothing of GuardBit's: a saved model is loaded where GuardBit may be missing.
-        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE)}
+        return SimpleNamespace, (), {"site": torch.tensor(NO_SITE, dtype=torch.int64)}
 
 
 class Absent:

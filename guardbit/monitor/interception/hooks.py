@@ -37,7 +37,7 @@ from guardbit.monitor.interception.tracing import note_traced_inputs
 _BEYOND_DOOR = 2
 
 # What a copy of a module has in place of the number of a site.
-_NOWHERE = torch.tensor(NO_SITE)
+_NOWHERE = torch.tensor(NO_SITE, dtype=torch.int64)
 
 
 def _enter_traced(

@@ -119,7 +119,9 @@ def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> N
         probe.calls.clear()
         probe.given = None
         frame_stack.append(Frame(module, (), {}))
-        runtime.apart(torch.tensor(number), sys._getframe(), torch.enable_grad()(forward))
+        runtime.apart(
+            torch.tensor(number, dtype=torch.int64), sys._getframe(), torch.enable_grad()(forward)
+        )
 
     def undo() -> None:
         probe.site = probe.given = None

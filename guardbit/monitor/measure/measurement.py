@@ -291,7 +291,9 @@ class Measurement:
         self._running_sums.load_state_dict(state["running_sums"])
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
-        self.directions = {name: torch.tensor(v) for name, v in state["directions"].items()}
+        self.directions = {
+            name: torch.tensor(v, dtype=torch.float32) for name, v in state["directions"].items()
+        }
         self._run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:

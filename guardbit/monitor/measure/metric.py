@@ -63,7 +63,7 @@ class AttentionMetric(Metric):
         zeros = torch.zeros(len(self._sums), *self.shape, dtype=torch.float64)
         self.add_state("sums", zeros, dist_reduce_fx="sum")
         if self._maxima:
-            nothing = torch.full((len(self._maxima), *self.shape), -torch.inf)
+            nothing = torch.full((len(self._maxima), *self.shape), -torch.inf, dtype=torch.float32)
             self.add_state("maxima", nothing, dist_reduce_fx="max")
 
     def update(self, site: int, view: CallView, first: int = 0) -> None:

@@ -50,7 +50,11 @@ class CallView:
         q = self.call.q
         if self.num_rows is None or self.num_rows >= q.size(2):
             return None
-        return torch.linspace(0, q.size(2) - 1, self.num_rows, device=q.device).round().long()
+        return (
+            torch.linspace(0, q.size(2) - 1, self.num_rows, dtype=torch.float32, device=q.device)
+            .round()
+            .long()
+        )
 
     @cached_property
     def shadow(self) -> Shadow:

@@ -58,8 +58,8 @@ def _sum(values: Tensor, _: Tensor) -> Tensor:
 STATISTICS: dict[str, _Statistic] = {
     "multiple_maxima": _Statistic(attrgetter("maxima"), shared_maxima),
     "multiple_maxima_bf16": _Statistic(attrgetter("maxima_bf16"), shared_maxima),
-    # The largest |score| over allowed keys: rounding is as coarse below 0 as above, and softmax
-    # does not see a constant, so scores may grow where no row's maximum shows it. The recorded
+    # In size: rounding is as coarse below 0 as above, and softmax does not see a constant, so
+    # scores may grow where no row's maximum shows it. The recorded
     # runs of `tests/data/runs` are older and hold the largest score with its sign.
     "max_logit": _Statistic(attrgetter("largest"), _largest, is_mean=False, needs_shadow=False),
     "attention_entropy": _Statistic(attrgetter("entropy"), _sum),

@@ -36,7 +36,8 @@ class Loop:
         self.made.append(self)
 
     def backward(self, step, scale=1.0):
-        x = torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(step)).bfloat16()
+        draw = torch.Generator().manual_seed(step)
+        x = torch.randn(2, 12, 32, generator=draw, dtype=torch.float32).bfloat16()
         loss = self.model(x).float().square().mean()
         (loss * scale).backward()
         self.losses[step] = loss.item()
