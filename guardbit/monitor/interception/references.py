@@ -16,7 +16,8 @@ import gc
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,11 +56,13 @@ class Change:
     def _put(self, old: Any, new: Any) -> bool:
         holder, key = self.holder, self.key
         if isinstance(holder, list):
-            is_held = any(x is old for x in holder)
-            holder[:] = [new if x is old else x for x in holder]
+            if is_held := key < len(holder) and holder[key] is old:
+                holder[key] = new
+            elif is_held := id(old) in map(id, holder):
+                holder[:] = _replaced(holder, {id(old): new})
         elif isinstance(holder, functools.partial):
             is_held = holder.func is old or holder.args is old
-            function, args = (new if x is old else x for x in (holder.func, holder.args))
+            function, args = _replaced((holder.func, holder.args), {id(old): new})
             state = function, args, holder.keywords, vars(holder)
             holder.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(holder, dict):
@@ -69,8 +72,21 @@ class Change:
             key = "cell_contents" if isinstance(holder, types.CellType) else key
             is_held = _given(holder, key) is old
             if is_held:
-                setattr(holder, key, new)
+                _set(holder, key, new)
         return is_held
+
+
+def _set(holder: Any, key: str, value: Any) -> None:
+    try:
+        setattr(holder, key, value)
+    except AttributeError:  # of a frozen dataclass
+        if isinstance(holder, type):
+            raise
+        object.__setattr__(holder, key, value)
+
+
+def _replaced(items: Iterable[Any], by_id: Mapping[int, Any]) -> list[Any]:
+    return [by_id.get(id(x), x) for x in items]
 
 
 def _given(holder: Any, name: str) -> Any:
@@ -133,26 +149,24 @@ def _left(replacements: Iterable[Any], made: Iterable[Change]) -> dict[Any, int]
 def _replace_others(
     replacements: Mapping[Any, Any], made: list[Change], own: Iterable[dict[str, Any]]
 ) -> None:
-    search = _Search([*own, replacements, _least_left])
-    wanted = _Own(Change(None, None, old, new) for old, new in replacements.items())
+    left_out = {id(x) for x in [*own, replacements, _least_left]}
+    by_id = {id(old): new for old, new in replacements.items()}
+    wanted = _Own(replacements)
     for _ in range(_DEPTH):
-        held = search.referrers(_Own(each.before for each in wanted))
-        found = _Own(
-            Change(holder, None, each.before, each.now)
-            for each in wanted
-            for holder in held.get(id(each.before), ())
-        )
-        containers = (x.holder for x in found if isinstance(x.holder, dict | list))
-        owners = search.referrers(_Own(containers))
-        wanted = _Own()
-        for each in found:
-            if isinstance(each.holder, tuple | staticmethod | classmethod):
-                anew = _made_anew(each.holder, each.before, each.now)
-                wanted += [] if anew is None else [Change(None, None, each.holder, anew)]
+        held = _referrers(wanted, left_out)
+        holders = _Own({id(x): x for found in held.values() for x in found}.values())
+        owners = _referrers([x for x in holders if _is_a(x, dict | list)], left_out)
+        wanted, anew = _Own(), Own()
+        for holder in holders:
+            if _is_a(holder, tuple | staticmethod | classmethod):
+                wanted.append(holder)
+                anew[id(holder)] = _made_anew(holder, by_id)
                 continue
-            for change in _changes(each, owners.get(id(each.holder), _Own())):
-                made.append(change)
-                change.do()
+            with suppress(Exception):  # what cannot be changed is not watched
+                for change in _changes(holder, by_id, owners.get(id(holder), [])):
+                    made.append(change)
+                    change.do()
+        by_id = anew
 
 
 def _variables_of_modules() -> Iterator[dict[str, Any]]:
@@ -186,84 +200,93 @@ def _replace_in_frozen(
             made.append(change)
 
 
+# Not `isinstance`: proxies pass for what they stand for, and fail where that is gone.
+def _is_a(x: Any, kinds: type | types.UnionType) -> bool:
+    return issubclass(type(x), kinds)
+
+
 class _Own(list):
     """A list of the search, which counts for no holder."""
 
 
-class _Search:
-    """Finds what refers to objects.
+def _referrers(objects: Iterable[Any], left_out: Container[int]) -> dict[int, _Own]:
+    """Returns what refers to each of some objects, by its id.
+
+    `gc.get_referrers` compares each reference with each of the objects: with thousands of them it
+    would take hours.
 
     Args:
-        own: What counts for no holder.
+        objects: The objects.
+        left_out: Ids of what counts for no holder.
     """
-
-    def __init__(self, own: Iterable[Any]) -> None:
-        self._own = {id(x): x for x in own}
-
-    def referrers(self, objects: _Own) -> dict[int, _Own]:
-        """Returns what refers to objects, by their ids; all at once, as each look takes long."""
-        if not objects:
-            return {}
-        by_id: dict[int, _Own] = {id(x): _Own() for x in objects}
-        found = gc.get_referrers(*objects)
-        self._own[id(found)] = found
-        for holder in found:
-            if id(holder) in self._own or isinstance(holder, types.FrameType | _Own):
-                continue
-            for x in gc.get_referents(holder):
-                if id(x) in by_id:
-                    by_id[id(x)].append(holder)
-        return by_id
+    by_id = {id(x): _Own() for x in objects}
+    everything = _Own(gc.get_objects() if by_id else ())
+    for start in range(0, len(everything), 512):
+        some = everything[start : start + 512]
+        if by_id.keys().isdisjoint(map(id, gc.get_referents(*some))):
+            continue
+        for holder in some:
+            if id(holder) not in left_out and not _is_a(holder, types.FrameType | _Own | Own):
+                for held in {id(x) for x in gc.get_referents(holder)} & by_id.keys():
+                    by_id[held].append(holder)
+    return by_id
 
 
-def _changes(wanted: Change, owners: _Own) -> Iterator[Change]:
-    """Yields the changes by which a holder holds another object.
+def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> Iterator[Change]:
+    """Yields the changes by which a holder holds other objects.
 
     Args:
-        wanted: Holder, and the objects.
+        holder: What holds some of the objects.
+        by_id: Id of an object -> what takes its place.
         owners: What refers to the holder, where that is a dict or a list.
     """
-    holder, old, new = wanted.holder, wanted.before, wanted.now
-    if isinstance(holder, dict):
-        keys = [key for key, value in list(holder.items()) if value is old]
-        if not keys or isinstance(holder, Own) or _module_of(holder).startswith("guardbit"):
+    if _is_a(holder, dict):
+        if _is_a(holder, Own) or _module_of(holder).startswith("guardbit"):
             return
-        if "__module__" in holder:  # a class has a cache of its attributes: they are set by name
-            classes = (x for x in owners if isinstance(x, type))
-            for owner in (x for x in classes if all(vars(x).get(key) is old for key in keys)):
-                is_builtin = isinstance(old, types.BuiltinFunctionType)
-                for key in keys:
-                    yield Change(owner, key, old, staticmethod(new) if is_builtin else new)
-                return
-        if "__name__" in holder or not _is_left_alone(owners):
-            for key in keys:
-                yield Change(holder, key, old, new)
-    elif isinstance(holder, list):
-        if not _is_left_alone(owners):
-            yield wanted
-    elif isinstance(holder, types.CellType | functools.partial):
-        yield wanted
-    elif isinstance(holder, types.FunctionType):
-        if holder.__defaults__ is old:
-            yield Change(holder, "__defaults__", old, new)
+        # A class has a cache of its attributes: they are set by name.
+        owner = _class_of(holder, owners) if "__module__" in holder else None
+        if owner is None and "__name__" not in holder and _is_left_alone(owners):
+            return
+        for key, old in list(holder.items()):
+            if (new := by_id.get(id(old))) is not None:
+                is_method = owner is not None and _is_a(old, types.BuiltinFunctionType)
+                now = staticmethod(new) if is_method else new
+                yield Change(holder if owner is None else owner, key, old, now)
+        return
+    if _is_a(holder, list):
+        parts = () if _is_left_alone(owners) else list(enumerate(holder))
+    elif _is_a(holder, types.CellType):
+        parts = ((None, holder.cell_contents),)
+    elif _is_a(holder, functools.partial):
+        parts = ((None, holder.func), (None, holder.args))
+    elif _is_a(holder, types.FunctionType):
+        parts = (("__defaults__", holder.__defaults__),)
     elif type(holder).__module__.partition(".")[0] not in (*_LEFT_ALONE, "builtins"):
-        for name in _attributes_of(holder):
-            if getattr(holder, name, None) is old:
-                yield Change(holder, name, old, new)
+        parts = [(name, getattr(holder, name, None)) for name in _attributes_of(holder)]
+    else:
+        return
+    for key, old in parts:
+        if (new := by_id.get(id(old))) is not None:
+            yield Change(holder, key, old, new)
+
+
+def _class_of(variables: dict[Any, Any], owners: Iterable[Any]) -> type | None:
+    for x in owners:
+        if _is_a(x, type) and all(vars(x).get(k) is v for k, v in variables.items()):
+            return x
+    return None
 
 
 def _is_left_alone(owners: Iterable[Any]) -> bool:
     """Whether a container is a variable of a package that is left alone."""
-    variables = (x for x in owners if isinstance(x, dict))
+    variables = (x for x in owners if _is_a(x, dict))
     return any(_module_of(x).partition(".")[0] in _LEFT_ALONE for x in variables)
 
 
-def _made_anew(holder: Any, old: Any, new: Any) -> Any:
-    if isinstance(holder, staticmethod | classmethod):
-        return type(holder)(new) if holder.__func__ is old else None
-    if not any(x is old for x in holder):
-        return None
-    items = [new if x is old else x for x in holder]
+def _made_anew(holder: Any, by_id: Mapping[int, Any]) -> Any:
+    if _is_a(holder, staticmethod | classmethod):
+        return type(holder)(*_replaced([holder.__func__], by_id))
+    items = _replaced(holder, by_id)
     return holder._make(items) if hasattr(holder, "_make") else tuple(items)  # pyright: ignore
 
 

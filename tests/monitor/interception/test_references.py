@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import itertools
 import subprocess
 import sys
 import types
@@ -18,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention as alias
 
 import guardbit
 from guardbit.kernels import engines
-from guardbit.monitor.interception import checkpointing, installation
+from guardbit.monitor.interception import checkpointing, installation, references
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, sdpa
 
 ROOT = Path(__file__).parents[3]
@@ -227,6 +228,30 @@ class Slotted:
     attend: object
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    attend: object
+
+
+class ReadOnly:
+    """Refuses to be changed by any means."""
+
+    __slots__ = ("_attend",)
+
+    def __init__(self, attend):
+        object.__setattr__(self, "_attend", attend)
+
+    def __getattribute__(self, name):
+        raise RuntimeError("not to be looked at")
+
+    def __setattr__(self, name, value):
+        raise RuntimeError("not to be changed")
+
+
+READ_ONLY = [ReadOnly(F.scaled_dot_product_attention)]
+FROZEN = Frozen(F.scaled_dot_product_attention)
+
+
 def default(q, k, v, attend=F.scaled_dot_product_attention):
     return attend(q, k, v)
 
@@ -249,6 +274,7 @@ HOLDERS = {
     "dict of a class": lambda *args: Registry.known["fused"](*args),
     "attribute of an object": lambda *args: PROCESSOR.attend(*args),
     "default of a class": lambda *args: Processor.attend(*args),
+    "frozen dataclass": lambda *args: FROZEN.attend(*args),
     "slot": lambda *args: SLOTTED.attend(*args),
     "default argument": lambda *args: default(*args),
     "closure": lambda *args: CLOSURE(*args),
@@ -264,7 +290,7 @@ def test_a_reference_is_found_wherever_it_lies_and_given_back(holder, tiny, toke
     def held():
         yield from (STOCK, TABLE["fused"]["causal"], LIST[0], PAIRS[0], NAMED["fused"])
         yield from (PARTIAL.func, GIVEN.args, Registry.known["fused"], PROCESSOR.attend)
-        yield from (Processor.attend, SLOTTED.attend, default.__defaults__)
+        yield from (Processor.attend, SLOTTED.attend, FROZEN.attend, default.__defaults__)
         yield CLOSURE.__closure__[0].cell_contents
 
     model, before = tiny.GPT(attention=Layer), list(held())
@@ -299,6 +325,44 @@ def test_what_gc_freeze_has_put_aside_is_found_each_time(tiny, tokens):
     finally:
         if not was_frozen:
             gc.unfreeze()
+
+
+def test_a_tuple_of_two_functions_that_are_replaced(tiny, instrument):
+    both = [(F.scaled_dot_product_attention, F.multi_head_attention_forward)]
+    (then,) = both
+    inst = instrument(tiny.GPT())
+    assert both == [(F.scaled_dot_product_attention, F.multi_head_attention_forward)] != [then]
+    inst.remove()
+    assert both[0] is then
+
+
+def test_many_references_take_their_number_of_time(tiny):
+    # Comparing each object's references with each of the tuples would take hours: the limit of the
+    # whole suite is what finds that.
+    lots = [("fused", F.scaled_dot_product_attention) for _ in range(50_000)]
+    inst = guardbit.instrument(tiny.GPT())
+    assert all(attend is sdpa.scaled_dot_product_attention for _, attend in lots)
+    inst.remove()
+    assert all(attend is engines.scaled_dot_product_attention for _, attend in lots)
+
+
+def test_what_failed_and_is_remembered_multiplies_no_references(tiny, monkeypatch):
+    # An exception keeps the variables of the functions that it went through. GuardBit's own among
+    # them once were found the next time, and replaced, which failed, and kept the more.
+    raised, counts = MemoryError("on purpose"), []
+
+    def fails(*args):
+        raise raised
+
+    for _ in range(5):
+        session = guardbit.MonitorSession(tiny.GPT())
+        with monkeypatch.context() as broken:
+            broken.setattr(references, "setattr", fails, raising=False)
+            session.close()
+        session.close()
+        counts.append(sys.getrefcount(engines.scaled_dot_product_attention))
+    more = [after - before for before, after in itertools.pairwise(counts)]
+    assert 0 < more[-1] <= more[0] + 5
 
 
 # --- another function in the place of PyTorch's --------------------------------------------------
