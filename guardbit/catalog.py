@@ -122,7 +122,7 @@ CATALOG: tuple[Indicator, ...] = (
         name="attention_entropy",
         probe="rows",
         label="attention entropy",
-        meaning="entropy of a row's probabilities, mean over the rows",
+        meaning="entropy of a row's probabilities, mean over the rows that see a key",
         unit="nats",
     ),
     Indicator(

@@ -31,6 +31,7 @@ _CANNOT = {
     "keys_unavailable": "the spectral norms of W_K and of W_Q^T W_K are unavailable",
     "errors_unavailable": "rounding errors are unavailable",
     "several_calls": "only a part of the calls is measured",
+    "mixed_heads": "heads cannot be told apart",
 }
 
 #: How the event begins that says that nothing is watched any more.
@@ -331,6 +332,7 @@ def metadata_of(
             "normalises_queries": site.normalises_queries,
             "query_of_latent": site.query_of_latent,
             "several_calls": site.several_calls,
+            "mixed_heads": site.mixed_heads,
         }
         for name, site in sites.items()
     }

@@ -18,6 +18,10 @@ class LayoutUnavailable(LookupError):
     """It is unknown which weights make a head's queries or keys; the message says why."""
 
 
+class HeadsExchanged(LayoutUnavailable):
+    """Ranks exchange queries or keys, so that it is unknown which heads a rank's calls have."""
+
+
 class NotOneMatrix(LayoutUnavailable):
     """The matrix that multiplies the input is not one parameter.
 

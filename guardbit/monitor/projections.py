@@ -22,7 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from guardbit.guard import within
 from guardbit.monitor import ranks
 from guardbit.monitor.layout_search import find_latent_layout, find_layout
-from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, NotOneMatrix
+from guardbit.monitor.layouts import (
+    HeadRows,
+    HeadsExchanged,
+    Layout,
+    LayoutUnavailable,
+    NotOneMatrix,
+)
 from guardbit.monitor.module_copy import runnable_copy
 from guardbit.monitor.shards import HeadShards, shards_of
 
@@ -356,6 +362,10 @@ def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
 
 
+# In the names of operations that may bring other heads; what is gathered or added up does not.
+_EXCHANGES = ("all_to_all", "alltoall", "send", "recv")
+
+
 class _WithoutExchange(TorchDispatchMode):
     """Refuses operations that ranks must do together.
 
@@ -368,7 +378,9 @@ class _WithoutExchange(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local parts come here in turn
         if "c10d" in func.namespace:
-            raise LayoutUnavailable("its queries or keys are exchanged between ranks")
+            is_exchange = any(name in func.name() for name in _EXCHANGES)
+            kind = HeadsExchanged if is_exchange else LayoutUnavailable
+            raise kind("its queries or keys are exchanged between ranks")
         return func(*args, **(kwargs or {}))
 
 

@@ -109,9 +109,15 @@ class Switching:
             restless: Attention module -> heads whose indicators speak against undoing a switch.
             way_back: Where to go back to, for the advice that follows when nothing helps.
         """
+        called = self._instrumentation.sites
+        for name, site in called.items():
+            switched = tuple(head for head, asked in enumerate(site.asked) if asked != "none")
+            if site.mixed_heads is not None and 0 < len(switched) < site.num_heads:
+                why = f"switched back: {site.mixed_heads}"
+                self._instrumentation.give_back(site)
+                self._record(Event(last_ended, "switch", name, switched, why, stabilizer="none"))
         if self._policy is None:
             return
-        called = self._instrumentation.sites
         own = {name: site.asked for name, site in called.items()}
         asked, advice = {**self.asked_elsewhere, **own}, self._policy.advice
         for decision in self._policy.decide(alarms, step, asked, restless):
@@ -129,6 +135,8 @@ class Switching:
         site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
         asked = self.asked_elsewhere[decision.site] if site is None else site.asked
         refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
+        if site is not None and site.mixed_heads is not None:
+            heads = tuple(range(site.num_heads))
         if decision.stabilizer == "none" and not self._dry_run:
             # Leave heads alone whose switch was refused, or that somebody has switched since.
             ours = {head for head, name in enumerate(asked) if name == policy.stabilizer}

@@ -55,6 +55,10 @@ def with_switched(
                     f" {target.num_heads - 1}"
                 )
         names = target.asked
+        if target.mixed_heads is not None and len(set(chosen)) < target.num_heads:
+            raise ValueError(
+                f"heads of site '{target.name}' cannot be switched one by one: {target.mixed_heads}"
+            )
         given = check_stabilizers(stabilizer, len(chosen))
         for head, name in zip(chosen, given, strict=True):
             names[head] = name

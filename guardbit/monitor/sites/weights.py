@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from guardbit.monitor import interception
-from guardbit.monitor.layouts import HeadRows, Layout, LayoutUnavailable, Side
+from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 from guardbit.monitor.sites.called import CalledModule
 
@@ -32,6 +32,7 @@ class WeightedModule(CalledModule):
         self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
         self._settled_for: Sequence[tuple[object, ...]] = ()
         self._unread: dict[Side, str] = {}
+        self._are_heads_exchanged = False
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights.
@@ -134,6 +135,17 @@ class WeightedModule(CalledModule):
         return self._unread.get(side)
 
     @property
+    def mixed_heads(self) -> str | None:
+        """Why a number stands for several heads, or None; ask when rows were looked for."""
+        if not self._are_heads_exchanged:
+            return None
+        return (
+            f"ranks exchange its queries or keys, as Ulysses does, and which heads come here is not"
+            f" known: head 0 to {self.num_heads - 1} each stand for as many heads as ranks, and a"
+            " switch can only be of all"
+        )
+
+    @property
     def normalises_queries(self) -> bool:
         """Whether the queries are normalised, so that the size of W_Q does not reach the scores."""
         try:
@@ -210,6 +222,7 @@ class WeightedModule(CalledModule):
                 self.state.calls_are_alike = found[0].calls_are_alike
                 return found
             except LayoutUnavailable as unavailable:
+                self._are_heads_exchanged |= isinstance(unavailable, HeadsExchanged)
                 reason = reason or str(unavailable)
             except Exception as error:
                 reason = reason or f"the module could not be run by itself: {error}"
