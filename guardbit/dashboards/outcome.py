@@ -28,6 +28,9 @@ from guardbit.records import Event, RunEnd
 OutcomeKind = Literal["healthy", "saved", "alarmed", "lost", "learning-rate", "unclear"]
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
+#: What is said of the loss where nothing is known of it.
+NO_LOSS = "no loss was recorded"
+
 #: A loss has come back when the median of this many last samples is within so many nats of the
 #: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
@@ -46,8 +49,8 @@ class Outcome:
     Attributes:
         kind: One of `OUTCOMES`. "saved": all alarmed heads were switched and measured since, none
             of them goes on alarming or growing, and the loss has not left. "alarmed": the loss has
-            not left either, but heads are not switched, not measured since, or go on. "lost":
-            single heads alarmed, and the loss has left.
+            not left either, but heads are not switched, not measured since, or go on; or no loss
+            was recorded. "lost": single heads alarmed, and the loss has left.
         verdict: The last verdict. Where none was recorded: "" if there was an alarm, else "stable",
             or "unclear" if no rule could judge heads.
         first_step: First recorded step, None without samples.
@@ -75,6 +78,7 @@ class Outcome:
             alarm if that is later: largest logit and W_Q norm, where both were measured.
         not_measured_since: Number of alarmed heads that were switched, and of which no sample has
             come since then, or since their alarm if that is later.
+        num_losses: Recorded training losses. Without any, nothing is known of the loss.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
         end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
@@ -103,6 +107,7 @@ class Outcome:
     alarming_again: int
     still_growing: int
     not_measured_since: int
+    num_losses: int
     departed: int | None
     lead: int | None
     end: RunEnd | None
@@ -144,7 +149,8 @@ def outcome_of(
     measured = tables.layer_of_site(frame).keys()
     not_watched = not_watched_of(metadata, measured)
     without_attention, first_without_attention = without_attention_of(metadata)
-    departed = _departed(alarms, tables.of_run(frame, "loss"))
+    loss = tables.of_run(frame, "loss")
+    departed = _departed(alarms, loss)
     given = [event.verdict for event in happened if event.kind == "verdict"]
     unalarmed = "stable" if is_judged(metadata, sampling.indicators) else "unclear"
     verdict = given[-1] if given else "" if alarms else unalarmed
@@ -156,9 +162,9 @@ def outcome_of(
         if head in switched
     }
     growing, unmeasured = _still_growing(frame, since), _not_measured_since(frame, since)
-    uncorrected = again | growing | unmeasured
+    is_saved = not loss.empty and not again | growing | unmeasured
     return Outcome(
-        kind=_kind(verdict, heads, alarms, alarmed, switched, uncorrected, departed),
+        kind=_kind(verdict, heads, alarms, alarmed, switched, is_saved, departed),
         verdict=verdict,
         first_step=first,
         last_step=last,
@@ -181,6 +187,7 @@ def outcome_of(
         alarming_again=len(again),
         still_growing=len(growing),
         not_measured_since=len(unmeasured),
+        num_losses=len(loss),
         departed=departed,
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
@@ -195,7 +202,7 @@ def _kind(
     alarms: Sequence[Event],
     alarmed: dict[Head, Event],
     switched: dict[Head, Event],
-    uncorrected: set[Head],
+    is_saved: bool,
     departed: int | None,
 ) -> OutcomeKind:
     if verdict == "learning-rate":
@@ -206,7 +213,7 @@ def _kind(
         return "lost" if alarmed else "unclear"
     if not alarmed:  # on the whole run, or on modules without samples
         return "alarmed" if alarms else "healthy"
-    return "saved" if alarmed.keys() <= switched.keys() and not uncorrected else "alarmed"
+    return "saved" if alarmed.keys() <= switched.keys() and is_saved else "alarmed"
 
 
 def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
@@ -337,8 +344,10 @@ def _alarmed(outcome: Outcome) -> str:
     if outcome.not_measured_since:
         return f"{since}; {outcome.not_measured_since} not measured since the switch"
     if outcome.switched:
-        return f"{since}, not all of them switched; no alarm on the loss"
-    return f"{since}, none switched; no alarm on the loss"
+        done = "not all of them switched" if outcome.num_losses else f"{outcome.switched} switched"
+    else:
+        done = "none switched"
+    return f"{since}, {done}; {'no alarm on the loss' if outcome.num_losses else NO_LOSS}"
 
 
 def _lost(outcome: Outcome) -> str:

@@ -9,6 +9,7 @@ kernels is replaced: a switched head hands its backward another delta, or hands 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ _NAMES = tuple(engines.LIBRARIES)
 
 _library = torch.library.Library("guardbit", "FRAGMENT")
 _SPEC = (
-    " SymInt max_queries, SymInt max_keys, int engine, bool deterministic, bool causal,"
-    " float scale, int left, int right, float softcap, float dropout_p, bool training, bool traced"
+    " SymInt max_queries, SymInt max_keys, int engine, bool deterministic, int[] scheduling,"
+    " bool causal, float scale, int left, int right, float softcap, float dropout_p,"
+    " bool training, bool traced"
 )
 # A replayed CUDA graph would not look the site up again: the compiler is to leave the op out.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -61,6 +63,7 @@ class Numbers(NamedTuple):
         max_keys: Keys of the longest document; 0 without documents.
         engine: Index in `engines.LIBRARIES`.
         deterministic: See `LibraryEngine`.
+        scheduling: Likewise.
         causal: Whether the causal mask applies, aligned to the bottom right.
         scale: See `AttentionSpec`, as the rest.
         left: Keys before the query in the window.
@@ -75,6 +78,7 @@ class Numbers(NamedTuple):
     max_keys: int
     engine: int
     deterministic: bool
+    scheduling: Sequence[int]
     causal: bool
     scale: float
     left: int
@@ -118,6 +122,7 @@ def library_attention(
         documents[3],
         _NAMES.index(engine.label),
         engine.deterministic,
+        engine.scheduling,
         spec.causal is True,
         spec.scale,
         *spec.window,
@@ -147,7 +152,9 @@ def _call(tensors: tuple[Any, ...], numbers: Numbers) -> Call:
         softcap=numbers.softcap,
         sinks=sinks,
     )
-    engine = library_engine(_NAMES[numbers.engine], numbers.deterministic)
+    engine = library_engine(
+        _NAMES[numbers.engine], numbers.deterministic, tuple(numbers.scheduling)
+    )
     return Call(q, k, v, spec, runtime.site(int(site)), True, False, engine)
 
 

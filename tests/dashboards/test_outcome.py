@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from guardbit.dashboards.outcome import OUTCOMES, headline, limits, outcome_of
+from guardbit.dashboards.report.contents import tiles
 from guardbit.monitor.settings import Settings
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
@@ -83,6 +84,23 @@ def test_alarmed_switched_and_the_loss_unharmed_is_saved():
     later = outcome(alarm(6750), switch(6750), alarm(6800, head=1), verdict(6750, "rounding"))
     assert headline(later).startswith("Saved: 2 of 12 heads alarmed, the first at step 6,750, corr")
     assert (found.alarmed, found.stabilizers, found.lead) == (((1, 2),), ("exact_delta",), None)
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        ((switch(6750),), "4 switched; no loss was recorded"),
+        ((), "none switched; no loss was recorded"),
+    ],
+)
+def test_of_a_loss_that_was_never_recorded_nothing_is_said(events, said):
+    frame = samples()
+    heads = frame[frame["indicator"] != "loss"]
+    found = outcome_of(heads, pd.DataFrame([alarm(6750), *events], columns=EVENTS))
+    assert found.kind == "alarmed"
+    assert headline(found) == f"Alarmed: 1 of 12 heads since step 6,750, {said}"
+    (lead,) = (tile for tile in tiles(heads, None) if tile.name == "Lead on the loss")
+    assert lead.note == "no loss was recorded"
 
 
 def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is_not():

@@ -26,7 +26,7 @@ from guardbit.kernels.engines.hub import (
     home_of,
     hub_kernel_is_loaded,
 )
-from guardbit.kernels.engines.library import LibraryEngine
+from guardbit.kernels.engines.library import SCHEDULING, LibraryEngine
 from guardbit.kernels.engines.random import state_bytes
 from guardbit.kernels.engines.varlen import Varlen
 from guardbit.kernels.engines.whole import Whole, scaled_dot_product_attention
@@ -34,6 +34,7 @@ from guardbit.kernels.spec import AttentionSpec
 
 __all__ = [
     "LIBRARIES",
+    "SCHEDULING",
     "Drawn",
     "Engine",
     "Gradients",
@@ -113,6 +114,8 @@ LIBRARIES: dict[str, type[LibraryEngine]] = {
 
 
 @lru_cache
-def library_engine(name: str, deterministic: bool) -> LibraryEngine:
-    """Returns the engine of a library, see `LIBRARIES`."""
-    return LIBRARIES[name](deterministic)
+def library_engine(
+    name: str, deterministic: bool, scheduling: tuple[int, ...] = ()
+) -> LibraryEngine:
+    """Returns the engine of a library, see `LIBRARIES` and `LibraryEngine`."""
+    return LIBRARIES[name](deterministic, scheduling)

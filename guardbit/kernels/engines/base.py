@@ -70,11 +70,13 @@ class Engine(ABC):
         reads_out: Whether its backward computes delta from an O that it is given. Otherwise delta
             comes from P and dP, and no O' can be handed over.
         deterministic: Whether the call asks for a backward that adds in a fixed order.
+        scheduling: See `LibraryEngine`.
     """
 
     backend: SDPBackend
     reads_out: bool = True
     deterministic: bool = False
+    scheduling: tuple[int, ...] = ()
 
     @cached_property  # the enum makes it anew each time
     def name(self) -> str:

@@ -107,6 +107,7 @@ class _FlashAttn(LibraryEngine):
             "softcap": spec.softcap,
             "dropout_p": spec.dropout_p,
             "return_softmax": False,
+            **self.scheduled,
         }
         if spec.documents is not None:
             names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

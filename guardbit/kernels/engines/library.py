@@ -24,6 +24,9 @@ from torch.nn.attention import SDPBackend
 from guardbit.kernels.engines.base import Engine
 from guardbit.kernels.spec import AttentionSpec
 
+#: The parameters by which a call chooses how its work is spread, where its library has them.
+SCHEDULING = ("num_splits", "pack_gqa", "sm_margin")
+
 _IS_ROCM = torch.version.hip is not None
 
 
@@ -32,6 +35,7 @@ class LibraryEngine(Engine):
 
     Args:
         deterministic: Whether the backward is to add in a fixed order, where that is a choice.
+        scheduling: The values of `SCHEDULING`, -1 for what the library chooses; () for none.
     """
 
     #: PyTorch has no name for it.
@@ -43,8 +47,13 @@ class LibraryEngine(Engine):
     #: Whether a call with dropout returns where its random numbers came from.
     drops: bool = False
 
-    def __init__(self, deterministic: bool = False) -> None:
+    def __init__(self, deterministic: bool = False, scheduling: tuple[int, ...] = ()) -> None:
         self.deterministic = deterministic
+        self.scheduling = scheduling
+        named = zip(SCHEDULING, scheduling, strict=False)
+        self.scheduled = {
+            name: bool(x) if name == "pack_gqa" else x for name, x in named if x != -1
+        }
 
     @cached_property
     def name(self) -> str:

@@ -95,7 +95,8 @@ def proof_of(
         *(n % small == 0 for n in (q.size(2), k.size(2)) for small in (8, _LENGTH)),
         q.size(2) == k.size(2),
         _order(q), _order(k), _order(v), torch.are_deterministic_algorithms_enabled(),
-        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, _activated(),
+        tuple(n < 0 for n in spec.window), spec.extras, engine.deterministic, engine.scheduling,
+        _activated(),
     )  # fmt: skip
     if key not in _proofs:
         with torch.random.fork_rng(devices=[q.device] if q.is_cuda else []), torch.no_grad():

@@ -23,7 +23,8 @@ _aten = torch.ops.aten
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences; they drop nothing here.
 
-    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13.
+    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and those of the
+    call.
     """
 
     label = "varlen_attn"
@@ -41,8 +42,9 @@ class Varlen(LibraryEngine):
         q, k, v, spec, _, _ = inputs
         q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec)
-        )
+            q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec),
+            **self.scheduled,
+        )  # fmt: skip
         return from_library_layout(out, spec), lse.unsqueeze(0)
 
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:

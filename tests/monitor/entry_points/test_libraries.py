@@ -241,11 +241,54 @@ def test_a_kernel_that_cannot_be_called_is_left_to_the_library(borrower, tiny, m
 REFUSED = {
     "ALiBi": (FUNC, {"alibi_slopes": torch.ones(4)}, "ALiBi slopes"),
     "pages": ("flash_attn.flash_attn_varlen_func", {"block_table": torch.ones(4, 1)}, "in pages"),
-    "other": ("flash_attn_interface.flash_attn_func", {"num_splits": 2}, "`num_splits`"),
+    "other": ("flash_attn_interface.flash_attn_func", {"attention_chunk": 2}, "`attention_chunk`"),
     "function": ("flash_attn.cute.flash_attn_func", {"score_mod": max}, "by a function"),
     "window of FA4": ("flash_attn.cute.flash_attn_func", {"window_size": (-1, 0)}, "window_size"),
     "dropped P": (FUNC, {"dropout_p": 0.5, "return_attn_probs": True}, "what it dropped"),
 }
+
+
+def test_how_the_work_is_spread_is_passed_on(borrower, tiny, monkeypatch):
+    home, seen = sys.modules["flash_attn_interface"], []
+    options = {"num_splits": 2, "sm_margin": 8, "pack_gqa": True}
+    model, x = build(by_name("flash_attn_interface.flash_attn_func"), **options)
+    inst = guardbit.instrument(model)
+    try:
+        for name in ("_flash_attn_forward", "_flash_attn_backward"):
+            function = getattr(home, name)
+
+            @functools.wraps(function)
+            def noted(*args, _function=function, **named):
+                seen.append({key: named.get(key) for key in options})
+                return _function(*args, **named)
+
+            monkeypatch.setattr(home, name, noted)
+        tiny.step(model, x)  # the first proves the kernel
+        inst.switch("0", "exact_delta", heads=[1])
+        seen.clear()
+        tiny.step(model, x)
+        assert inst.sites["0"].refusal is None
+        assert seen == [options, {"num_splits": None, "sm_margin": 8, "pack_gqa": None}]
+    finally:
+        inst.remove()
+
+
+def test_varlen_calls_without_split_keys_are_watched(borrower, tiny):
+    entry = by_name(VARLEN)
+    entry.find()
+    if "num_splits" not in entry.defaults:
+        pytest.skip("this PyTorch's varlen_attn has no num_splits")
+    model, x = build(entry, num_splits=1)
+    before = tiny.step(model, x)
+    inst = guardbit.instrument(model)
+    try:
+        assert tiny.equal(tiny.step(model, x), before)
+        assert inst.sites["0"].refusal is None
+        inst.switch("0", "exact_delta", heads=[1])
+        tiny.step(model, x)
+        assert inst.sites["0"].launches["backward", "exact_delta"] == 1
+    finally:
+        inst.remove()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.engines import LIBRARIES, Inputs, home_of, library_engine
+from guardbit.kernels.engines import LIBRARIES, SCHEDULING, Inputs, home_of, library_engine
 from guardbit.kernels.spec import AttentionSpec, Documents
 from guardbit.monitor.interception.entry_points.base import (
     Bound,
@@ -202,6 +202,9 @@ class LibraryEntryPoint(EntryPoint):
         if why is not None:
             return Refusal(why, q, k)
         engine = _ENGINES[self.engine, bool(asked.get("deterministic", False))]
+        scheduling = tuple(-1 if (x := given.get(name)) is None else int(x) for name in SCHEDULING)
+        if max(scheduling) > -1:
+            engine = library_engine(self.engine, engine.deterministic, scheduling)
         # A length on the device makes the host wait, so it is read only if it is needed.
         spec = _UNREAD if is_unread else _spec(asked, q, k, self.is_packed)
         return Bound(q, k, v, spec, "NHD" if self.is_packed else "BNHD", engine)
@@ -209,6 +212,7 @@ class LibraryEntryPoint(EntryPoint):
     def _why_unknown(self, given: Mapping[str, Any]) -> str | None:
         for name, x in given.items():
             is_known = _MEANS.get(name, name) in _KNOWN
+            is_known |= name in SCHEDULING and isinstance(x, int)
             if is_known or x is self.defaults.get(name) or _is_same(x, self.defaults.get(name)):
                 continue
             return _WHY.get(name, f"it is called with `{name}`, which GuardBit does not pass on")
