@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import guardbit
 from guardbit import MonitorSession, read_events
@@ -209,6 +210,73 @@ def test_where_nothing_is_seen_the_likely_reasons_are_said(tmp_path):
         watched(tmp_path / "copy", Attention(), run=copy.deepcopy)
     assert "(1) the instrumented model is not the one that trains" in str(error.value)
     assert "none of its modules ran" in str(error.value)
+
+
+class Perceptron(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+def test_of_a_model_without_attention_it_is_said_that_it_has_none(tmp_path):
+    with pytest.raises(NoAttentionSeenError) as error:  # as the session is strict
+        watched(tmp_path, Perceptron())
+    assert str(error.value).startswith("no attention was found in this model")
+    assert "none of its modules ran" not in str(error.value)
+
+
+def test_of_attention_that_is_written_out_it_is_said_that_nothing_needs_correcting(tmp_path):
+    for layers in ((WrittenOutAttention(),), (Attention(), WrittenOutAttention())):
+        try:
+            watched(tmp_path / str(len(layers)), *layers)
+            ((_, why),) = told(tmp_path / "2")
+        except NoAttentionSeenError as error:
+            why = str(error)
+        # A softmax that is written out has the delta of its own P: PyTorch's function would bring
+        # the error, and is not recommended.
+        assert "nothing in it needs a correction" in why
+        assert "scaled_dot_product_attention" not in why
+
+
+class BankAttention(nn.Module):
+    """Attention whose weights are its model's; through a function that is seen or not."""
+
+    def __init__(self, is_seen):
+        super().__init__()
+        self.is_seen = is_seen
+
+    def forward(self, x, weight):
+        q, k, v = F.linear(x, weight).unflatten(-1, (6, 16)).transpose(1, 2).chunk(3, 1)
+        attend = F.scaled_dot_product_attention if self.is_seen else WrittenOutAttention.attend
+        y = attend(q, k, v) if self.is_seen else attend(None, q, k, v)
+        return x + y.transpose(1, 2).flatten(2)
+
+
+class Bank(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, 96, 32) / 6)
+        self.attn = nn.ModuleList([BankAttention(True), BankAttention(False)])
+
+    def forward(self, x):
+        for attention, weight in zip(self.attn, self.weights, strict=True):
+            x = attention(x, weight)
+        return x
+
+
+def test_attention_that_owns_no_weights_is_counted_and_named(tmp_path):
+    model = Bank()
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    for step in range(2):
+        with session.step(step):
+            model(torch.randn(2, 8, 32)).square().mean().backward()
+    assert session.coverage == (1, 2)
+    session.close()
+    ((_, why),) = told(tmp_path)
+    assert "attn.1 (BankAttention)" in why
 
 
 def test_functions_that_are_left_alone_are_named_where_attention_is_not_seen(tmp_path, monkeypatch):
