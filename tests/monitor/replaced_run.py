@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 TORCHS = F.scaled_dot_product_attention
 MODELS = (
-    "GPT-2", "GPT-NeoX", "Llama, padded batch", "Mistral, window shorter", "Qwen3", "Gemma", "OLMo 2",
-    "Phi-3", "Falcon, one key head a query head", "T5", "BERT", "ViT",
+    "GPT-2", "GPT-NeoX", "Llama, padded batch", "Mistral, window shorter", "Qwen3", "Gemma",
+    "OLMo 2", "Phi-3", "Falcon, one key head a query head", "T5", "BERT", "ViT",
 )  # fmt: skip
 
 

@@ -19,5 +19,5 @@ def test_weights_are_those_of_the_run_that_nobody_watches(when):
         command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = dict.fromkeys(replaced_run.MODELS, [True, True])
+    expected = {name: [True, True] for name in replaced_run.MODELS}
     assert json.loads(done.stdout.splitlines()[-1]) == expected
