@@ -74,7 +74,7 @@ FOUND = (
     # Entries of P were drawn once more for the second try: the run went on with other numbers.
     Place("dropout", MemoryError, "kernels/op.py", "ctx.save_for_backward(", 0),
     # The second try took the first one's frame for that of its caller, which had ended.
-    Place("dropout", OSError, "monitor/interception/checkpointing.py", "push(site, frame", 0),
+    Place("dropout", OSError, "monitor/interception/checkpointing.py", "push(site, again", 0),
     # The compiler gave up at the first error.
     Place("compiled", MemoryError, "monitor/interception/tracing.py", "keep_traced_entry(n", 0),
     Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),

@@ -200,20 +200,26 @@ def test_of_a_product_in_fp8_the_weight_that_is_trained_counts(site_of):
 
 
 class Latent(nn.Module):
-    """Queries and keys of latent vectors, as DeepSeek's; what is between them is given."""
+    """Queries and keys of latent vectors, as DeepSeek's; what is between and behind is given."""
 
-    def __init__(self, between, beside=False):
+    def __init__(self, between, beside=False, behind=None, bias=True):
         super().__init__()
         self.down, self.between = nn.Linear(64, 12), between
-        self.q_proj, self.k_proj = nn.Linear(12, 64), nn.Linear(64, 64)
+        self.q_proj, self.k_proj = nn.Linear(12, 64, bias=bias), nn.Linear(64, 64)
         self.beside = nn.Linear(64, 64) if beside else None
+        self.behind = behind or nn.Identity()
 
     def forward(self, x):
         q = self.q_proj(self.between(self.down(x)))
         if self.beside is not None:
             q = q + self.beside(x)
         q, k = (y.unflatten(-1, (4, 16)).transpose(1, 2) for y in (q, self.k_proj(x)))
-        return F.scaled_dot_product_attention(q, k, k).transpose(1, 2).flatten(2)
+        return F.scaled_dot_product_attention(self.behind(q), k, k).transpose(1, 2).flatten(2)
+
+
+class Direction(nn.Module):
+    def forward(self, x):
+        return F.normalize(x, dim=-1)
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(12), nn.RMSNorm(12)], ids=["layer", "rms"])
@@ -226,13 +232,46 @@ def test_what_heads_apply_to_a_normalised_latent_is_their_w_q(norm, site_of):
 
 
 @pytest.mark.parametrize(
+    "behind", [nn.RMSNorm(16), nn.RMSNorm(16, eps=1e-6), nn.LayerNorm(16), Direction()], ids=repr
+)
+def test_a_norm_of_the_queries_does_not_hide_that_of_the_latent(behind, site_of):
+    site = site_of(Latent(nn.RMSNorm(12), behind=behind, bias=False))
+    assert torch.equal(site.query_weights(), site.module.q_proj.weight.view(4, 16, 12))
+    assert torch.equal(site.key_weights(), site.module.k_proj.weight.view(4, 16, 64))
+    assert site.query_of_latent == "q_proj.weight"
+    assert site.normalises_queries
+
+
+class Exact(nn.Module):
+    """A norm without an epsilon."""
+
+    def forward(self, x):
+        return x / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
     "attention",
     [
         lambda: Latent(nn.Identity()),  # W_Q is the product
+        lambda: Latent(nn.Identity(), behind=nn.RMSNorm(16), bias=False),
+        lambda: Latent(nn.ReLU(), behind=nn.LayerNorm(16), bias=False),
+        lambda: Latent(nn.RMSNorm(12), beside=True, behind=nn.RMSNorm(16), bias=False),
+        # Nothing shows what is before these.
+        lambda: Latent(nn.Identity(), behind=Exact(), bias=False),
+        lambda: Latent(nn.Identity(), behind=nn.RMSNorm(16)),
         lambda: Latent(nn.ReLU()),
         lambda: Latent(nn.LayerNorm(12), beside=True),  # only a part goes through the norm
     ],
-    ids=["no norm", "no matrix", "beside another"],
+    ids=[
+        "no norm",
+        "behind alone",
+        "no matrix, behind",
+        "beside another, behind",
+        "behind, exact",
+        "behind a bias",
+        "no matrix",
+        "beside another",
+    ],
 )
 def test_a_latent_that_grows_with_its_weights_is_refused(attention, site_of):
     site = site_of(attention())

@@ -40,9 +40,8 @@ def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
 @guarded
 def _go_on_inside(site: Tensor, frame: Frame) -> None:
     drop_stale()
-    push(
-        site, Frame(frame.module, frame.args, frame.kwargs), sys._getframe(2)
-    )  # the one that the door is called from
+    again = Frame(frame.module, frame.args, frame.kwargs)
+    push(site, again, sys._getframe(2))  # the one that the door is called from
 
 
 @guarded
