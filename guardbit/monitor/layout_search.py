@@ -25,6 +25,10 @@ from guardbit.monitor.row_search import Project, change_of_heads, find_rows, noi
 #: as the product leaves 2**-10; without a norm it is 1/2.
 NORMALISED_LIMIT = 0.05
 
+#: Makes a matrix so small that the epsilon of a norm behind it outweighs its product, be it 1e-12 as
+#: of `F.normalize`, and even if 2**11 is multiplied in; yet FP32 still has numbers for the squares.
+_BELOW_EPSILON = 2.0**-55
+
 
 def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
     """Finds the rows of W_Q and W_K that belong to each head of an attention module.
@@ -62,6 +66,8 @@ def find_latent_layout(
 
     A head's scores grow with that matrix alone, because the norm removes the size of the others.
     All effect of the others has to pass through it; where two projections are added, it does not.
+    A norm behind the matrix, as in DeepSeek-V4, hides whether there is one before it; that shows
+    where the matrix is so small that the later norm's epsilon outweighs what it normalises.
 
     Args:
         project: See `find_layout`.
@@ -72,8 +78,8 @@ def find_latent_layout(
         The layout, whose queries are latent.
 
     Raises:
-        NotOneMatrix: `unavailable`, if none or several of the matrices are applied so, or if the
-            queries are normalised once more.
+        NotOneMatrix: `unavailable`, if none or several of the matrices are applied so, or if a norm
+            behind the matrix hides it.
     """
     generator = torch.Generator().manual_seed(0)
     leaves = _leaves(parameters)
@@ -89,10 +95,15 @@ def find_latent_layout(
                 rows = find_rows("query", query, own, lambda x: project(leaves | x), generator)
             except LayoutUnavailable:
                 continue
-            if _is_normalised(query.detach(), rows, leaves, project):
-                continue  # a norm after the matrix removes the size; there may be none before it
+            is_normalised = _is_normalised(query.detach(), rows, leaves, project)
+            if is_normalised:
+                small = {**leaves, name: leaves[name] * _BELOW_EPSILON}
+                if not _is_in_proportion(name, small, project):
+                    continue
+                if not _is_behind_norm(name, others, small, project, generator):
+                    continue
             key_rows = _find_keys(key, leaves, project, generator)
-            found.append(Layout(rows, key_rows, is_latent=True))
+            found.append(Layout(rows, key_rows, is_normalised, is_latent=True))
     if len(found) != 1:
         raise unavailable
     return found[0]
@@ -122,6 +133,15 @@ def _is_behind_norm(
             for factor in (2.0**10, 2.0**11)
         )
     return bool((change_of_heads(large, larger) < NORMALISED_LIMIT).all())
+
+
+def _is_in_proportion(name: str, leaves: dict[str, Tensor], project: Project) -> bool:
+    """Whether every head's queries double with a matrix, which neither norm nor bias then hides."""
+    with torch.no_grad():
+        once, twice = (project({**leaves, name: leaves[name] * factor})[0] for factor in (1.0, 2.0))
+    return bool((change_of_heads(2 * once, twice) < NORMALISED_LIMIT).all()) and bool(
+        (change_of_heads(once, twice) > NORMALISED_LIMIT).all()
+    )
 
 
 def _leaves(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
