@@ -369,7 +369,7 @@ _EXCHANGES = ("all_to_all", "alltoall", "send", "recv")
 class _WithoutExchange(TorchDispatchMode):
     """Refuses operations that ranks must do together.
 
-    In a rehearsal each rank runs the module by itself, so one might wait for another for ever.
+    Each rank runs a copy of the module by itself, so one might wait for another for ever.
     """
 
     def __torch_dispatch__(

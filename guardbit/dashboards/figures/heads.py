@@ -70,7 +70,7 @@ def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure
     story = ranking.heads_of_story(frame, events)
     notable = ranking.notable_heads(frame, story, "max_logit")
     draw_heads(axes, table, styles_of(story, notable))
-    axes.set_ylabel("largest attention score" + scale(axes, table.to_numpy()))
+    axes.set_ylabel("largest logit" + scale(axes, table.to_numpy()))
     end_at_departure(axes, table, frame, events)
     finish([axes], frame, events)
     label_ends(axes)

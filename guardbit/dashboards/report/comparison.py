@@ -48,7 +48,7 @@ OVERLAYS = (
     (
         "max_logit",
         "Largest max logit",
-        "largest attention score",
+        "largest logit",
         "The largest over all heads of each run.",
     ),
     (
