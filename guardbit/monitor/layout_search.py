@@ -25,8 +25,8 @@ from guardbit.monitor.row_search import Project, change_of_heads, find_rows, noi
 #: as the product leaves 2**-10; without a norm it is 1/2.
 NORMALISED_LIMIT = 0.05
 
-#: Makes a matrix so small that the epsilon of a norm behind it outweighs its product, be it 1e-12 as
-#: of `F.normalize`, and even if 2**11 is multiplied in; yet FP32 still has numbers for the squares.
+#: Makes a matrix so small that the epsilon of a norm behind it outweighs its product, be it 1e-12
+#: as of `F.normalize`, and even if 2**11 is multiplied in; yet FP32 has numbers for the squares.
 _BELOW_EPSILON = 2.0**-55
 
 
