@@ -36,6 +36,24 @@ because no rank has whole rows of scores; its ring was tested with the CPU's ker
 never run: that ring with GPU kernels, FlexAttention under context parallelism, and, with NCCL,
 tensor parallelism, pipeline parallelism and norms from shards."""
 
+#: What `clients.py` printed; no test runs it.
+BY_HAND = """## Clients tried by hand
+
+`python tests/monitor/support/clients.py` trains small models of frameworks that the tests do not
+install, and compares the norms at each step with those of slices written by hand. On 2026-11-25,
+with PyTorch 2.13.0 on the CPU, where FlexAttention ran uncompiled and FP8 was emulated, it gave
+this. The weights ended as those of the unwatched run, to the bit. Not tried: these frameworks on
+GPUs, and their parallelism.
+
+| client | version | sites | W_Q | W_K |
+| --- | --- | --- | --- | --- |
+| torchtitan: `llama3`, with and without its float8 converter; `qwen3`, projections fused and not | 0.3.0 | `layers.0.attention.inner_attention` and 1 more | right | right |
+| torchtitan: `deepseek_v3` | 0.3.0 | `layers.0.attention.inner_attention` | right | no: latent keys, made by two matrices |
+| torchtitan: `llama3`, with and without its float8 converter; `qwen3`, projections fused and not | main, b5bcd76 of 2026-08-21 | `layers.0.attention.inner_attention` and 1 more | right | right |
+| torchtitan: `deepseek_v3` | main, b5bcd76 of 2026-08-21 | `layers.0.attention.inner_attention` | right | no: latent keys, made by two matrices |
+| torchao: `convert_to_float8_training`, recipes `tensorwise`, `rowwise`, `rowwise_with_gw_hp`; fused projection, keys grouped and not | 0.18.0 | `0`, `1` | right | right |
+"""  # noqa: E501
+
 _observed = {}
 
 
@@ -60,6 +78,8 @@ def document(tables):
     for title, header in HEADERS.items():
         rule = line("---" for _ in header)
         parts.append("\n".join([f"## {title}\n", line(header), rule, *tables[title]]) + "\n")
+        if title == "Architectures":
+            parts.append(BY_HAND)
     return "\n".join(parts)
 
 
