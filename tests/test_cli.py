@@ -198,6 +198,7 @@ def test_a_replay_counts_the_alarms_from_before_its_samples(tmp_path: Path) -> N
         with RunWriter(folder, start_step=59) as writer:
             for step in (100, 150):
                 writer.add([Sample(step, "h.0.attn", 0, "max_logit", (10.0, 11.0))])
+                writer.add([Sample(step, "", -1, "loss", (3.0,))])
             writer.event(Event(alarm, "alarm", "h.0.attn", (0,), "it grew", rule="head_growth"))
             writer.event(Event(60, "switch", "h.0.attn", (0, 1), "x", stabilizer="exact_delta"))
             writer.event(Event(60, "verdict", "", (), "so it is", verdict="rounding"))
