@@ -28,9 +28,6 @@ from guardbit.records import Event, RunEnd
 OutcomeKind = Literal["healthy", "saved", "alarmed", "lost", "learning-rate", "unclear"]
 OUTCOMES: tuple[OutcomeKind, ...] = get_args(OutcomeKind)
 
-#: What is said of the loss where nothing is known of it.
-NO_LOSS = "no loss was recorded"
-
 #: A loss has come back when the median of this many last samples is within so many nats of the
 #: smallest such median.
 LOSS_SAMPLES, COME_BACK = 8, 0.1
@@ -79,6 +76,8 @@ class Outcome:
         not_measured_since: Number of alarmed heads that were switched, and of which no sample has
             come since then, or since their alarm if that is later.
         num_losses: Recorded training losses. Without any, nothing is known of the loss.
+        last_loss: Step of the last of them, None without any.
+        is_loss_known: Whether some were recorded before the first alarm and after the last switch.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
         end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
@@ -108,6 +107,8 @@ class Outcome:
     still_growing: int
     not_measured_since: int
     num_losses: int
+    last_loss: int | None
+    is_loss_known: bool
     departed: int | None
     lead: int | None
     end: RunEnd | None
@@ -162,7 +163,11 @@ def outcome_of(
         if head in switched
     }
     growing, unmeasured = _still_growing(frame, since), _not_measured_since(frame, since)
-    is_saved = not loss.empty and not again | growing | unmeasured
+    is_loss_known = not loss.empty and (
+        int(loss.index[0]) <= min((event.step for event in alarms), default=math.inf)
+        and int(loss.index[-1]) > max((event.step for event in switched.values()), default=-1)
+    )
+    is_saved = is_loss_known and not again | growing | unmeasured
     return Outcome(
         kind=_kind(verdict, heads, alarms, alarmed, switched, is_saved, departed),
         verdict=verdict,
@@ -188,6 +193,8 @@ def outcome_of(
         still_growing=len(growing),
         not_measured_since=len(unmeasured),
         num_losses=len(loss),
+        last_loss=None if loss.empty else int(loss.index[-1]),
+        is_loss_known=is_loss_known,
         departed=departed,
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
@@ -344,10 +351,21 @@ def _alarmed(outcome: Outcome) -> str:
     if outcome.not_measured_since:
         return f"{since}; {outcome.not_measured_since} not measured since the switch"
     if outcome.switched:
-        done = "not all of them switched" if outcome.num_losses else f"{outcome.switched} switched"
+        done = (
+            "not all of them switched" if outcome.is_loss_known else f"{outcome.switched} switched"
+        )
     else:
         done = "none switched"
-    return f"{since}, {done}; {'no alarm on the loss' if outcome.num_losses else NO_LOSS}"
+    return f"{since}, {done}; {of_loss(outcome, 'no alarm on the loss')}"
+
+
+def of_loss(outcome: Outcome, known: str) -> str:
+    """What is said of a loss that has not left: `known`, or what is missing to say so."""
+    if outcome.last_loss is None:
+        return "no loss was recorded"
+    if outcome.is_loss_known:
+        return known
+    return f"the recorded losses, up to step {outcome.last_loss:,}, do not show what became of it"
 
 
 def _lost(outcome: Outcome) -> str:
