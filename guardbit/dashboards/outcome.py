@@ -164,7 +164,8 @@ def outcome_of(
     }
     growing, unmeasured = _still_growing(frame, since), _not_measured_since(frame, since)
     is_loss_known = not loss.empty and (
-        int(loss.index[0]) <= min((event.step for event in alarms), default=math.inf)
+        # A resumed run may have had its alarms before its first sample.
+        int(loss.index[0]) <= max(first or 0, min((event.step for event in alarms), default=2**63))
         and int(loss.index[-1]) > max((event.step for event in switched.values()), default=-1)
     )
     is_saved = is_loss_known and not again | growing | unmeasured

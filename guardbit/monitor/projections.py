@@ -362,10 +362,6 @@ def _as_part_of(parameter: Tensor, part: Tensor) -> Tensor:
     return DTensor.from_local(part, mesh, parameter.placements[-1:], run_check=False)
 
 
-# In the names of operations that may bring other heads; what is gathered or added up does not.
-_EXCHANGES = ("all_to_all", "alltoall", "send", "recv")
-
-
 class _WithoutExchange(TorchDispatchMode):
     """Refuses operations that ranks must do together.
 
@@ -378,9 +374,7 @@ class _WithoutExchange(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local parts come here in turn
         if "c10d" in func.namespace:
-            is_exchange = any(name in func.name() for name in _EXCHANGES)
-            kind = HeadsExchanged if is_exchange else LayoutUnavailable
-            raise kind("its queries or keys are exchanged between ranks")
+            raise HeadsExchanged("its queries or keys are exchanged between ranks")
         return func(*args, **(kwargs or {}))
 
 

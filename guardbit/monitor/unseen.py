@@ -16,14 +16,21 @@ from guardbit.kernels.engines import hub_kernel_is_loaded
 # a slash; GuardBit sees those of FlashAttention once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
 
-_ATTENTION = re.compile("attention|attn|mha|^multi_?head$", re.IGNORECASE)
+_ATTENTION = re.compile("attention|attn|mha|mhsa|^multi_?head$", re.IGNORECASE)
 
 # As the last word only: "mla" is in "NormLayer", and an `MLAHead` may be anything.
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|[a-z]+")
-_KINDS_OF_ATTENTION = frozenset({"gqa", "mqa", "mla"})
+_KINDS_OF_ATTENTION = frozenset({"gqa", "mqa", "mla", "msa", "sdpa"})
 
 # The last word of a module's name in its parent: `self_attn`, but not `attn_norm`.
 _SLOTS = frozenset({"attn", "attention", "mha"}) | _KINDS_OF_ATTENTION
+
+
+# What a module without parameters is that is called by attention and another word.
+_PARTS = frozenset({
+    "mask", "bias", "norm", "pool", "output", "config", "scale", "dropout", "cache",
+    "rotary", "softmax",
+})  # fmt: skip
 
 
 class UnseenAttentionError(ValueError):
@@ -33,8 +40,8 @@ class UnseenAttentionError(ValueError):
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     """Whether a module is called attention, and has a weight matrix, its own or below it.
 
-    A module without parameters counts if attention is the last word of its class: it may get its
-    weights from a bank of the model's.
+    A module without parameters, which may get its weights from a bank of the model's, counts if it
+    is called attention and is no part of it, such as a mask.
 
     Args:
         module: The module.
@@ -45,7 +52,7 @@ def looks_like_attention(module: nn.Module, name: str = "") -> bool:
     words = [word.lower() for word in _WORDS.findall(kind)]
     if _ATTENTION.search(kind) or not _KINDS_OF_ATTENTION.isdisjoint(words[-1:]):
         is_bare = next(module.parameters(), None) is None
-        return _has_matrix(module) or (is_bare and not _SLOTS.isdisjoint(words[-1:]))
+        return _has_matrix(module) or (is_bare and _PARTS.isdisjoint(words[-1:]))
     last = name.rpartition(".")[2].rpartition("_")[2].lower()
     return last in _SLOTS and any(_has_matrix(part) for part in module.children())
 

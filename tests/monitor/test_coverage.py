@@ -255,6 +255,30 @@ class BankAttention(nn.Module):
         return x + y.transpose(1, 2).flatten(2)
 
 
+class MHSA(BankAttention):
+    pass
+
+
+class AttentionCore(BankAttention):
+    pass
+
+
+class AttentionMask(BankAttention):
+    """A part that is called by attention, and is none."""
+
+
+@pytest.mark.parametrize(("kind", "total"), [(MHSA, 2), (AttentionCore, 2), (AttentionMask, 1)])
+def test_modules_without_weights_are_counted_by_their_names(kind, total, tmp_path):
+    model = Bank()
+    model.attn[1] = kind(False)
+    session = MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    for step in range(2):
+        with session.step(step):
+            model(torch.randn(2, 8, 32)).square().mean().backward()
+    assert session.coverage == (1, total)
+    session.close()
+
+
 class Bank(nn.Module):
     def __init__(self):
         super().__init__()

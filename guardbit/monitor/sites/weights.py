@@ -140,9 +140,9 @@ class WeightedModule(CalledModule):
         if not self._are_heads_exchanged:
             return None
         return (
-            f"ranks exchange its queries or keys, as Ulysses does, and which heads come here is not"
-            f" known: head 0 to {self.num_heads - 1} each stand for as many heads as ranks, and a"
-            " switch can only be of all"
+            "ranks exchange tensors before its queries or keys are made, as Ulysses does, and which"
+            f" heads come here is not known: head 0 to {self.num_heads - 1} may be another one on"
+            " each rank, and a switch can only be of all"
         )
 
     @property

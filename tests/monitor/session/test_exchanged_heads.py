@@ -34,6 +34,15 @@ WORKER = textwrap.dedent(
             got = torch.empty_like(parts)
             if way == "all_to_all":
                 dist.all_to_all_single(got, parts)
+            elif way == "all_gather":
+                every = [torch.empty_like(parts) for _ in range(2)]
+                dist.all_gather(every, parts)
+                got = torch.stack([of_rank[rank] for of_rank in every])
+            elif way == "all_reduce":
+                every = torch.zeros(2, *parts.shape, dtype=parts.dtype)
+                every[rank] = parts
+                dist.all_reduce(every)
+                got = every[:, rank]
             else:
                 got[rank] = parts[rank]
                 sent = dist.isend(parts[other].contiguous(), other)
@@ -105,16 +114,16 @@ WORKER = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("way", ["all_to_all", "send"])
+@pytest.mark.parametrize("way", ["all_to_all", "send", "all_gather", "all_reduce"])
 def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_none(tmp_path, way):
     (tmp_path / "worker.py").write_text(WORKER)
     launch(tmp_path / "worker.py", 2, tmp_path, way)
     for rank in range(2):
         refused, asked, alike, lines = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert "cannot be switched one by one: ranks exchange its queries or keys" in refused
+        assert "cannot be switched one by one: ranks exchange tensors before its queries" in refused
         # The rule names one head.
         assert asked == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] * 2}
         assert all(alike), "before the switch"
         told = [line for line in lines if line.startswith("heads cannot be told apart at")]
         assert len(told) == (rank == 0)
-        assert all(SITES[0] in line and "as many heads as ranks" in line for line in told)
+        assert all(SITES[0] in line and "may be another one on each rank" in line for line in told)
