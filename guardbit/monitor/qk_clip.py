@@ -116,7 +116,7 @@ class Clipping:
             if not above:
                 continue
             site = None if are_parts else sites[sample.site]
-            refusal = self._refusal(site, sample, norms.get(sample.site), bound)
+            refusal = self._refusal(site, sites, sample, norms.get(sample.site), bound)
             if refusal is not None:
                 if self._is_new(sample.step, sample.site, (-1,)):
                     sentence = f"not clipped: {refusal} ({why})"
@@ -130,7 +130,12 @@ class Clipping:
                 self._record(Event(sample.step, "clip", sample.site, above, sentence))
 
     def _refusal(
-        self, site: Site | None, sample: Sample, norms: Sequence[float] | None, bound: float
+        self,
+        site: Site | None,
+        sites: Mapping[str, Site],
+        sample: Sample,
+        norms: Sequence[float] | None,
+        bound: float,
     ) -> str | None:
         """Clips a module's heads; returns why not where that did not happen."""
         if self._is_dry_run:
@@ -146,6 +151,10 @@ class Clipping:
                 self._clipped[sample.site] = last._replace(in_vain=in_vain)
                 return f"{in_vain} clips of head {last.head} lowered W_Q and not the logits"
         try:
+            if (shared := _sharing(site, sites)) is not None:
+                return (
+                    f"its W_Q or W_K is that of '{shared}', too, which a clip would scale as well"
+                )
             clipped = clip(site, sample.values, bound)
         except LayoutUnavailable as unavailable:
             return str(unavailable)
@@ -160,3 +169,12 @@ class Clipping:
         new = [h for h in heads if step - self._told.get((site, h), -TOLD_EVERY) >= TOLD_EVERY]
         self._told.update({(site, head): step for head in new})
         return bool(new)
+
+
+def _sharing(site: Site, sites: Mapping[str, Site]) -> str | None:
+    """Returns the name of another module that has some of the weights that a clip scales."""
+    scaled = set(map(id, site.scaled_parameters()))
+    for name, other in sites.items():
+        if other is not site and not scaled.isdisjoint(map(id, other.module.parameters())):
+            return name
+    return None

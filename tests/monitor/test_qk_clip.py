@@ -136,8 +136,31 @@ def test_where_ranks_hold_different_layers_none_is_clipped_and_each_is_told():
     instrumentation.remove()
 
 
+@pytest.mark.parametrize("shared", [("q", "kv"), ("kv",)], ids=["all", "keys"])
+def test_weights_of_two_modules_are_not_clipped_for_one(shared):
+    torch.manual_seed(0)
+    one, other = Grouped(HEADS), Grouped(HEADS)
+    for name in shared:
+        setattr(other, name, getattr(one, name))
+    x, model = torch.randn(1, TOKENS, WIDTH), nn.ModuleList([one, other])
+    instrumentation = guardbit.instrument(model)
+    sum(layer(x).square().mean() for layer in model).backward()
+    before = [parameter.clone() for parameter in model.parameters()]
+    told = []
+    samples = [Sample(0, "0", 0, "max_logit", (400.0,) + (1.0,) * (HEADS - 1))]
+    Clipping(False, told.append).act(instrumentation.sites, samples, 100.0, "no switch has helped")
+    assert all(map(torch.equal, before, model.parameters()))
+    (event,) = told
+    assert event.kind == "refusal"
+    assert "W_Q or W_K is that of '1', too, which a clip would scale as well" in event.why
+    instrumentation.remove()
+
+
 class _Scaled:
     """A site of two heads that keeps what it was scaled by."""
+
+    def scaled_parameters(self):
+        return []
 
     def __init__(self):
         self.scales = []

@@ -85,6 +85,12 @@ class WeightedModule(CalledModule):
         """
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
+    def scaled_parameters(self) -> list[nn.Parameter]:
+        """Returns what `scale_logits` changes, and raises what it does."""
+        layout, weights = self._settled_layout()
+        names = layout.query.parameter, layout.key_rows.parameter
+        return [parameter for name in names for parameter in weights.plain(name)]
+
     @torch.no_grad()
     def scale_logits(self, scales: Tensor) -> None:
         """Scales the logits of each head, half in W_Q and half in W_K, with their biases, in place.
