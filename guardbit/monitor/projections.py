@@ -183,8 +183,8 @@ class Weights:
 def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple[Layout, Weights]:
     """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices.
 
-    Of several calls in one forward, the second and the last are compared with the first: a vision
-    tower that calls attention once an image makes all calls from one projection.
+    All calls of one forward must come from the same rows, as in a vision tower that calls attention
+    once an image.
 
     Args:
         module: The attention module.
@@ -201,30 +201,47 @@ def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple
         rerun = _by_itself(rerun)
     num_calls = 1
 
-    def of_call(place: int) -> Rerun:
-        def run(
-            parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
-        ) -> tuple[Tensor, Tensor]:
-            nonlocal num_calls
-            calls = rerun(parameters, prepare)
-            num_calls = len(calls)
-            return calls[place]
+    def first_call(
+        parameters: dict[str, Tensor], prepare: Callable[[nn.Module], None]
+    ) -> tuple[Tensor, Tensor]:
+        nonlocal num_calls
+        calls = rerun(parameters, prepare)
+        num_calls = len(calls)
+        return calls[0]
 
-        return run
-
-    layout, weights = _settle(module, of_call(0), {}, is_shared)
-    for place in sorted({1, num_calls - 1} - {0}) if num_calls > 1 else ():
+    layout, weights = _settle(module, first_call, {}, is_shared)
+    if num_calls > 1:
         several = f"{type(module).__name__} calls attention {num_calls} times in one forward, with"
-        try:
-            other, _ = _settle(module, of_call(place), {}, is_shared)
-        except LayoutUnavailable:
-            other = None
-        if other is None or not layout.query.is_same(other.query):
+        (queries, keys), *others = _sources_of_calls(module, rerun, is_shared)
+        if any(other != queries for other, _ in others):
             raise LayoutUnavailable(f"{several} queries of different weights")
-        if isinstance(layout.key, HeadRows) and not layout.key.is_same(other.key):
+        if isinstance(layout.key, HeadRows) and any(other != keys for _, other in others):
             key = LayoutUnavailable(f"{several} keys of different weights")
             layout = replace(layout, key=key, calls_are_alike=False)
     return layout, weights
+
+
+#: The matrices that a tensor depends on -> which of their rows.
+_Sources = dict[str, list[bool]]
+
+
+def _sources_of_calls(
+    module: nn.Module, rerun: RerunAll, is_shared: bool
+) -> list[tuple[_Sources, _Sources]]:
+    """Returns where q and k of each call come from, by the gradients of the matrices."""
+    weights = Weights(module, {}, is_shared)
+    leaves = {n: x.requires_grad_() for n, x in weights.leaves().items() if x.dim() > 1}
+    with torch.enable_grad():
+        calls = rerun(weights.as_used(leaves), lambda _: None)
+
+    def sources(x: Tensor) -> _Sources:
+        gradients = torch.autograd.grad(
+            x.float().square().sum(), list(leaves.values()), retain_graph=True, allow_unused=True
+        )
+        found = zip(leaves, gradients, strict=True)
+        return {name: (g.flatten(1) != 0).any(1).tolist() for name, g in found if g is not None}
+
+    return [(sources(q), sources(k)) for q, k in calls]
 
 
 def _by_itself(rerun: RerunAll) -> RerunAll:

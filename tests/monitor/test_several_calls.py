@@ -60,6 +60,21 @@ class PerImage(Projections):
         return x + joined(torch.cat(each, 2))
 
 
+class OneOfFour(Projections):
+    """The third of four calls has queries of its own."""
+
+    def __init__(self):
+        super().__init__("q", "other", "k", "v")
+
+    def forward(self, x):
+        k, v = self.heads("k", x), self.heads("v", x)
+        y = sum(
+            F.scaled_dot_product_attention(self.heads(name, x), k, v, is_causal=True)
+            for name in ("q", "q", "other", "q")
+        )
+        return x + joined(y)
+
+
 class Bypassing(nn.Module):
     """Two layers that are called by their `forward`, so that no hook runs, as those of Keras."""
 
@@ -147,6 +162,13 @@ def test_keys_of_other_weights_in_a_second_call_are_said_and_not_mixed(tmp_path,
     assert ("0", "w_k_spectral_norm") not in values
     assert ("0", "dq_relative_error") in values
     assert "W_K and of W_Q^T W_K are unavailable at 0" in caplog.text
+    assert "only a part of the calls is measured at 0" in caplog.text
+
+
+def test_queries_of_other_weights_in_any_call_are_said(tmp_path, caplog):
+    _, values = trained(nn.Sequential(OneOfFour()), tmp_path, caplog)
+    assert ("0", "w_q_spectral_norm") not in values
+    assert "with queries of different weights" in caplog.text
     assert "only a part of the calls is measured at 0" in caplog.text
 
 
