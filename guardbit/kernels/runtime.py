@@ -242,6 +242,16 @@ def _log_fault(error: Exception) -> None:
     log.warning("a call of attention failed in GuardBit and went to PyTorch: %s", error)
 
 
+def number_of(site: Tensor) -> int:
+    """Returns the number of a site, unseen by dispatch modes.
+
+    Selective checkpointing numbers all operations of a forward and of its recomputation, and these
+    read unequally many numbers of sites.
+    """
+    with torch._C._DisableTorchDispatch():
+        return int(site)
+
+
 def is_jit_traced() -> bool:
     """Whether `torch.jit.trace` records what the caller does: that is to be the model alone."""
     return torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]

@@ -1,8 +1,12 @@
 """A forward that activation checkpointing runs again does what the first one did."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import guardbit
 from guardbit.kernels import dispatch
@@ -108,3 +112,30 @@ def test_a_kernel_that_fails_in_one_of_the_two(
     else:  # FP32 sums in another order, of values of the size of 1
         for name, value in found.items():
             torch.testing.assert_close(value, before[name], rtol=1e-4, atol=1e-5)
+
+
+class Around(nn.Module):
+    def __init__(self, *inner):
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_selective_checkpointing_numbers_no_operation_of_ours(tiny, tmp_path):
+    # PyTorch numbers the operations of a forward and finds those of the recomputation by number.
+    # FSDP's wrapper keeps a reference to `checkpoint` from before; the block is then the outermost
+    # module of the recomputation, and of the forward it is not.
+    saves = partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts,
+        [torch.ops.aten.addmm.default],
+    )
+    block = Around(tiny.Attention(), Around(nn.Linear(tiny.WIDTH, tiny.WIDTH)))
+    model = Around(checkpoint_wrapper(block, context_fn=saves, early_stop=False))
+    session = guardbit.MonitorSession(model, every_n_train_steps=1, dirpath=tmp_path)
+    with session.step(0):
+        model(torch.randn(2, 5, tiny.WIDTH)).square().mean().backward()
+    session.close()
+    logits = guardbit.read_run(tmp_path).query("indicator == 'max_logit'")
+    assert len(logits) == tiny.HEADS

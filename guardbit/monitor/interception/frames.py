@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.runtime import NO_SITE, number_of, runtime
 
 #: Where an instrumented module keeps its `Place`.
 SITE_ATTRIBUTE = "_guardbit_site"
@@ -99,7 +99,7 @@ def site_of(module: nn.Module) -> Tensor:
 
 def site_number(module: nn.Module) -> int:
     """Returns what `site_of` does, as a number."""
-    return int(site_of(module))
+    return number_of(site_of(module))
 
 
 def push(site: Tensor, frame: Frame, caller: FrameType) -> None:

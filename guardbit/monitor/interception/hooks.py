@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
-from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, runtime
+from guardbit.kernels.runtime import NO_SITE, Runtime, is_jit_traced, number_of, runtime
 from guardbit.kernels.site_state import Clock, is_recomputing
 from guardbit.monitor.interception import records
 from guardbit.monitor.interception.doors import hook
@@ -64,14 +64,14 @@ def _enter_eagerly(
         look_again()
         _begin_step(module)
     if entries.num_listeners:
-        entries.numbers.add(int(_site_of(module)))
+        entries.numbers.add(number_of(_site_of(module)))
     push(_site_of(module), Frame(module, args, kwargs), caller)
 
 
 def _site_of(module: nn.Module) -> Tensor:
     """Returns the number of a module that runs; a copy has none, unless it stands in for it."""
     site = site_of(module)
-    is_itself = probe.site is not None or site_modules.get(int(site)) is module
+    is_itself = probe.site is not None or site_modules.get(number_of(site)) is module
     return site if is_itself else _NOWHERE
 
 
@@ -89,14 +89,14 @@ def _leave_eagerly(_: Absent, module: nn.Module, args: Any, output: Any) -> None
 
 
 def _begin_step(module: nn.Module) -> None:
-    clock = runtime.site(int(_site_of(module))).clock
+    clock = runtime.site(number_of(_site_of(module))).clock
     # A forward that is recomputed in the backward belongs to the step of the first one.
     if not clock.is_told and not is_recomputing():
         clock.begin()
 
 
 def _end_step(module: nn.Module) -> None:
-    clock = runtime.site(int(_site_of(module))).clock
+    clock = runtime.site(number_of(_site_of(module))).clock
     if not clock.is_told:
         clock.end()
 
@@ -124,7 +124,7 @@ for _function in (
     ),
     *(Runtime.enter, Runtime.leave, Runtime.begin, Runtime.end, Runtime.leave_all, Runtime.site),
     *(Runtime.is_other_thread, Runtime.is_owner_running, is_recomputing, is_jit_traced),
-    *(Clock.begin, Clock.end),
+    *(Clock.begin, Clock.end, number_of),
 ):
     skip_code(_function.__code__)
 
