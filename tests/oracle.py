@@ -87,6 +87,9 @@ def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
     scores = q.double() @ k.mT * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if spec.score_function is not None:
+        positions = (torch.arange(count, device=q.device) for count in scores.shape[1:])
+        scores = spec.score_function(scores, *positions)
     if spec.mask is not None and spec.mask.dtype == torch.bool:
         hidden = hidden | ~spec.mask
     elif spec.mask is not None:
@@ -95,19 +98,19 @@ def scores_of(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def largest_products(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
-    """The largest |scale q k| in each row, capped and without an additive mask, FP64 (B, H, N).
+    """The largest |scale q k| in each row, capped and else as it is, FP64 (B, H, N).
 
-    A key counts if its score or what the mask adds to it is within 30 of the row's largest. A row
-    counts none if the mask adds less than -9,000 to every key that it could see.
+    A key counts if its score, or what is added to it, is within 30 of the row's largest. A row
+    counts none if less than -900 is added, in every head, to every key that it could see.
     """
-    scores, mask = scores_of(q, k, spec), spec.mask
-    is_additive = mask is not None and mask.dtype != torch.bool
-    plain = scores_of(q, k, replace(spec, mask=None)) if is_additive else scores
-    added = torch.zeros_like(scores) + (mask if is_additive else 0.0)
-    added = added.masked_fill(scores == -math.inf, -math.inf)
+    scores = scores_of(q, k, spec)
+    unseen = scores == -math.inf
+    plain = scores_of(q, k, replace(spec, mask=None, score_function=None))
+    # To products of 0.
+    added = scores_of(torch.zeros_like(q), k, spec).masked_fill(unseen, -math.inf)
     top = added.amax(-1, keepdim=True)
     counted = (added >= top - 30) | (scores >= scores.amax(-1, keepdim=True) - 30)
-    counted &= (added > -math.inf) & (top >= -9000)
+    counted &= ~unseen & (top.amax(1, keepdim=True) >= -900)
     return plain.abs().masked_fill(~counted, -math.inf).amax(-1)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from guardbit.kernels import launch, tiles
 from guardbit.kernels.device.masks import NO_MASK
 from guardbit.kernels.device.shadow import shadow_kernel
-from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask.geometry import causal_shift, hidden_rows
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
 
@@ -34,6 +34,8 @@ def shadow(
     query_ids: Tensor | None = None,
 ) -> Shadow:
     """Recomputes O in FP32 and counts maxima, in one launch and memory proportional to the rows.
+
+    With an additive mask a few more launches tell which rows see no key, in bounded memory.
 
     Q K^T of BF16 or FP16 numbers is exact to FP32 on tensor cores. P-bar, relative to the row's
     final maximum, goes into the product with V as two parts of the input's dtype, 17 bits in BF16
@@ -71,6 +73,12 @@ def shadow(
     counts = [torch.empty(shape, dtype=torch.int64, device=q.device) for _ in range(2)]
     result = Shadow(out, row_max, *counts, entropy, largest)
     _launch(q, k, v, spec, eps, query_ids, result)
+    hidden = hidden_rows(spec, (*q.shape[:3], k.shape[2]), query_ids)
+    if hidden is not None:
+        for field in (result.row_max, result.largest):
+            field.masked_fill_(hidden, -math.inf)
+        for field in (result.maxima, result.maxima_bf16, result.entropy):
+            field.masked_fill_(hidden, 0)
     return result
 
 

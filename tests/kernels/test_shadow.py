@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guardbit.kernels import delta_bias, reference, shadow
+from guardbit.kernels.mask import geometry
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
-from tests.oracle import DEVICE, attend, largest_products, scores_of
+from tests.oracle import DEVICE, attend, largest_products, scores_of, seen_keys
 
 # Bits that the two parts of P-bar hold.
 PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
@@ -327,11 +328,11 @@ def test_dense_masks(module, name, causal):
 
 @pytest.mark.parametrize("module", [shadow, reference])
 def test_a_row_without_keys_is_the_same_in_every_notation(module):
-    """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4."""
+    """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4 or so."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
     seen = torch.ones(24, 24, dtype=torch.bool).tril().repeat(2, 1, 1, 1)
     seen[1, :, :, :7] = False
-    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -65504.0, -1e4)
+    lowest = (-math.inf, torch.finfo(torch.bfloat16).min, -65504.0, -1e4, -8192.0, -1e3)
     notations = [seen, *(torch.zeros(seen.shape).masked_fill(~seen, low) for low in lowest)]
     expected, *others = (
         module.shadow(q, k, v, spec=AttentionSpec(0.25, mask=mask.to(DEVICE))) for mask in notations
@@ -344,6 +345,71 @@ def test_a_row_without_keys_is_the_same_in_every_notation(module):
         assert torch.equal(found.maxima, expected.maxima)
         assert torch.equal(found.maxima_bf16, expected.maxima_bf16)
         torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("module", [shadow, reference])
+def test_rows_far_before_the_key_that_alibi_counts_from_see_keys(module, causal):
+    """As llm-foundry writes it: slope (m - (N - 1)), the same in all rows."""
+    q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
+    slopes = torch.tensor([0.75, 0.5, 0.25, 2.0**-8])[:, None, None]
+    added = slopes * (torch.arange(24) - (2**14 - 1))
+    if not causal:
+        added = added + torch.full((24, 24), -math.inf).triu(1)
+    assert (added[:, 0, 0] < -1e4).any()
+    mask = added.expand(4, 24, 24).repeat(2, 1, 1, 1)
+    mask[1, :, 5] -= 2000.0
+    mask[1, :, 6] -= 7e3
+    mask[1, :3, 7] -= 2000.0  # the last head still sees it
+    spec = AttentionSpec(0.25, causal, mask.to(DEVICE))
+    result, exact = module.shadow(q, k, v, spec=spec), attend(q, k, v, spec)
+    sees = torch.ones(2, 4, 24, dtype=torch.bool, device=DEVICE)
+    sees[1, :, 5:7] = False
+    assert torch.equal(result.row_max > -math.inf, sees)
+    # FP32 scores of 1e4 have steps of 2^-10.
+    row_max = exact.scores.amax(-1).where(sees, -math.inf)
+    torch.testing.assert_close(result.row_max.double(), row_max, rtol=1e-6, atol=1e-6)
+    entropy = torch.special.entr(exact.weights).sum(-1).where(sees, 0.0)
+    torch.testing.assert_close(result.entropy.double(), entropy, rtol=0, atol=2.0**-8)
+    plain = scores_of(q, k, AttentionSpec(0.25, True))
+    # Slopes below 1 keep all 24 keys within 30.
+    sizes = plain.abs().where(plain > -math.inf, -math.inf).amax(-1).where(sees, -math.inf)
+    torch.testing.assert_close(result.largest.double(), sizes, rtol=1e-6, atol=1e-6)
+    alone = module.row_maxima(q, k, spec=spec)
+    assert torch.equal(alone.row_max, result.row_max)
+    assert torch.equal(alone.largest, result.largest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), together=st.sampled_from([1, 300, 2**24]), seed=st.integers(0, 999))
+def test_hidden_rows_are_those_that_the_mask_keeps_from_all_keys_in_all_heads(data, together, seed):
+    shape = (2, 3, data.draw(st.integers(1, 9), "N"), data.draw(st.integers(0, 9), "M"))
+    sizes = tuple(data.draw(st.sampled_from([1, n]), f"size {n}") for n in shape)
+    sizes = sizes[data.draw(st.integers(0, 3), "first dimension") :]
+    generator = torch.Generator().manual_seed(seed)
+    levels = torch.tensor([-math.inf, -3e38, -2000.0, -901.0, -900.0, 0.0])
+    few = torch.randint(0, 6, sizes, generator=generator)
+    mask = levels[few.minimum(torch.randint(0, 6, sizes, generator=generator))]
+    if data.draw(st.booleans(), "expanded"):
+        mask = mask.expand(shape)
+    causal = data.draw(st.sampled_from([False, True, "top-left"]))
+    window = data.draw(st.sampled_from([(-1, -1), (2, 1), (0, -1)]))
+    chosen = data.draw(st.none() | st.lists(st.integers(0, shape[2] - 1), max_size=5))
+    ids = None if chosen is None else torch.tensor(chosen, dtype=torch.int64)
+    spec = AttentionSpec(1.0, causal, mask, window=window)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(geometry, "_TOGETHER", together)
+        found = geometry.hidden_rows(spec, shape, ids)
+    seen = seen_keys(spec, *shape[2:], "cpu")
+    rows = range(shape[2]) if chosen is None else chosen
+    if not shape[3] or not rows:
+        assert found is None
+        return
+    whole = mask.expand(shape)
+    assert found.expand(2, 1, -1)[:, 0].tolist() == [
+        [all(x < -900 for x in whole[b, :, n, seen[n]].flatten().tolist()) for n in rows]
+        for b in range(2)
+    ]
 
 
 def test_layouts_and_strides():

@@ -38,12 +38,12 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.device.rounding import round_nearest, widen
-from guardbit.kernels.mask.geometry import IRRELEVANT, NO_KEY
+from guardbit.kernels.mask.geometry import IRRELEVANT
 
 # As bits: below those of every size.
 _MINUS_INFINITY = tl.constexpr(-0x800000)
 
-_NO_KEY, _IRRELEVANT = tl.constexpr(NO_KEY), tl.constexpr(IRRELEVANT)
+_IRRELEVANT = tl.constexpr(IRRELEVANT)
 
 # exp2 of it is 0 as of -inf, and 0 times it is no NaN.
 _NOTHING = tl.constexpr(-1024.0)
@@ -284,6 +284,7 @@ def shadow_kernel(
 
     The keys are passed twice: the counts need the row's maximum first. With ONLY_MAXIMA once, and
     of the outputs row_max and largest are written; an additive mask needs both passes for these.
+    Rows that such a mask hides by finite numbers come out as others: it takes all heads to tell.
     """
     row_tiles = tl.cdiv(count, BLOCK_M)
     program = tl.program_id(0)
@@ -416,10 +417,6 @@ def shadow_kernel(
     if MASK == ADDITIVE:
         size = tl.cast(tl.max(largest, 1), tl.float32, bitcast=True) * scale
         size = tl.where(row_max != row_max, row_max, size)
-        sees_nothing = top_bias < _NO_KEY
-        row_max = tl.where(sees_nothing, float("-inf"), row_max)
-        entropy = tl.where(sees_nothing, 0.0, entropy)
-        size = tl.where(sees_nothing, float("-inf"), size)
         tl.store(largest_pointer + batch_head_start + places, size, mask=inside)
     counted = tl.where(tl.abs(row_max) < float("inf"), 1.0, 0.0)
 

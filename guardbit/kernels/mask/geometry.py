@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,9 +14,13 @@ from guardbit.kernels.spec import AttentionSpec, Causal, check_causal
 #: In nats. What a mask or a position bias adds hides a key from its row's statistics when both the
 #: key's score and its bias lie further than this below the row's largest: e^-30 is 1e-13.
 IRRELEVANT = 30.0
-#: A row whose largest bias is below this sees no key. Masks add -1e4, or the lowest number of a
-#: format (FP16's is -65,504).
-NO_KEY = -9e3
+#: A row sees no key if all biases that it has in any head of a call are below this: masks add -1e4
+#: or the lowest number of a format (FP16's is -65,504). ALiBi that counts from the last key comes
+#: there after 900 / slope keys, 230,400 in the flattest of all heads.
+NO_KEY = -900.0
+
+# Numbers of an additive mask that are looked at together.
+_TOGETHER = 2**24
 
 
 class Visible(NamedTuple):
@@ -199,3 +204,39 @@ def mask_tile(
     if dense.dtype == torch.bool:
         return ranges.expand(dense.shape).masked_fill(~dense, -torch.inf)
     return dense + ranges
+
+
+def hidden_rows(
+    spec: AttentionSpec, shape: tuple[int, int, int, int], query_ids: Tensor | None = None
+) -> Tensor | None:
+    """Returns which rows see no key by `NO_KEY`; the host does not wait.
+
+    Args:
+        spec: What the call asks for, without functions.
+        shape: (B, H, N, M).
+        query_ids: INT64 (R,), the queries to look at; None for all N.
+
+    Returns:
+        Boolean (B, 1, R) or (1, 1, R); None if the mask adds nothing.
+
+    Raises:
+        ValueError: If the mask, or another field of `spec`, does not fit `shape`.
+    """
+    mask, count = spec.mask, shape[2] if query_ids is None else len(query_ids)
+    if mask is None or mask.dtype == torch.bool or not (count and math.prod(shape)):
+        return None
+    dense_mask(mask, shape)  # raises
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.stride(1) == 0:
+        mask = mask[:, :1]
+    first, end = visible_range(spec, shape, mask.device)
+    columns = torch.arange(shape[3], device=mask.device)
+    step = max(_TOGETHER // (mask.shape[0] * mask.shape[1] * shape[3]), 1)
+    hidden = []
+    for start in range(0, count, step):
+        rows = slice(start, start + step)
+        rows = rows if query_ids is None else query_ids[rows]
+        added = (mask if mask.shape[2] == 1 else mask[:, :, rows]).amax(1)
+        seen = (columns >= first[rows, None]) & (columns < end[rows, None])
+        hidden.append(added.where(seen, -torch.inf).amax(-1) < NO_KEY)
+    return torch.cat(hidden, 1)[:, None]

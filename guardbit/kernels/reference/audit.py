@@ -36,10 +36,11 @@ class Shadow(NamedTuple):
 
     With dropout, `out` lacks the dropped entries; everything else describes scores and
     probabilities before dropout. Scores are the inputs of the softmax, with soft cap and biases;
-    biases are what a mask or a score function adds. A sink is no score, but it takes its part of
-    the probabilities. A row that sees no key, because all its biases are -inf or below
-    `guardbit.kernels.mask.geometry.NO_KEY`, has row_max and largest -inf, entropy 0 and counts 0.
-    Its out is what the softmax makes of the scores, 0 where all are -inf.
+    biases are what a mask adds, and what a score function makes of 0. A sink is no score, but it
+    takes its part of the probabilities. A row that sees no key, because all its biases are -inf, or
+    all that it has in any head are below `guardbit.kernels.mask.geometry.NO_KEY`, has row_max and
+    largest -inf, entropy 0 and counts 0. Its out is what the softmax makes of the scores, 0 where
+    all are -inf.
 
     Attributes:
         out: FP32 (B, H, R, E).
@@ -48,9 +49,10 @@ class Shadow(NamedTuple):
         maxima_bf16: INT64 (B, H, R), the same with scores and maximum rounded to BF16 first: the
             ties that the paper's code, which keeps scores in BF16, sees (section 3.3).
         entropy: FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
-        largest: FP32 (B, H, R), the largest |scale q k|, after the soft cap and without biases, of
-            the keys whose score or bias lies within `guardbit.kernels.mask.geometry.IRRELEVANT` of
-            the row's largest. Unlike row_max it shows scores far below 0. NaN where row_max is NaN.
+        largest: FP32 (B, H, R), the largest |scale q k|, after the soft cap and before a score
+            function and biases, of the keys whose score or bias lies within
+            `guardbit.kernels.mask.geometry.IRRELEVANT` of the row's largest. Unlike row_max it
+            shows scores far below 0. NaN where row_max is NaN.
     """
 
     out: Tensor
@@ -94,8 +96,8 @@ class _Scores:
         """Returns FP32 (B, H, R, keys): the scores, and what they are made of.
 
         Returns:
-            The scores, -inf where a key is forbidden; without biases; and the biases, which
-            broadcast.
+            The scores, -inf where a key is forbidden; without score function and biases; and the
+            biases, which broadcast.
         """
         tile = self._heads, self.query_ids, self._keys[keys]
         products = products_of(
@@ -106,7 +108,11 @@ class _Scores:
         made = modified(plain, self._spec, *tile)
         scores = made + bias
         if made is not plain:
-            bias = bias + (made - plain)
+            # What is multiplied or capped makes nothing of 0, but NaN of a quotient, which adds 0.
+            bias = bias + modified(torch.zeros_like(plain), self._spec, *tile).nan_to_num_(
+                0.0, torch.inf, -torch.inf
+            )
+            bias.masked_fill_((made == -torch.inf) & plain.isfinite(), -torch.inf)
         return scores, plain, bias
 
     def chunks(self, size: int) -> list[slice]:
@@ -117,7 +123,7 @@ class _Scores:
         """Passes over all keys, twice if biases may differ; NaN shows in both maxima.
 
         Returns:
-            The maxima, and which rows see no key, boolean (B, H, R).
+            The maxima, and which rows see no key, boolean (B, 1, R).
         """
         rows = *self._shape[:2], len(self.query_ids)
         row_max = largest = top = torch.full(
@@ -137,7 +143,8 @@ class _Scores:
             near |= bias >= (top_bias - IRRELEVANT)[..., None]
             sizes = plain.abs_().where(near & (bias > -torch.inf), -torch.inf)
             largest = largest.maximum(sizes.amax(-1))
-        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max)), top_bias < NO_KEY
+        sees_nothing = top_bias.amax(1, keepdim=True) < NO_KEY
+        return RowMaxima(row_max, largest.where(~row_max.isnan(), row_max)), sees_nothing
 
 
 @float32_products()
