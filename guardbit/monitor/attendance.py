@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from guardbit.monitor.coverage import replaced
 from guardbit.monitor.sites import Site
 
 #: How many sampled steps have to pass a module by. Of layers that are dropped at random, a few do
@@ -28,6 +29,8 @@ class Attendance:
         self._missed: dict[str, int] = {}
         self._previous: int | None = None
         self._never_met: set[str] = set()  # once the run is over
+        # What stood in the place of attention functions when a module was last met.
+        self._replaced = set(replaced({}))
 
     def take(self, sites: Mapping[str, Site], now: int) -> str | None:
         """Takes a sampled step that has ended.
@@ -52,11 +55,20 @@ class Attendance:
                 # Only steps around which it was called: a module that is done with misses nothing.
                 between.append(name)
                 self._missed[name] = self._missed.get(name, 0) + 1
+        others = list(replaced({}))
         if not called or now in called.values():
+            self._replaced = set(others)
             return None
-        return self._why_none(was_called_between=bool(between))
+        new = [sentence for sentence in others if sentence not in self._replaced]
+        return self._why_none(new, was_called_between=bool(between))
 
-    def _why_none(self, was_called_between: bool) -> str:
+    def _why_none(self, new: list[str], was_called_between: bool) -> str:
+        none = (
+            "no watched module called attention in this sampled step, so at most weights were"
+            " measured"
+        )
+        if new:
+            return f"{none}: {'; '.join(new)}"
         reasons = [
             "another model object trains now, such as a copy or a reloaded one, and needs a"
             " monitor of its own",
@@ -64,10 +76,7 @@ class Attendance:
             f" every_n_train_steps={self._other_cadence} may meet",
         ]
         likely = reasons[::-1] if was_called_between else reasons
-        return (
-            "no watched module called attention in this sampled step, so at most weights were"
-            f" measured. Likely: (1) {likely[0]}; (2) {likely[1]}"
-        )
+        return f"{none}. Likely: (1) {likely[0]}; (2) {likely[1]}"
 
     def end(self, sites: Mapping[str, Site]) -> bool:
         """Ends the run; returns whether a module was called and never met, in spite of samples."""

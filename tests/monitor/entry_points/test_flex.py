@@ -5,6 +5,7 @@ here it is let through.
 """
 
 import dataclasses
+import functools
 import math
 import sys
 from dataclasses import replace
@@ -602,3 +603,46 @@ def test_a_release_that_is_known_is_not_said_to_be_unknown_once_it_is_instrument
     finally:
         inst.remove()
     assert left_alone() == []
+
+
+class Calls:
+    def __call__(self, *args, **kwargs):
+        return flex_attention(*args, **kwargs)
+
+
+def of_any_arguments(*args, **kwargs):
+    return flex_attention(*args, **kwargs)
+
+
+#: What users put in the place of PyTorch's function: how, and whether PyTorch's is found within.
+REPLACED = {
+    "compiled": (lambda: torch.compile(flex_attention, backend=BACKEND), True),
+    "wrapped": (
+        lambda: functools.wraps(flex_attention)(lambda *a, **k: of_any_arguments(*a, **k)),
+        True,
+    ),
+    "any arguments": (lambda: of_any_arguments, False),
+    "callable object": (Calls, False),
+    "partial": (lambda: functools.partial(flex_attention), False),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACED)
+def test_a_function_that_stands_in_its_place_is_no_original(kind, monkeypatch):
+    make, is_found = REPLACED[kind]
+    options, inputs = options_of("ALiBi") | {"scale": 0.25}, tensors("ALiBi")
+    other = make()
+    before = step(Model(other, options), inputs)
+    monkeypatch.setattr(home, "flex_attention", other)
+    monkeypatch.setattr(FLEX, "original", None)
+    model = Model(other, options)
+    code = of_any_arguments.__code__
+    inst = guardbit.instrument(model)
+    try:
+        assert of_any_arguments.__code__ is code
+        assert all(map(torch.equal, step(model, inputs), before))
+        assert list(inst.sites) == (["attention"] if is_found else [])
+        assert FLEX.original is (flex_attention if is_found else None)
+    finally:
+        inst.remove()
+    assert all(map(torch.equal, step(model, inputs), before))

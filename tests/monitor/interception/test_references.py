@@ -438,6 +438,13 @@ def test_a_function_that_stands_in_pytorchs_place_is_left_alone(
             f"F.scaled_dot_product_attention is not PyTorch's: `{__name__}.{name}` replaced it;"
             f" GuardBit {watches} its calls" in caplog.text
         )
+    elif kind == "by itself":
+        assert (
+            "no watched module called attention in this sampled step, so at most weights were"
+            " measured: F.scaled_dot_product_attention is not PyTorch's:"
+            f" `{__name__}.unlike` replaced it; GuardBit does not watch its calls" in caplog.text
+        )
+        assert "another model object" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -471,3 +478,51 @@ assert entry.replaced_by == "__main__.other"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def wrapping(torchs):
+    """As most profilers' wrappers."""
+
+    @functools.wraps(torchs)
+    def profiled(*args, **kwargs):
+        return torchs(*args, **kwargs)
+
+    return profiled
+
+
+class Wrapping:
+    def __init__(self, torchs):
+        functools.update_wrapper(self, torchs)
+        self.torchs = torchs
+
+    def __call__(self, *args, **kwargs):
+        return self.torchs(*args, **kwargs)
+
+
+def compiled(torchs):
+    return torch.compile(wrapping(torchs), backend="eager")
+
+
+#: What stands in the place of PyTorch's function -> how it is named.
+NAMES = {
+    wrapping: "wrapping.<locals>.profiled",
+    Wrapping: "Wrapping",
+    compiled: "wrapping.<locals>.profiled",
+}
+
+
+@pytest.mark.parametrize("make", NAMES)
+@pytest.mark.parametrize(
+    "attribute", ["scaled_dot_product_attention", "multi_head_attention_forward"]
+)
+def test_a_wrapper_is_named_by_where_it_was_written(make, attribute, monkeypatch):
+    (entry,) = (entry for entry in ENTRY_POINTS if entry.attribute == attribute)
+    torchs = getattr(F, attribute)
+    assert entry.replaced_by is None
+    monkeypatch.setattr(F, attribute, make(torchs))
+    assert entry.replaced_by == f"{__name__}.{NAMES[make]}"
+    monkeypatch.setattr(F, attribute, torch.compile(torchs, backend="eager"))
+    assert entry.replaced_by is None
+    fresh = dataclasses.replace(entry, original=None)
+    monkeypatch.setattr(F, attribute, make(torchs))
+    assert not fresh.find()

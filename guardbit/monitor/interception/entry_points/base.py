@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -175,10 +176,15 @@ class EntryPoint:
             return None
         if self.original is None and self.is_genuine(found):
             return None
-        kind = found if hasattr(found, "__qualname__") else type(found)
+        # A compiled function is named by what it compiles.
+        found = inspect.unwrap(
+            found, stop=lambda f: not _written_as(f)[0].startswith("torch._dynamo")
+        )
+        if found is self.original or found is self.stand_in:
+            return None
+        home, name = _written_as(found)
         # PyTorch's context parallelism puts a function of its own there.
-        is_torchs = (kind.__module__ or "").partition(".")[0] == "torch"
-        return None if is_torchs else f"{kind.__module__}.{kind.__qualname__}"
+        return None if home.partition(".")[0] == "torch" else f"{home}.{name}"
 
     @property
     def owner(self) -> Any:
@@ -198,9 +204,18 @@ def is_genuine(function: Any, home: str) -> bool:
     """Whether a function was written in the module that is named its home."""
     code = getattr(function, "__code__", None)
     file = getattr(sys.modules.get(home), "__file__", None)
-    if code is None or file is None:
-        return function is not None and getattr(function, "__module__", None) == home
-    return code.co_filename == file
+    if code is None:
+        return function is not None and _written_as(function)[0] == home
+    return function.__module__ == home if file is None else code.co_filename == file
+
+
+def _written_as(function: Any) -> tuple[str, str]:
+    """Module and name of a function as it was written: `functools.wraps` gives it another's."""
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        return str(function.__globals__.get("__name__")), code.co_qualname
+    kind = function if isinstance(function, types.BuiltinFunctionType) else type(function)
+    return str(kind.__module__), kind.__qualname__
 
 
 def heads_first(x: Tensor, layout: Layout) -> Tensor:

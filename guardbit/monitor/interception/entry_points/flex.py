@@ -8,10 +8,12 @@ the site's number to PyTorch's function among the kernel options, see `guardbit.
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from guardbit.monitor.interception.entry_points.base import (
     Refusal,
     heard,
     heard_eagerly,
+    is_genuine,
 )
 from guardbit.monitor.interception.entry_points.refusals import (
     why_groups,
@@ -136,7 +139,9 @@ def _put_in_place() -> Callable[[], None]:
     assert isinstance(function, types.FunctionType)
     code, names = function.__code__, function.__globals__
     for holder, own in ((_plain, code), (_of_site, _anew(code))):
-        copied = types.FunctionType(own, names, function.__name__, function.__defaults__)
+        copied = types.FunctionType(
+            own, names, function.__name__, function.__defaults__, function.__closure__
+        )
         copied.__kwdefaults__ = function.__kwdefaults__
         holder[:] = [copied]
     remove_sibling = flex.install()
@@ -149,6 +154,11 @@ def _put_in_place() -> Callable[[], None]:
         remove_sibling()
 
     return undo
+
+
+def _is_genuine(found: Any) -> bool:
+    """Whether it is PyTorch's function, which can be given other code, and no wrapper of it."""
+    return type(found) is types.FunctionType and is_genuine(found, _HOME)
 
 
 class _Flex(EntryPoint):
@@ -164,7 +174,9 @@ class _Flex(EntryPoint):
     def find(self) -> bool:
         """See `EntryPoint.find`."""
         if self.original is None and _HOME in sys.modules and self.why_left_alone() is None:
-            self.original = getattr(sys.modules[_HOME], _ATTRIBUTE)
+            with suppress(ValueError):  # a wrapper of itself
+                found = inspect.unwrap(getattr(sys.modules[_HOME], _ATTRIBUTE), stop=_is_genuine)
+                self.original = found if _is_genuine(found) else None
         return self.original is not None
 
 
