@@ -237,10 +237,10 @@ class _Copiers:
         except LayoutUnavailable:
             raise
         except Exception:
-            memo[id(x)] = stand_in = _stand_in(x)
-            if stand_in is x:
+            memo[id(x)] = made = stand_in(x)
+            if made is x:
                 self.shared.append(x)
-            return stand_in
+            return made
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -259,8 +259,8 @@ def _is_driver(kind: type) -> bool:
     )
 
 
-def _stand_in(x: Any) -> Any:
-    """What takes the place of something that cannot be copied: itself, unless use would change it.
+def stand_in(x: Any) -> Any:
+    """Returns what takes the place of what cannot be copied: itself, unless use would change it.
 
     Files that are only read, whose position is put back, may be shared.
     """

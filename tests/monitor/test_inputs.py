@@ -1,7 +1,18 @@
 """Inputs of any kind leave the run alone; of those that can be made again weights are known."""
 
+import collections
+import contextlib
+import dataclasses
+import decimal
+import functools
+import queue
+import threading
+import types
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import guardbit
@@ -65,6 +76,106 @@ def test_any_input_leaves_the_run_alone(kind, tiny):
         assert torch.equal(site.query_weights().flatten(0, 1), rows)
     finally:
         inst.remove()
+
+
+class Scaled(nn.Module):
+    """Attention whose queries depend on what `read` takes from a further input."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.qkv, self.read = nn.Linear(32, 96, bias=False), [read]
+
+    def forward(self, x, other):
+        q, k, v = (y.unflatten(-1, (2, 16)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        q = q * self.read[0](other)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class Attributes(collections.OrderedDict):
+    """Refuses to be updated, as outputs of transformers do."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+    def update(self, *args, **kwargs):
+        raise TypeError
+
+    def __reduce__(self):
+        return type(self), (tuple(self.items()),)
+
+
+class Slots:
+    __slots__ = ("a",)
+
+    def __init__(self, a):
+        self.a = a
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    a: torch.Tensor
+
+
+class Several(list):
+    pass
+
+
+@contextlib.contextmanager
+def instrumented(model):
+    inst = guardbit.instrument(model)
+    try:
+        yield inst
+    finally:
+        inst.remove()
+
+
+def ones():
+    return torch.ones(16)
+
+
+READ = {
+    "namespace": (lambda: types.SimpleNamespace(a=ones()), lambda x: x.a),
+    "attributes": (lambda: Attributes(a=ones()), lambda x: x.a),
+    "slots": (lambda: Slots(ones()), lambda x: x.a),
+    "frozen": (lambda: Frozen(ones()), lambda x: x.a),
+    "list": (lambda: Several([ones()]), lambda x: x[0]),
+    "partial": (lambda: functools.partial(lambda x: x, ones()), lambda x: x()),
+    "set": (lambda: {1, 2}, len),
+    "bytes": (lambda: b"abc", len),
+    "slice": (lambda: slice(0, 3), lambda x: x.stop),
+    "range": (lambda: range(3), len),
+    "ellipsis": (lambda: ..., lambda x: 1.0 if x is ... else None),
+    "complex": (lambda: 3j, abs),
+    "decimal": (lambda: decimal.Decimal(2), float),
+    "array": (lambda: np.ones(16, dtype="float32"), torch.from_numpy),
+    "scalar": (lambda: np.int64(3), float),
+    "proxy": (lambda: types.MappingProxyType({"a": ones()}), lambda x: x["a"]),
+    "lock": (threading.Lock, lambda x: 2.0 - x.locked()),
+    "queue": (queue.Queue, lambda x: 1.0 + x.qsize()),
+    "iterator": (lambda: iter([ones()] * 9), next),
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_an_input_that_is_read_is_made_again(kind):
+    make, read = READ[kind]
+    torch.manual_seed(0)
+    model, other = Scaled(read), make()
+    with instrumented(model) as inst:
+        model(torch.randn(2, 5, 32), other).sum().backward()
+        rows = next(iter(inst.sites.values())).query_weights().flatten(0, 1)
+        assert torch.equal(rows, model.qkv.weight[:32])
+    if kind == "iterator":
+        assert len(list(other)) == 8  # the run has read one
+
+
+def test_a_generator_of_the_run_is_not_read():
+    model, numbers = Scaled(next), (float(n) for n in range(1, 9))
+    with instrumented(model) as inst:
+        model(torch.randn(2, 5, 32), numbers).sum().backward()
+        with pytest.raises(guardbit.LayoutUnavailable, match="iterator"):
+            next(iter(inst.sites.values())).query_weights()
+    assert next(numbers) == 2
 
 
 class OfTorch(nn.MultiheadAttention):

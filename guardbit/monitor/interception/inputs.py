@@ -6,12 +6,13 @@ positions decide what the module does with the rest.
 
 from __future__ import annotations
 
+import copyreg
 import enum
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +21,15 @@ from torch._subclasses import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
 
+from guardbit.monitor.module_copy import stand_in
+
 #: Most elements of a tensor of whole numbers that is kept.
 _MOST_KEPT = 2**14
 
 #: What is handed on as it is.
 _AS_THEY_ARE = (
-    type(None), bool, int, float, str, type, FunctionType, BuiltinFunctionType, MethodType,
-    ModuleType, nn.Module, torch.dtype, torch.device,
+    type(None), bool, int, float, complex, str, bytes, range, slice, type(...), type, FunctionType,
+    BuiltinFunctionType, MethodType, ModuleType, nn.Module, torch.dtype, torch.device,
 )  # fmt: skip
 
 
@@ -45,10 +48,18 @@ class _Values(NamedTuple):
 
 
 class _Object(NamedTuple):
-    """An object of a class by its attributes, or as PyTorch takes it apart if it knows how to."""
+    """An object as PyTorch or pickle takes it apart.
 
-    kind: type
+    The latter gives a function, arguments, state, items of a list and pairs of a dict.
+    """
+
     parts: Any
+
+
+class _Itself(NamedTuple):
+    """An object that cannot be taken apart, or what stands for an iterator or a file."""
+
+    held: Any
 
 
 class _Tree(NamedTuple):
@@ -74,7 +85,7 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
 
 
 def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
-    """Describes an input; what cannot be described becomes None.
+    """Describes an input; a tensor that cannot be described becomes None.
 
     Args:
         x: The input.
@@ -93,10 +104,36 @@ def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
     within = (*within, id(x))
     if len(leaves) != 1 or leaves[0] is not x:
         tree = _Tree([describe(leaf, within) for leaf in leaves], spec)
-        return tree if isinstance(x, tuple | list | dict | deque) else _Object(type(x), tree)
-    if not hasattr(x, "__dict__"):
-        return None
-    return _Object(type(x), {name: describe(value, within) for name, value in vars(x).items()})
+        return tree if isinstance(x, tuple | list | dict | deque) else _Object(tree)
+    try:
+        return _Object([describe(part, within) for part in _taken_apart(x)])
+    except Exception:
+        return _Itself(stand_in(x))
+
+
+def _taken_apart(x: Any) -> list[Any]:
+    if isinstance(x, MappingProxyType):
+        return [MappingProxyType, (dict(x),), None, [], []]
+    parts = copyreg.dispatch_table.get(type(x), lambda x: x.__reduce_ex__(4))(x)
+    function, args, state, items, pairs, *_ = (*parts, None, None, None)
+    return [function, args, state, list(items or ()), list(pairs or ())]
+
+
+def _built(function: Any, args: Any, state: Any, items: Any, pairs: Any) -> Any:
+    made = function(*args)
+    for item in items:
+        made.append(item)
+    for key, value in pairs:
+        made[key] = value
+    if state is not None and hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+    elif state is not None:
+        attributes, slots = state if isinstance(state, tuple) else (state, None)
+        if attributes:
+            vars(made).update(attributes)
+        for name, value in (slots or {}).items():
+            object.__setattr__(made, name, value)
+    return made
 
 
 def describe_items(items: tuple[Any, ...]) -> Any:
@@ -162,11 +199,11 @@ def _made(x: Any, batch: int | None, generator: torch.Generator, with_objects: b
     if isinstance(x, _Tree):
         return tree_unflatten([make(leaf) for leaf in x.leaves], x.spec)
     if isinstance(x, _Object):
-        if not with_objects or isinstance(x.parts, _Tree):
-            return make(x.parts) if with_objects else None
-        made = object.__new__(x.kind)
-        vars(made).update({name: make(y) for name, y in x.parts.items()})
-        return made
+        if not with_objects:
+            return None
+        return make(x.parts) if isinstance(x.parts, _Tree) else _built(*map(make, x.parts))
+    if isinstance(x, _Itself):
+        return x.held if with_objects else None
     if not isinstance(x, TensorSpec):
         return x
     shape = (1, *x.shape[1:]) if x.shape and x.shape[0] == batch else x.shape
