@@ -69,6 +69,8 @@ FOUND = (
     Place("two processes", RuntimeError, "monitor/projections.py", "return within(_With", 11),
     # A call of a checkpointed forward that had saved its tensors was run again, and saved more.
     Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
+    # Noted once more after the error, the call counted as the second of its forward.
+    Place("checkpointed", KeyError, "monitor/interception/inputs.py", "if x.is_nested or", 0),
     # Its backward read what was saved for a second time.
     Place("checkpointed", MemoryError, "kernels/op.py", "    return gradients", 4),
     # Entries of P were drawn once more for the second try: the run went on with other numbers.

@@ -95,8 +95,7 @@ def note_call(
     """
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
-    state, calls = runtime.site(number), count_call()
-    state.is_heard = calls == 1 or state.calls_are_alike
+    state = runtime.site(number)
     record = _records.get(number)
     with_gradients = torch.is_grad_enabled()
     if record is None or (with_gradients and not record.with_gradients):
@@ -114,6 +113,10 @@ def note_call(
         record.entry = entry
         watched = watched and record.sharded is None
         record.calls.note(state.clock.now, heads, refusal, watched)
+    # Last, because after an error the call is noted once more: it would count as a second one.
+    calls = count_call()
+    state.is_heard = calls == 1 or state.calls_are_alike
+    if with_gradients == record.with_gradients:
         record.calls.per_forward = max(record.calls.per_forward, calls)
     return refusal
 
