@@ -15,7 +15,7 @@ import functools
 import gc
 import sys
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,13 @@ _LEFT_ALONE = ("torch", "guardbit")
 
 #: How deep tuples within tuples are followed.
 _DEPTH = 3
+
+
+#: In the place of a key: the change is that of a key of a dict.
+_KEY = object()
+
+#: Made anew, as they cannot be changed.
+_FIXED = tuple | frozenset | staticmethod | classmethod | types.MethodType
 
 
 class Own(dict):
@@ -55,11 +62,23 @@ class Change:
 
     def _put(self, old: Any, new: Any) -> bool:
         holder, key = self.holder, self.key
-        if isinstance(holder, list):
-            if is_held := key < len(holder) and holder[key] is old:
-                holder[key] = new
-            elif is_held := id(old) in map(id, holder):
-                holder[:] = _replaced(holder, {id(old): new})
+        if isinstance(holder, list | deque):
+            is_there = key < len(holder) and holder[key] is old
+            places = [key] if is_there else [i for i, x in enumerate(holder) if x is old]
+            for i in places:
+                holder[i] = new
+            is_held = bool(places)
+        elif isinstance(holder, set):
+            if is_held := old in holder:
+                holder.add(new)
+                holder.remove(old)
+        elif isinstance(holder, dict) and key is _KEY:
+            if is_held := old in holder:
+                # The entries behind it are put in again, to keep their order.
+                names = list(holder)
+                for name in names[names.index(old) :]:
+                    value = holder.pop(name)
+                    holder[new if name is old else name] = value
         elif isinstance(holder, functools.partial):
             is_held = holder.func is old or holder.args is old
             function, args = _replaced((holder.func, holder.args), {id(old): new})
@@ -142,8 +161,19 @@ def replace_others(
 
 def _left(replacements: Iterable[Any], made: Iterable[Change]) -> dict[Any, int]:
     """Number of references to each function, less those of the changes."""
-    by_changes = Counter(id(change.before) for change in made)
-    return {old: sys.getrefcount(old) - by_changes[id(old)] for old in replacements}
+    held = _held_by([change.before for change in made])
+    return {old: sys.getrefcount(old) - held[id(old)] for old in replacements}
+
+
+def _held_by(objects: Iterable[Any]) -> Counter[int]:
+    """Counts references to objects, by their ids, also of what cannot be changed."""
+    held: Counter[int] = Counter()
+    for _ in range(_DEPTH):
+        held.update(map(id, objects))
+        fixed = {id(x): x for x in objects if _is_a(x, _FIXED)}
+        objects = [part for x in fixed.values() for part in gc.get_referents(x)]
+    held.update(map(id, objects))
+    return held
 
 
 def _replace_others(
@@ -155,10 +185,10 @@ def _replace_others(
     for _ in range(_DEPTH):
         held = _referrers(wanted, left_out)
         holders = _Own({id(x): x for found in held.values() for x in found}.values())
-        owners = _referrers([x for x in holders if _is_a(x, dict | list)], left_out)
+        owners = _referrers([x for x in holders if _is_a(x, dict | list | deque | set)], left_out)
         wanted, anew = _Own(), Own()
         for holder in holders:
-            if _is_a(holder, tuple | staticmethod | classmethod):
+            if _is_a(holder, _FIXED):
                 wanted.append(holder)
                 anew[id(holder)] = _made_anew(holder, by_id)
                 continue
@@ -247,13 +277,16 @@ def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> 
         owner = _class_of(holder, owners) if "__module__" in holder else None
         if owner is None and "__name__" not in holder and _is_left_alone(owners):
             return
+        for key in list(holder):
+            if (new := by_id.get(id(key))) is not None:
+                yield Change(holder, _KEY, key, new)
         for key, old in list(holder.items()):
             if (new := by_id.get(id(old))) is not None:
                 is_method = owner is not None and _is_a(old, types.BuiltinFunctionType)
                 now = staticmethod(new) if is_method else new
                 yield Change(holder if owner is None else owner, key, old, now)
         return
-    if _is_a(holder, list):
+    if _is_a(holder, list | deque | set):
         parts = () if _is_left_alone(owners) else list(enumerate(holder))
     elif _is_a(holder, types.CellType):
         parts = ((None, holder.cell_contents),)
@@ -286,7 +319,11 @@ def _is_left_alone(owners: Iterable[Any]) -> bool:
 def _made_anew(holder: Any, by_id: Mapping[int, Any]) -> Any:
     if _is_a(holder, staticmethod | classmethod):
         return type(holder)(*_replaced([holder.__func__], by_id))
+    if _is_a(holder, types.MethodType):
+        return types.MethodType(*_replaced([holder.__func__, holder.__self__], by_id))
     items = _replaced(holder, by_id)
+    if _is_a(holder, frozenset):
+        return frozenset(items)
     return holder._make(items) if hasattr(holder, "_make") else tuple(items)  # pyright: ignore
 
 
@@ -294,7 +331,9 @@ def _attributes_of(x: Any) -> Iterator[str]:
     yield from list(getattr(x, "__dict__", ()))
     for cls in type(x).__mro__:
         slots = vars(cls).get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield f"_{cls.__name__.lstrip('_')}{name}" if is_private else name
 
 
 def _module_of(variables: dict[Any, Any]) -> str:

@@ -252,6 +252,24 @@ READ_ONLY = [ReadOnly(F.scaled_dot_product_attention)]
 FROZEN = Frozen(F.scaled_dot_product_attention)
 
 
+class Private:
+    __slots__ = ("__attend",)
+
+    def __init__(self, attend):
+        self.__attend = attend
+
+    @property
+    def attend(self):
+        return self.__attend
+
+
+PRIVATE = Private(F.scaled_dot_product_attention)
+QUEUE = collections.deque(["fused", F.scaled_dot_product_attention])
+FAST, FASTEST = {F.scaled_dot_product_attention}, frozenset({F.scaled_dot_product_attention})
+SCALES = {"other": 1.0, F.scaled_dot_product_attention: 0.25, "third": 2.0}
+METHOD = types.MethodType(lambda attend, *args: attend(*args), F.scaled_dot_product_attention)
+
+
 def default(q, k, v, attend=F.scaled_dot_product_attention):
     return attend(q, k, v)
 
@@ -278,6 +296,12 @@ HOLDERS = {
     "slot": lambda *args: SLOTTED.attend(*args),
     "default argument": lambda *args: default(*args),
     "closure": lambda *args: CLOSURE(*args),
+    "private slot": lambda *args: PRIVATE.attend(*args),
+    "deque": lambda *args: QUEUE[1](*args),
+    "set": lambda *args: next(iter(FAST))(*args),
+    "frozen set": lambda *args: next(iter(FASTEST))(*args),
+    "key of a dict": lambda *args: list(SCALES)[1](*args),
+    "method": lambda *args: METHOD(*args),
 }
 
 
@@ -291,7 +315,8 @@ def test_a_reference_is_found_wherever_it_lies_and_given_back(holder, tiny, toke
         yield from (STOCK, TABLE["fused"]["causal"], LIST[0], PAIRS[0], NAMED["fused"])
         yield from (PARTIAL.func, GIVEN.args, Registry.known["fused"], PROCESSOR.attend)
         yield from (Processor.attend, SLOTTED.attend, FROZEN.attend, default.__defaults__)
-        yield CLOSURE.__closure__[0].cell_contents
+        yield from (CLOSURE.__closure__[0].cell_contents, PRIVATE.attend, QUEUE[1], *FAST)
+        yield from (*FASTEST, *SCALES, METHOD.__self__)
 
     model, before = tiny.GPT(attention=Layer), list(held())
     expected = tiny.step(model, tokens)
@@ -303,6 +328,48 @@ def test_a_reference_is_found_wherever_it_lies_and_given_back(holder, tiny, toke
     assert inst.stabilizers()["h.1.attn"] == ["exact_delta"] * 4
     inst.remove()
     assert all(now is then for now, then in zip(held(), before, strict=True))
+
+
+LOOK_UPS = {
+    "key of a dict": lambda attend: SCALES.get(attend, 0.5),
+    "set": lambda attend: 0.25 if attend in FAST else 0.5,
+    "frozen set": lambda attend: 0.25 if attend in FASTEST else 0.5,
+    "deque": lambda attend: 0.25 if attend in QUEUE else 0.5,
+}
+
+
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+def test_what_is_looked_up_by_the_function_is_found(look_up, tiny, tokens, instrument):
+    class Layer(tiny.Attention):
+        def attend(self, q, k, v):
+            attend = F.scaled_dot_product_attention
+            return attend(q, k, v, is_causal=True, scale=LOOK_UPS[look_up](attend))
+
+    model = tiny.GPT(attention=Layer)
+    expected = tiny.step(model, tokens)
+    instrument(model)
+    assert tiny.equal(tiny.step(model, tokens), expected)
+
+
+def test_a_second_monitor_finds_what_a_tuple_holds_too():
+    # In a process of its own, where nothing else refers to the function.
+    code = """
+import torch, torch.nn.functional as F
+def attend(q, attend=F.scaled_dot_product_attention):
+    return attend(q, q, q)
+class Attention(torch.nn.Linear):
+    def forward(self, x):
+        return attend(super().forward(x))
+import guardbit
+for _ in range(3):
+    model = torch.nn.Sequential(Attention(16, 16))
+    inst = guardbit.instrument(model)
+    model(torch.randn(1, 2, 4, 16)).sum().backward()
+    assert list(inst.sites) == ["0"]
+    inst.remove()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_what_gc_freeze_has_put_aside_is_found_each_time(tiny, tokens):
