@@ -242,3 +242,55 @@ def test_sequences_first_with_a_padding_mask(tiny):
             assert torch.equal(site.key_weights().flatten(0, 1), weight[width : 2 * width])
     finally:
         inst.remove()
+
+
+class Shared(collections.UserDict):
+    """Keys that layers share, as transformers keeps them for Gemma 3n."""
+
+
+class Cache:
+    """Keys of tokens before, which grow with each call."""
+
+    keys = None
+
+    def extended(self, keys):
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 2)
+        return self.keys
+
+
+class Sharing(nn.Module):
+    def __init__(self, tiny):
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(tiny.WIDTH, 3 * tiny.WIDTH), tiny.HEADS
+
+    def forward(self, x, shared, cache):
+        q, k, v = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        if cache is not None:
+            k, v = cache.extended(k), v
+        shared["keys"] = k
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Layers(nn.Module):
+    def __init__(self, tiny):
+        super().__init__()
+        self.attention = Sharing(tiny)
+
+    def forward(self, x):
+        return self.attention(x, Shared(), Cache())
+
+
+def test_a_mapping_is_made_without_the_cache_that_holds_this_call_s_keys(tiny):
+    torch.manual_seed(0)
+    model = Layers(tiny)
+    inst = guardbit.instrument(model)
+    try:
+        tiny.step(model, torch.randn(2, 5, tiny.WIDTH))
+        (site,) = inst.sites.values()
+        expected = site.module.qkv.weight.unflatten(0, (3, tiny.HEADS, -1))
+        assert torch.equal(site.query_weights(), expected[0])
+        assert torch.equal(site.key_weights(), expected[1])
+    finally:
+        inst.remove()

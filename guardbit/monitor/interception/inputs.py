@@ -9,7 +9,7 @@ from __future__ import annotations
 import copyreg
 import enum
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -54,6 +54,7 @@ class _Object(NamedTuple):
     """
 
     parts: Any
+    is_mapping: bool = False
 
 
 class _Itself(NamedTuple):
@@ -106,7 +107,8 @@ def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
         tree = _Tree([describe(leaf, within) for leaf in leaves], spec)
         return tree if isinstance(x, tuple | list | dict | deque) else _Object(tree)
     try:
-        return _Object([describe(part, within) for part in _taken_apart(x)])
+        parts = [describe(part, within) for part in _taken_apart(x)]
+        return _Object(parts, isinstance(x, Mapping))
     except Exception:
         return _Itself(stand_in(x))
 
@@ -169,8 +171,9 @@ def make_up(
         inputs: The description.
         generator: Draws the numbers.
         cut: Whether the first axis, usually the batch, has one entry.
-        with_objects: Whether objects of classes are made, too. Otherwise None takes their place: a
-            cache of keys, for example, may hold the keys of this very call already.
+        with_objects: Whether objects of classes are made, too, which are no mappings. Otherwise
+            None takes their place: a cache of keys, for example, may hold the keys of this very
+            call already.
     """
     everything = (*inputs.args, *inputs.kwargs.values())
     shapes = (x.shape for described in everything for x in _tensors_in(described))
@@ -199,7 +202,7 @@ def _made(x: Any, batch: int | None, generator: torch.Generator, with_objects: b
     if isinstance(x, _Tree):
         return tree_unflatten([make(leaf) for leaf in x.leaves], x.spec)
     if isinstance(x, _Object):
-        if not with_objects:
+        if not with_objects and not x.is_mapping:
             return None
         return make(x.parts) if isinstance(x.parts, _Tree) else _built(*map(make, x.parts))
     if isinstance(x, _Itself):
