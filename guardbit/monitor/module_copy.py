@@ -503,8 +503,8 @@ def _undo_of_entries(x: Any) -> Iterator[Callable[[], object]]:
             yield partial(_put_back_items, kind, x, list(kind.__iter__(x)))
     if isinstance(x, dict):
         yield partial(_put_back_entries, x, list(dict.items(x)))
-    with suppress(Exception):  # it has no attributes, or hides them
-        yield partial(_put_back_entries, vars(x), list(vars(x).items()))
+    with suppress(Exception):  # it has no attributes, or hides them, or shows a view only
+        yield partial(_put_back_entries, vars(x), list(dict.items(vars(x))))
     for kind in type(x).__mro__:
         for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
             if isinstance(slot, types.MemberDescriptorType):
