@@ -433,6 +433,8 @@ def _may_change(x: Any) -> bool:
         return False
     if issubclass(kind, types.FunctionType):
         return _package(x.__module__) not in _TRUSTED
+    if kind is dict and "__spec__" in x:  # of a module, those that code names are kept
+        return False
     if issubclass(kind, nn.Module | Tensor | torch.Generator):
         return True
     return _package(kind.__module__) not in ("torch", "guardbit") and not _is_driver(kind)
