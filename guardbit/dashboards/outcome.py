@@ -46,8 +46,8 @@ class Outcome:
     Attributes:
         kind: One of `OUTCOMES`. "saved": all alarmed heads were switched and measured since, none
             of them goes on alarming or growing, and the loss has not left. "alarmed": the loss has
-            not left either, but heads are not switched, not measured since, or go on; or no loss
-            was recorded. "lost": single heads alarmed, and the loss has left.
+            not left either, but heads are not switched, not measured since, or go on; or losses
+            are missing. "lost": single heads alarmed, and the loss has left.
         verdict: The last verdict. Where none was recorded: "" if there was an alarm, else "stable",
             or "unclear" if no rule could judge heads.
         first_step: First recorded step, None without samples.
@@ -75,9 +75,8 @@ class Outcome:
             alarm if that is later: largest logit and W_Q norm, where both were measured.
         not_measured_since: Number of alarmed heads that were switched, and of which no sample has
             come since then, or since their alarm if that is later.
-        num_losses: Recorded training losses. Without any, nothing is known of the loss.
-        last_loss: Step of the last of them, None without any.
-        is_loss_known: Whether some were recorded before the first alarm and after the last switch.
+        missing_loss: Which training losses are missing to say that the loss has not left, a
+            clause; "" if none.
         departed: Step at which the loss has left, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
         end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
@@ -106,9 +105,7 @@ class Outcome:
     alarming_again: int
     still_growing: int
     not_measured_since: int
-    num_losses: int
-    last_loss: int | None
-    is_loss_known: bool
+    missing_loss: str
     departed: int | None
     lead: int | None
     end: RunEnd | None
@@ -163,12 +160,8 @@ def outcome_of(
         if head in switched
     }
     growing, unmeasured = _still_growing(frame, since), _not_measured_since(frame, since)
-    is_loss_known = not loss.empty and (
-        # A resumed run may have had its alarms before its first sample.
-        int(loss.index[0]) <= max(first or 0, min((event.step for event in alarms), default=2**63))
-        and int(loss.index[-1]) > max((event.step for event in switched.values()), default=-1)
-    )
-    is_saved = is_loss_known and not again | growing | unmeasured
+    missing_loss = _missing_loss(loss, first, alarms, switched)
+    is_saved = not missing_loss and not again | growing | unmeasured
     return Outcome(
         kind=_kind(verdict, heads, alarms, alarmed, switched, is_saved, departed),
         verdict=verdict,
@@ -193,9 +186,7 @@ def outcome_of(
         alarming_again=len(again),
         still_growing=len(growing),
         not_measured_since=len(unmeasured),
-        num_losses=len(loss),
-        last_loss=None if loss.empty else int(loss.index[-1]),
-        is_loss_known=is_loss_known,
+        missing_loss=missing_loss,
         departed=departed,
         lead=departed - min(event.step for event in of_heads)
         if departed is not None and of_heads
@@ -222,6 +213,19 @@ def _kind(
     if not alarmed:  # on the whole run, or on modules without samples
         return "alarmed" if alarms else "healthy"
     return "saved" if alarmed.keys() <= switched.keys() and is_saved else "alarmed"
+
+
+def _missing_loss(
+    loss: pd.Series, first: int | None, alarms: Sequence[Event], switched: Mapping[Head, Event]
+) -> str:
+    if loss.empty:
+        return "no loss was recorded"
+    # A resumed run may have had its alarms before its first sample.
+    if loss.index[0] > max(first or 0, min((event.step for event in alarms), default=math.inf)):
+        return "no loss was recorded before the first alarm"
+    if loss.index[-1] <= max((event.step for event in switched.values()), default=-1):
+        return "no loss was recorded after the last switch"
+    return ""
 
 
 def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
@@ -353,20 +357,11 @@ def _alarmed(outcome: Outcome) -> str:
         return f"{since}; {outcome.not_measured_since} not measured since the switch"
     if outcome.switched:
         done = (
-            "not all of them switched" if outcome.is_loss_known else f"{outcome.switched} switched"
+            f"{outcome.switched} switched" if outcome.missing_loss else "not all of them switched"
         )
     else:
         done = "none switched"
-    return f"{since}, {done}; {of_loss(outcome, 'no alarm on the loss')}"
-
-
-def of_loss(outcome: Outcome, known: str) -> str:
-    """What is said of a loss that has not left: `known`, or what is missing to say so."""
-    if outcome.last_loss is None:
-        return "no loss was recorded"
-    if outcome.is_loss_known:
-        return known
-    return f"the recorded losses, up to step {outcome.last_loss:,}, do not show what became of it"
+    return f"{since}, {done}; {outcome.missing_loss or 'no alarm on the loss'}"
 
 
 def _lost(outcome: Outcome) -> str:

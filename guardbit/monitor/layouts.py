@@ -19,7 +19,7 @@ class LayoutUnavailable(LookupError):
 
 
 class HeadsExchanged(LayoutUnavailable):
-    """Ranks exchange queries or keys, so that it is unknown which heads a rank's calls have."""
+    """Ranks exchange tensors before attention, so that it is unknown which heads a call has."""
 
 
 class NotOneMatrix(LayoutUnavailable):

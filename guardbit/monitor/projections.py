@@ -213,9 +213,11 @@ def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple
     if num_calls > 1:
         several = f"{type(module).__name__} calls attention {num_calls} times in one forward, with"
         (queries, keys), *others = _sources_of_calls(module, rerun, is_shared)
-        if any(other != queries for other, _ in others):
+        if not queries or any(other != queries for other, _ in others):
             raise LayoutUnavailable(f"{several} queries of different weights")
-        if isinstance(layout.key, HeadRows) and any(other != keys for _, other in others):
+        if isinstance(layout.key, HeadRows) and (
+            not keys or any(other != keys for _, other in others)
+        ):
             key = LayoutUnavailable(f"{several} keys of different weights")
             layout = replace(layout, key=key, calls_are_alike=False)
     return layout, weights
@@ -235,6 +237,8 @@ def _sources_of_calls(
         calls = rerun(weights.as_used(leaves), lambda _: None)
 
     def sources(x: Tensor) -> _Sources:
+        if not x.requires_grad:
+            return {}
         gradients = torch.autograd.grad(
             x.float().square().sum(), list(leaves.values()), retain_graph=True, allow_unused=True
         )
@@ -391,7 +395,7 @@ class _WithoutExchange(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # the operations on its local parts come here in turn
         if "c10d" in func.namespace:
-            raise HeadsExchanged("its queries or keys are exchanged between ranks")
+            raise HeadsExchanged("ranks exchange tensors before it calls attention")
         return func(*args, **(kwargs or {}))
 
 

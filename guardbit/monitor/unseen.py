@@ -25,7 +25,6 @@ _KINDS_OF_ATTENTION = frozenset({"gqa", "mqa", "mla", "msa", "sdpa"})
 # The last word of a module's name in its parent: `self_attn`, but not `attn_norm`.
 _SLOTS = frozenset({"attn", "attention", "mha"}) | _KINDS_OF_ATTENTION
 
-
 # What a module without parameters is that is called by attention and another word.
 _PARTS = frozenset({
     "mask", "bias", "norm", "pool", "output", "config", "scale", "dropout", "cache",

@@ -103,15 +103,21 @@ def test_of_a_loss_that_was_never_recorded_nothing_is_said(events, said):
     assert lead.note == "no loss was recorded"
 
 
-@pytest.mark.parametrize("recorded", [(0, 100), (10_000, 10_000)], ids=["first", "last"])
-def test_losses_on_one_side_of_an_alarm_do_not_say_that_it_did_no_harm(recorded):
+@pytest.mark.parametrize(
+    ("recorded", "said"),
+    [
+        ((0, 100), "no loss was recorded after the last switch"),
+        ((10_000, 10_000), "no loss was recorded before the first alarm"),
+    ],
+)
+def test_losses_on_one_side_of_an_alarm_do_not_say_that_it_did_no_harm(recorded, said):
     frame = samples()
     is_loss = frame["indicator"] == "loss"
     frame = frame[~is_loss | frame["step"].between(*recorded)]
     events = [alarm(6750), switch(6750), verdict(6750, "rounding")]
     found = outcome_of(frame, pd.DataFrame(events, columns=EVENTS))
-    assert (found.kind, found.is_loss_known) == ("alarmed", False)
-    assert f"; the recorded losses, up to step {recorded[1]:,}, do not show" in headline(found)
+    assert (found.kind, found.missing_loss) == ("alarmed", said)
+    assert headline(found) == f"Alarmed: 1 of 12 heads since step 6,750, 4 switched; {said}"
 
 
 def test_an_alarm_soon_after_the_switch_is_the_same_failure_and_a_lasting_one_is_not():

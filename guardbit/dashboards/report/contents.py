@@ -15,7 +15,7 @@ import pandas as pd
 
 from guardbit.dashboards import effect, marks, ranking, tables
 from guardbit.dashboards.figures import CHARTS, story
-from guardbit.dashboards.outcome import Outcome, headline, of_loss, outcome_of
+from guardbit.dashboards.outcome import Outcome, headline, outcome_of
 from guardbit.dashboards.report import words
 from guardbit.dashboards.report.answers import answers_of
 from guardbit.dashboards.report.diagnosed import Kept, why_heads_diverge
@@ -164,7 +164,7 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
             "–" if outcome.lead is None else f"{outcome.lead:,} steps",
             f"the loss left at step {outcome.departed:,}"
             if outcome.departed is not None
-            else of_loss(outcome, "the loss has not left"),
+            else outcome.missing_loss or "the loss has not left",
         ),
         Tile(
             "Heads switched",

@@ -23,8 +23,8 @@ _aten = torch.ops.aten
 class Varlen(LibraryEngine):
     """PyTorch's flash kernels for packed sequences; they drop nothing here.
 
-    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and those of the
-    call.
+    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and `SCHEDULING`
+    that the call gives.
     """
 
     label = "varlen_attn"

@@ -92,7 +92,7 @@ def _put_in_place(found: list[EntryPoint], others: Mapping[Any, Any]) -> None:
     attention = {entry.original: entry.stand_in for entry in by_reference}
     changes = replace_variables({**attention, **others})
     _restore.extend(change.undo for change in changes)
-    changes = replace_others(attention, changes, list(_own_dicts()))
+    changes = replace_others(attention, list(_own_dicts()))
     _restore.extend(change.undo for change in changes)
 
 

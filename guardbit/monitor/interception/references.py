@@ -15,8 +15,8 @@ import functools
 import gc
 import sys
 import types
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,6 @@ _LEFT_ALONE = ("torch", "guardbit")
 
 #: How deep tuples within tuples are followed.
 _DEPTH = 3
-
 
 #: In the place of a key: the change is that of a key of a dict.
 _KEY = object()
@@ -64,7 +63,7 @@ class Change:
         holder, key = self.holder, self.key
         if isinstance(holder, list | deque):
             is_there = key < len(holder) and holder[key] is old
-            places = [key] if is_there else [i for i, x in enumerate(holder) if x is old]
+            places = [key] if is_there else _places_of(old, holder)
             for i in places:
                 holder[i] = new
             is_held = bool(places)
@@ -95,6 +94,12 @@ class Change:
         return is_held
 
 
+# Apart from `_put`: a comprehension keeps `old` in a cell, and the traceback of an error would keep
+# that cell, which the next search would find.
+def _places_of(old: Any, holder: Iterable[Any]) -> list[int]:
+    return [i for i, x in enumerate(holder) if x is old]
+
+
 def _set(holder: Any, key: str, value: Any) -> None:
     try:
         setattr(holder, key, value)
@@ -113,10 +118,6 @@ def _given(holder: Any, name: str) -> Any:
     return vars(holder).get(name) if isinstance(holder, type) else getattr(holder, name, None)
 
 
-# A function -> the fewest references to it that were left when all had been replaced that can be.
-_least_left: dict[Callable[..., Any], int] = {}
-
-
 def replace_variables(replacements: Mapping[Any, Any]) -> list[Change]:
     """Replaces functions in the variables of all modules; returns what was changed."""
     made: list[Change] = []
@@ -133,53 +134,28 @@ def replace_variables(replacements: Mapping[Any, Any]) -> list[Change]:
     return made
 
 
-def replace_others(
-    replacements: Mapping[Any, Any], known: Iterable[Change], own: Iterable[dict[str, Any]]
-) -> list[Change]:
+def replace_others(replacements: Mapping[Any, Any], own: Iterable[dict[str, Any]]) -> list[Change]:
     """Replaces functions in whatever else refers to them.
 
-    All objects are looked through only if there are more references left than when that was done
-    last: in a large program it takes 0.2 s.
+    All objects are looked through.
 
     Args:
         replacements: A function -> what takes its place.
-        known: The changes that were made already.
         own: Dicts that stay as they are.
 
     Returns:
         What was changed.
     """
     made: list[Change] = []
-    left = _left(replacements, known)
-    if any(count > _least_left.get(old, 0) for old, count in left.items()):
-        _replace_in_frozen(replacements, made, own)
-        _replace_others(replacements, made, own)
-        for old, count in _left(replacements, [*known, *made]).items():
-            _least_left[old] = min(count, _least_left.get(old, sys.maxsize))
+    _replace_in_frozen(replacements, made, own)
+    _replace_others(replacements, made, own)
     return made
-
-
-def _left(replacements: Iterable[Any], made: Iterable[Change]) -> dict[Any, int]:
-    """Number of references to each function, less those of the changes."""
-    held = _held_by([change.before for change in made])
-    return {old: sys.getrefcount(old) - held[id(old)] for old in replacements}
-
-
-def _held_by(objects: Iterable[Any]) -> Counter[int]:
-    """Counts references to objects, by their ids, also of what cannot be changed."""
-    held: Counter[int] = Counter()
-    for _ in range(_DEPTH):
-        held.update(map(id, objects))
-        fixed = {id(x): x for x in objects if _is_a(x, _FIXED)}
-        objects = [part for x in fixed.values() for part in gc.get_referents(x)]
-    held.update(map(id, objects))
-    return held
 
 
 def _replace_others(
     replacements: Mapping[Any, Any], made: list[Change], own: Iterable[dict[str, Any]]
 ) -> None:
-    left_out = {id(x) for x in [*own, replacements, _least_left]}
+    left_out = {id(x) for x in [*own, replacements]}
     by_id = {id(old): new for old, new in replacements.items()}
     wanted = _Own(replacements)
     for _ in range(_DEPTH):
@@ -268,7 +244,7 @@ def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> 
     Args:
         holder: What holds some of the objects.
         by_id: Id of an object -> what takes its place.
-        owners: What refers to the holder, where that is a dict or a list.
+        owners: What refers to the holder, where that is a container that can be changed.
     """
     if _is_a(holder, dict):
         if _is_a(holder, Own) or _module_of(holder).startswith("guardbit"):

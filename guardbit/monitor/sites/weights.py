@@ -142,13 +142,13 @@ class WeightedModule(CalledModule):
 
     @property
     def mixed_heads(self) -> str | None:
-        """Why a number stands for several heads, or None; ask when rows were looked for."""
+        """Why it is unknown which head a number means, or None; ask when rows were looked for."""
         if not self._are_heads_exchanged:
             return None
         return (
-            "ranks exchange tensors before its queries or keys are made, as Ulysses does, and which"
-            f" heads come here is not known: head 0 to {self.num_heads - 1} may be another one on"
-            " each rank, and a switch can only be of all"
+            "ranks exchange tensors before it calls attention, as Ulysses does, so head"
+            f" 0 to {self.num_heads - 1} may each be another head on each rank; switch all heads of"
+            " it or none"
         )
 
     @property

@@ -120,10 +120,15 @@ def test_heads_that_ranks_exchange_are_not_told_apart_and_are_switched_all_or_no
     launch(tmp_path / "worker.py", 2, tmp_path, way)
     for rank in range(2):
         refused, asked, alike, lines = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert "cannot be switched one by one: ranks exchange tensors before its queries" in refused
+        assert (
+            "cannot be switched one by one: ranks exchange tensors before it calls attention"
+            in refused
+        )
         # The rule names one head.
         assert asked == {SITES[0]: ["none"] * 2, SITES[1]: ["compensated"] * 2}
         assert all(alike), "before the switch"
         told = [line for line in lines if line.startswith("heads cannot be told apart at")]
         assert len(told) == (rank == 0)
-        assert all(SITES[0] in line and "may be another one on each rank" in line for line in told)
+        assert all(
+            SITES[0] in line and "may each be another head on each rank" in line for line in told
+        )
