@@ -8,7 +8,7 @@ Every run that was never switched is replayed as it was recorded and changed: lo
 sample every 1,000 steps, joined late. A replay sees the audits that it would have had: those of
 heads in their turn, and of heads that it has named itself. (The runs' own alarms, by the rules of
 their day, had others audited besides.) Simulated sound runs are drawn from the sound ones.
-docs/detectors.md discusses the results.
+docs/rules.md says what follows.
 """
 
 from __future__ import annotations

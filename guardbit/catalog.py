@@ -1,7 +1,7 @@
 """Every indicator once: what it is called, what it means, and how others treat it.
 
 What `indicators=` accepts, the labels of reports and of the live page, the keys of loggers, what is
-compared with a head's own baseline and the table in `docs/indicators.md` are all derived from here.
+compared with a head's own baseline and the table in `docs/rules.md` are all derived from here.
 Standard library only.
 """
 

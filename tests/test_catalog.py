@@ -17,11 +17,15 @@ from guardbit.catalog import (
 DOCS = Path(__file__).parents[1] / "docs"
 
 
+#: The page leaves these two out: they go from the catalogue, and this line goes with them.
+LEFT_OUT = {"compared_dq_relative_error", "compared_w_q_push"}
+
+
 def indicator_rows():
-    """The table of `docs/indicators.md`."""
+    """The table of `docs/rules.md`."""
     yield "| indicator | what it is | unit | baseline | key of loggers |"
     yield "|---|---|---|---|---|"
-    for one in CATALOG:
+    for one in (each for each in CATALOG if each.name not in LEFT_OUT):
         unit = ", ".join(filter(None, (one.unit, "signed" if one.is_signed else "")))
         baseline = "" if one.floor is None else f"its own, floor {one.floor:g}"
         key = f"`{one.logged_key}`" if one.logged_key else ""
@@ -36,7 +40,7 @@ def key_rows():
 
 
 @pytest.mark.parametrize(
-    ("page", "rows"), [("indicators.md", indicator_rows), ("dashboards.md", key_rows)]
+    ("page", "rows"), [("rules.md", indicator_rows), ("dashboards.md", key_rows)]
 )
 def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
     expected = "\n".join(rows())
@@ -44,8 +48,10 @@ def test_the_tables_of_the_docs_are_those_of_the_catalogue(page, rows):
 
 
 def test_the_page_on_indicators_names_no_other():
-    named = re.findall(r"^\| `(\w+)` \|", (DOCS / "indicators.md").read_text("utf-8"), re.M)
-    assert tuple(named) == INDICATORS
+    page = (DOCS / "rules.md").read_text("utf-8")
+    (section,) = re.findall(r"^## Indicators\n(.*?)^## ", page, re.M | re.DOTALL)
+    named = re.findall(r"^\| `(\w+)` \|", section, re.M)
+    assert named == [name for name in INDICATORS if name not in LEFT_OUT]
 
 
 def test_names_and_keys_are_there_once():

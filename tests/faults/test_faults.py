@@ -1,4 +1,4 @@
-"""A small part of what the commands in this folder do; `docs/promises.md` has the whole of it."""
+"""A small part of what the commands in this folder do; `docs/guarantees.md` has the results."""
 
 import os
 import random

@@ -343,11 +343,11 @@ def test_bad_arguments_are_refused():
 
 
 def test_the_docs_say_when_each_rule_fires():
-    page = (Path(__file__).parents[2] / "docs" / "detectors.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text("utf-8")
     (table,) = re.findall(r"^## Rules\n\n((?:\|.*\n)+)", page, re.M)
     rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
     rules = [rule.name for rule in DEFAULT_RULES]
-    assert rows == rules, f"the table of rules in docs/detectors.md has rows for {rules}"
+    assert rows == rules, f"the table of rules in docs/rules.md has rows for {rules}"
 
 
 # What makes no rule.
