@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/centering.py
 
 Taken off are the mean of this call's keys, or a constant that earlier calls have left: their mean,
-off by so much of itself. dQ is compared with FP64's, for PyTorch's CPU flash kernel. docs/alarms.md
-says what follows.
+off by so much of itself. dQ is compared with FP64's, for PyTorch's CPU flash kernel.
+benchmarks/README.md says what follows.
 """
 
 from __future__ import annotations
