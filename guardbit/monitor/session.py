@@ -28,10 +28,8 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.acting import Acting
-from guardbit.monitor.bracket import StepBracket
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.examinations import Examinations
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
@@ -44,9 +42,10 @@ from guardbit.monitor.measure import (
 )
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
 from guardbit.monitor.sampling import Sampling
-from guardbit.monitor.schedule import Schedule, checked_step
+from guardbit.monitor.schedule import Schedule, StepBracket, Stepping, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     SNAPSHOT_MEGABYTES,
@@ -58,7 +57,6 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.monitor.stepping import Stepping
 from guardbit.monitor.switching import Switching
 from guardbit.records import Alarm, Event, RunEnd, Sample
 
