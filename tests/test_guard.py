@@ -14,9 +14,9 @@ import guardbit
 from guardbit import guard
 from guardbit.guard import Guarded, is_door
 from guardbit.kernels import flex, library, native, op
-from guardbit.monitor.bracket import StepBracket
-from guardbit.monitor.interception import checkpointing, tracing, watching
+from guardbit.monitor.interception import installation, tracing, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
+from guardbit.monitor.schedule import StepBracket
 from guardbit.monitor.session import MonitorSession
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
@@ -82,7 +82,7 @@ def test_every_hook_and_stand_in_is_a_door():
     assert hooks
     assert all(map(is_door, hooks))
     assert all(is_door(entry.stand_in) for entry in ENTRY_POINTS)
-    assert is_door(checkpointing.checkpoint)
+    assert is_door(installation.checkpoint)
 
 
 def test_every_backward_is_a_door():

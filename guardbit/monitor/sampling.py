@@ -8,15 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from guardbit.monitor import ranks
-from guardbit.monitor.attendance import Attendance
+from guardbit.monitor.coverage import MissedModules
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal, metadata_of
 from guardbit.monitor.measure import Measurement, NoAttentionSeenError, Sent, joined
+from guardbit.monitor.notices import Notices
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import Stages
 from guardbit.monitor.switching import Switching
-from guardbit.monitor.telling import Telling
 from guardbit.records import Event, Sample
 
 
@@ -44,7 +44,7 @@ class Sampling:
         exchange: Exchange,
         detectors: Detectors,
         switching: Switching,
-        telling: Telling,
+        notices: Notices,
         journal: Journal,
         stages: Stages,
         record: Callable[[Event], None],
@@ -53,9 +53,9 @@ class Sampling:
     ) -> None:
         self._instrumentation, self._measurement = instrumentation, measurement
         self._exchange, self._detectors, self._switching = exchange, detectors, switching
-        self._telling, self._journal, self._stages = telling, journal, stages
+        self._notices, self._journal, self._stages = notices, journal, stages
         self._record, self._is_guarded = record, is_guarded
-        self._attendance = Attendance(cadence)
+        self._missed = MissedModules(cadence)
         self._described: dict[str, dict[str, Any]] = {}
 
     def send(self, step: int, loss_scale: float) -> Sent | None:
@@ -107,18 +107,18 @@ class Sampling:
             )
         except NoAttentionSeenError as error:
             # A step may call no attention: one that was skipped, or that of a discriminator.
-            why = self._telling.why_nothing
+            why = self._notices.why_nothing
             if self._stages.strict:
                 raise NoAttentionSeenError(why) from error
             if self._instrumentation.lost():
-                self._telling.none_called(step, why, "lost")
-            elif self._telling.first("unseen"):
+                self._notices.none_called(step, why, "lost")
+            elif self._notices.first("unseen"):
                 self._record(Event(step, "monitor_error", "", (), why))
             return {}
         sites, now = self._instrumentation.sites, self._instrumentation.latest_step
-        why_none = self._attendance.take(sites, now)
+        why_none = self._missed.take(sites, now)
         if why_none is not None:
-            self._telling.none_called(step, why_none)
+            self._notices.none_called(step, why_none)
         self._exchange.metadata = self._facts()
         self._exchange.tell_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
@@ -126,12 +126,12 @@ class Sampling:
         return columns
 
     def _describe_never_met(self) -> None:
-        if self._attendance.end(self._instrumentation.sites):
+        if self._missed.end(self._instrumentation.sites):
             self._describe(self._described | self._facts())  # of other ranks, what they said last
 
     def _facts(self) -> dict[str, dict[str, Any]]:
-        why_passed_by = self._attendance.why_passed_by
-        self._telling.who_is_passed_by(why_passed_by)
+        why_passed_by = self._missed.why_passed_by
+        self._notices.who_is_passed_by(why_passed_by)
         return metadata_of(self._instrumentation.sites, why_passed_by)
 
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:

@@ -28,10 +28,8 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.acting import Acting
-from guardbit.monitor.bracket import StepBracket
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
-from guardbit.monitor.examinations import Examinations
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.journal import OFF, Journal, leave_word
@@ -42,10 +40,12 @@ from guardbit.monitor.measure import (
     Sent,
     largest,
 )
+from guardbit.monitor.notices import Notices
 from guardbit.monitor.policy import Policy
+from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
 from guardbit.monitor.sampling import Sampling
-from guardbit.monitor.schedule import Schedule, checked_step
+from guardbit.monitor.schedule import Schedule, StepBracket, Stepping, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     SNAPSHOT_MEGABYTES,
@@ -57,9 +57,7 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.monitor.stepping import Stepping
 from guardbit.monitor.switching import Switching
-from guardbit.monitor.telling import Telling
 from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
@@ -291,19 +289,19 @@ class MonitorSession(Guarded):
             self._switching,
             self._findings,
         )
-        self._telling = Telling(
+        self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
             rival,
         )  # fmt: skip
         self._sampling = Sampling(
             self.instrumentation, self._measurement, self._exchange, self.detectors,
-            self._switching, self._telling, self._journal, self._stages, self.record,
+            self._switching, self._notices, self._journal, self._stages, self.record,
             is_guarded=self.policy is not None, cadence=self.every_n_train_steps,
         )  # fmt: skip
         self._acting = Acting(
             self.instrumentation, self._measurement, self._snapshots, self.detectors,
             self._findings, self._switching, self.policy, dry_run, self.record,
-            self._telling.announce,
+            self._notices.announce,
         )  # fmt: skip
         self._examinations = Examinations(
             model, self.instrumentation, self._schedule, self._journal, self.record,
@@ -342,7 +340,7 @@ class MonitorSession(Guarded):
         if is_new:
             self._presence.step_ended()
         if self._presence.is_closed:
-            if self._telling.first("closed"):
+            if self._notices.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
         self._stepping.begin(step)
@@ -369,7 +367,7 @@ class MonitorSession(Guarded):
         if is_new and self._rest_unless(self._schedule.is_sampled):
             self._measurement.begin()
             self._capture.arm()
-            self._telling.begin_sampled_step()
+            self._notices.begin_sampled_step()
 
     @property
     @guard.method(_no)
@@ -402,7 +400,7 @@ class MonitorSession(Guarded):
 
         Both are 0 before the first step that calls attention has ended.
         """
-        return self._telling.coverage
+        return self._notices.coverage
 
     @guard.method(_nothing)
     def loss(self, value: Tensor | float, factor: float = 1.0) -> None:
@@ -458,10 +456,10 @@ class MonitorSession(Guarded):
         if not self._presence.is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             if was_sampled:
-                self.attempt("coverage", lambda: self._telling.what_is_outside(step))
-            self.attempt("coverage", lambda: self._telling.what_is_unseen(step))
-            self.attempt("switch", lambda: self._telling.what_ran(step))
-            self.attempt("proofs", self._telling.proofs_of_engines)
+                self.attempt("coverage", lambda: self._notices.what_is_outside(step))
+            self.attempt("coverage", lambda: self._notices.what_is_unseen(step))
+            self.attempt("switch", lambda: self._notices.what_ran(step))
+            self.attempt("proofs", self._notices.proofs_of_engines)
         self._presence.step_ended()
         if not self._presence.is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
@@ -529,7 +527,7 @@ class MonitorSession(Guarded):
         samples = self.samples = self._sampling.receive(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
-        self.attempt("oddities", lambda: self._telling.oddities(step, samples, self.loss_scale))
+        self.attempt("notices", lambda: self._notices.of_samples(step, samples, self.loss_scale))
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
@@ -554,7 +552,7 @@ class MonitorSession(Guarded):
         self._schedule.abandon()
         self.attempt("capture", self._capture.disarm)
         self.attempt("capture", self._measurement.discard)
-        self.attempt("coverage", self._telling.abandon_sampled_step)
+        self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
         self.attempt("samples", lambda: self._measurement.forget_step(step))
         self._presence.step_ended()
@@ -573,7 +571,7 @@ class MonitorSession(Guarded):
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
                 self._stepping.close,
-                self._telling.close,
+                self._notices.close,
                 lambda: self._journal.close(end),
                 lambda: self._sampling.write_what_is_left(self._schedule.last_ended or 0),
                 self._tell_what_ran_last,
@@ -586,11 +584,11 @@ class MonitorSession(Guarded):
     def _drop_calls(self) -> None:
         self._capture.disarm()
         self._measurement.discard()
-        self._telling.abandon_sampled_step()
+        self._notices.abandon_sampled_step()
 
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
-            self._telling.what_ran(self._schedule.last_ended, is_last=True)
+            self._notices.what_ran(self._schedule.last_ended, is_last=True)
 
     @guard.method(_nothing)
     def switch(

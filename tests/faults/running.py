@@ -26,7 +26,7 @@ from torch.utils import checkpoint
 
 from guardbit import read_events, read_run
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception import checkpointing, doors, hooks, installation
+from guardbit.monitor.interception import doors, hooks, installation
 from guardbit.monitor.interception.entry_points import multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from tests.faults.injection import ERRORS, Injection, Lines, Point, choose
@@ -77,7 +77,7 @@ def leftovers(model: nn.Module) -> list[str]:
     left += ["running modules"] * bool(runtime.running or frame_stack)
     ours = {
         "sdpa": F.scaled_dot_product_attention is sdpa.scaled_dot_product_attention,
-        "checkpoint": checkpoint.checkpoint is checkpointing.checkpoint,
+        "checkpoint": checkpoint.checkpoint is installation.checkpoint,
         "multi_head": F.multi_head_attention_forward is multi_head.multi_head_attention_forward,
     }
     return left + [name for name, is_ours in ours.items() if is_ours]

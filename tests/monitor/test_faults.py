@@ -15,7 +15,6 @@ from guardbit.monitor import journal, policy, ranks, sites
 from guardbit.monitor import session as session_module
 from guardbit.monitor.detectors import Finding
 from guardbit.monitor.interception import (
-    checkpointing,
     doors,
     hooks,
     installation,
@@ -93,7 +92,7 @@ def hooks_and_patches(model):
     left += list(installation._needed_by)
     left += installation._restore + doors.listeners + runtime.running + frame_stack
     ours = (
-        sdpa.scaled_dot_product_attention, checkpointing.checkpoint,
+        sdpa.scaled_dot_product_attention, installation.checkpoint,
         multi_head.multi_head_attention_forward,
     )  # fmt: skip
     # The references that everyone has, and those that `from ... import` made, as in this file.
@@ -139,7 +138,7 @@ BELOW = {
     "call: noting it": (base, "note_call"),
     "call: noting it first": (records, "describe_inputs"),
     "call: its state": (base, "runtime", "site"),
-    "call: recomputing": (checkpointing, "push"),
+    "call: recomputing": (installation, "push"),
     "call in backward": (AttentionMetric, "update"),
     "watched call: its refusal": (multi_head, "why_head"),
     "watched call: its output": (watching, "autocast_tensors"),

@@ -15,7 +15,7 @@ from torch import nn
 from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.finding import Preflight
 from guardbit.kernels.engines.cpu_flash import CPUFlash
-from guardbit.monitor import examinations, preflight
+from guardbit.monitor import preflight
 from tests.monitor.test_snapshots import model_of
 from tests.toys import Attention
 
@@ -126,7 +126,7 @@ def test_what_is_broken_is_told_before_the_first_step_and_kept(tmp_path, monkeyp
     monkeypatch.setattr(Preflight, "is_broken", True)
     model = model_of().bfloat16()
     session = MonitorSession(model, dirpath=tmp_path, strict=True)
-    monkeypatch.setattr(examinations, "summary", lambda found: "it is so")
+    monkeypatch.setattr(preflight, "summary", lambda found: "it is so")
     session.preflight(torch.randn(2, 24, 32).bfloat16(), 1)
     assert "it is so" in caplog.text
     with session.step(7):

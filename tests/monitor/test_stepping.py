@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession
-from guardbit.monitor.stepping import Stepping
+from guardbit.monitor.schedule import Stepping
 
 
 @pytest.fixture

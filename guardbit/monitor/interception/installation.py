@@ -6,27 +6,96 @@ replaced when a model next begins to run, see `look_again`.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
+from torch import Tensor
 from torch._dynamo import trace_rules
 
-from guardbit.guard import undo_all
+from guardbit.guard import Around, between, undo_all
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor.interception import checkpointing
-from guardbit.monitor.interception.compiler_rules import without
-from guardbit.monitor.interception.doors import guarded
+from guardbit.monitor.interception.doors import guarded, stand_in
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS, EntryPoint, note_flash_call
-from guardbit.monitor.interception.frames import drop_all
-from guardbit.monitor.interception.references import (
-    Change,
-    Own,
-    replace_others,
-    replace_variables,
-)
+from guardbit.monitor.interception.frames import Frame, drop_all, drop_stale, frame_stack, pop, push
+from guardbit.monitor.interception.references import Change, Own, replace_others, replace_variables
+from guardbit.monitor.interception.rerunning import probe
+
+original_checkpoint = torch.utils.checkpoint.checkpoint
+
+
+_CHECKPOINT_OPTIONS = frozenset(inspect.signature(original_checkpoint).parameters)
+
+
+def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+    """Lets a recomputation *inside* an attention module belong to that module."""
+    where = _here()
+    if where is None or not args:
+        return None
+    function, *others = args
+    if probe.site is not None:
+        # A checkpoint would hide from autograd how q is computed.
+        own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
+        return Around(tuple(others), own, function=function)
+    begin = functools.partial(_go_on_inside, *where)
+    end = functools.partial(_leave_again, where[1])
+    return Around((between(function, begin, end), *others), kwargs)
+
+
+@guarded
+def _go_on_inside(site: Tensor, frame: Frame) -> None:
+    drop_stale()
+    again = Frame(frame.module, frame.args, frame.kwargs)
+    push(site, again, sys._getframe(2))  # the one that the door is called from
+
+
+@guarded
+def _leave_again(frame: Frame) -> None:
+    pop(frame.module)
+
+
+def _here() -> tuple[Tensor, Frame] | None:
+    """Returns the innermost module that runs eagerly, and the number of its site."""
+    return (runtime.current, frame_stack[-1]) if runtime.is_inside_site() and frame_stack else None
+
+
+class _Place:
+    original = staticmethod(original_checkpoint)
+
+
+#: Stands in for PyTorch's function.
+checkpoint = functools.wraps(original_checkpoint)(stand_in(_Place, _before, original_checkpoint))
+
+
+def without(
+    stand_ins: Mapping[Any, Any], rules: Callable[[], Mapping[Any, Any]]
+) -> Callable[[], Mapping[Any, Any]]:
+    """Makes a function that returns Dynamo's table with PyTorch's own functions in it.
+
+    Args:
+        stand_ins: GuardBit's functions -> the functions of PyTorch that they replace.
+        rules: `torch._dynamo.trace_rules.get_torch_obj_rule_map`, or its replacement.
+
+    Returns:
+        A function without arguments whose cache `cache_clear` empties, as that of `rules`.
+    """
+
+    @functools.cache
+    def own_rules() -> Mapping[Any, Any]:
+        return {stand_ins.get(found, found): rule for found, rule in rules().items()}
+
+    def cache_clear(forget: Callable[[], None] = own_rules.cache_clear) -> None:
+        forget()
+        getattr(rules, "cache_clear", lambda: None)()
+
+    setattr(own_rules, "cache_clear", cache_clear)  # noqa: B010 (type checkers do not see it)
+    return own_rules
+
 
 # The compiler's table of PyTorch's functions.
 _RULES = "get_torch_obj_rule_map"
@@ -57,7 +126,7 @@ def install(user: object) -> None:
     found = [entry for entry in ENTRY_POINTS if entry.find()]
     _num_imported = len(sys.modules)
     _keep_compiler_rules()
-    _put_in_place(found, {checkpointing.original_checkpoint: checkpointing.checkpoint})
+    _put_in_place(found, {original_checkpoint: checkpoint})
     _replace(torch._dynamo.config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     _restore.append(partial(runtime.unlisten, note_flash_call))
     runtime.listen(note_flash_call)
@@ -101,14 +170,14 @@ def _own_dicts() -> Iterator[dict[str, Any]]:
     for entry in ENTRY_POINTS:
         yield vars(entry)
         yield vars(entry.stand_in)
-    yield vars(checkpointing.checkpoint)
+    yield vars(checkpoint)
 
 
 def _keep_compiler_rules() -> None:
     rules = getattr(trace_rules, _RULES, None)
     if rules is None:  # another version of PyTorch
         return
-    stand_ins = Own({checkpointing.checkpoint: checkpointing.original_checkpoint})
+    stand_ins = Own({checkpoint: original_checkpoint})
     stand_ins |= {entry.stand_in: entry.original for entry in ENTRY_POINTS if entry.original}
     # The replacement refers to itself. It would keep the stand-ins until garbage is collected.
     _restore.append(stand_ins.clear)
@@ -158,7 +227,7 @@ def _replace_what_is_left(installed: list[EntryPoint]) -> None:
     originals = {
         entry.stand_in: entry.original for entry in installed if entry.put_in_place is None
     }
-    originals[checkpointing.checkpoint] = checkpointing.original_checkpoint
+    originals[checkpoint] = original_checkpoint
     # To look for them takes 10 ms or more, and nearly always there is none to be found.
     # (Where something was compiled Dynamo refers to stand-ins, so that all are looked for.)
     counts, own = _count_references(), _own_references
@@ -176,7 +245,7 @@ _nobodys = (lambda: None,)
 def _count_references() -> dict[int, int]:
     """How many more references there are to each stand-in than to nobody's function, by its id."""
     stand_ins = [entry.stand_in for entry in ENTRY_POINTS if entry.put_in_place is None]
-    counted = [checkpointing.checkpoint, *stand_ins, *_nobodys]
+    counted = [checkpoint, *stand_ins, *_nobodys]
     counts = {id(function): sys.getrefcount(function) for function in counted}
     least = counts.pop(id(_nobodys[0]))
     return {function: count - least for function, count in counts.items()}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.monitor.detectors.rules.outrunning import outrun, restart
+from guardbit.monitor.detectors.rules.head_growth import outrun, restart
 
 
 def leads_of(steps, series, over_peers=2.0, drift=0.05):

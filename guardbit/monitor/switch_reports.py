@@ -46,7 +46,7 @@ class _Reported:
         return new
 
 
-class Running:
+class SwitchReports:
     """Compares what is asked for with what ran, step by step.
 
     Args:

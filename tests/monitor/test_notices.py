@@ -9,7 +9,7 @@ import torch
 
 from guardbit import MonitorSession, read_events, read_run
 from guardbit.kernels.engines.cpu_flash import CPUFlash
-from guardbit.monitor.oddities import first_nonfinite
+from guardbit.monitor.notices import first_nonfinite
 from guardbit.records import Sample
 from tests.toys import Attention, Model
 

@@ -1,23 +1,39 @@
-"""Tells what steps show besides their samples, each once, in the log and in the journal."""
+"""Logs and records, once each, what a user must know of a run besides its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from guardbit.catalog import NONFINITE
 from guardbit.doctor.rival import Rival
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal, kernel_of
-from guardbit.monitor.oddities import Oddities
-from guardbit.monitor.running import Running
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import log
+from guardbit.monitor.switch_reports import SwitchReports
 from guardbit.records import Alarm, Event, Sample
 
+_FORWARD = ("q", "k", "v", "O")
+# Two orders of additions round a part of the numbers to the other side: by two half units in the
+# last place at most, and of few of them. A race changes more.
+_OF_ORDER = 2.0
 
-class Telling:
+_WHENCE = {
+    "q": "it came into attention with the queries, from the layer's input or its weights",
+    "k": "it came into attention with the keys, from the layer's input or its weights",
+    "v": "it came into attention with the values, from the layer's input or its weights",
+    "O": "attention made it in its forward, as q, k and v are finite",
+    "dO": "it came with the gradient of the output, from what follows attention or from the loss",
+    "dQ": "attention made it in its backward, as q, k, v, O and dO are finite",
+    "dK": "attention made it in its backward, as q, k, v, O, dO and dQ are finite",
+    "dV": "attention made it in its backward, as q, k, v, O, dO, dQ and dK are finite",
+}
+
+
+class Notices:
     """Tells what is unseen, what ran, what is odd, and hands alarms to the user's function.
 
     Args:
@@ -42,8 +58,7 @@ class Telling:
         self._journal, self._exchange, self._record = journal, exchange, record
         self._on_alarm, self._rival = on_alarm, rival
         self._coverage = Coverage(instrumentation)
-        self._running = Running(instrumentation)
-        self._oddities = Oddities()
+        self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
         self._earlier_proofs, self._told_proofs = len(proofs()), 0
         self._said: set[str] = set()
@@ -120,7 +135,7 @@ class Telling:
 
     def what_ran(self, step: int, is_last: bool = False) -> None:
         """Tells where heads of a step did not run what is asked for."""
-        for event in self._running.check(step, is_last):
+        for event in self._switch_reports.check(step, is_last):
             self._exchange.record(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
@@ -135,13 +150,20 @@ class Telling:
         self._told_proofs = len(proofs())
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
-    def oddities(self, step: int, samples: Iterable[Sample], loss_scale: float) -> None:
-        """Tells the first NaN, and backwards that do not repeat; notes what is not compared."""
+    def of_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
+        """The first NaN, and backwards that do not repeat; notes what is not compared.
+
+        With a scale of the loss, gradients overflow now and then and the scaler skips such steps,
+        so NaN in gradients is then left out.
+        """
         sites = self._instrumentation.sites
-        for event in self._oddities.look(
-            step, tuple(samples), loss_scale, lambda name: kernel_of(sites.get(name))
-        ):
-            self._record(event)
+        found = first_nonfinite(samples)
+        if found and (loss_scale == 1.0 or found[1] in _FORWARD) and self.first("nonfinite"):
+            self._record(_nonfinite(step, *found, kernel_of(sites.get(found[0].site))))
+        for kind, (largest, sample) in _worst_repeats(samples).items():
+            if self.first(kind):
+                kernel = kernel_of(sites.get(sample.site))
+                self._record(_not_repeated(step, kind, largest, sample, kernel))
         if self._rival is not None and self._rival.refused:
             self._journal.note({"not_compared": list(self._rival.refused)})
 
@@ -155,3 +177,71 @@ class Telling:
             if self.first("on_alarm"):
                 why = f"on_alarm failed, and is called again at the next alarm: {error!r}"
                 self._record(Event(alarm.step, "monitor_error", "", (), why))
+
+
+def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
+    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in.
+
+    A step runs the layers forward, then backward; so the first layer whose q, k, v or O is not
+    finite counts, and if there is none the last one with a gradient that is not.
+    """
+    found = sorted(
+        (sample for sample in samples if sample.indicator == "nonfinite"),
+        key=lambda sample: sample.layer,
+    )
+    forward = sum(NONFINITE[name] for name in _FORWARD)
+    with_forward = [one for one in found if any(code & forward for code in _codes(one))]
+    sample = with_forward[0] if with_forward else found[-1] if found else None
+    if sample is None:
+        return None
+    codes = _codes(sample)
+    for name, number in NONFINITE.items():
+        heads = tuple(head for head, code in enumerate(codes) if code & number)
+        if heads:
+            return sample, name, heads
+    return None
+
+
+def _codes(sample: Sample) -> list[int]:
+    return [int(value) if value == value else 0 for value in sample.values]
+
+
+def _nonfinite(
+    step: int, sample: Sample, tensor: str, heads: tuple[int, ...], kernel: str
+) -> Event:
+    made_here = tensor in ("O", "dQ", "dK", "dV") and kernel
+    why = (
+        f"NaN or infinity, of this sampled step first in {tensor}: {_WHENCE[tensor]}"
+        f"{f' ({kernel})' if made_here else ''}; it may be older than this step, as those between"
+        " samples are not looked at"
+    )
+    return Event(step, "advisory", sample.site, heads, why, rule="nonfinite")
+
+
+def _worst_repeats(samples: Iterable[Sample]) -> dict[str, tuple[float, Sample]]:
+    """The largest differences that are a race, and that are an order of additions."""
+    worst: dict[str, tuple[float, Sample]] = {}
+    for sample in samples:
+        if sample.indicator == "repeat_difference":
+            largest = max((value for value in sample.values if value == value), default=0.0)
+            kind = "race" if largest > _OF_ORDER else "order"
+            if largest > 0 and largest > worst.get(kind, (0.0, sample))[0]:
+                worst[kind] = largest, sample
+    return worst
+
+
+def _not_repeated(step: int, kind: str, largest: float, sample: Sample, kernel: str) -> Event:
+    least = _OF_ORDER if kind == "race" else 0.0
+    heads = tuple(h for h, value in enumerate(sample.values) if value > least)
+    what = (
+        "more than another order of additions can: it is a race; let `guardbit doctor` examine the"
+        " kernel, and use another"
+        if kind == "race"
+        else "as another order of additions makes it (atomics): the run does not repeat to the bit,"
+        " and no more"
+    )
+    why = (
+        f"two backwards on the same tensors differ{f' in {kernel}' if kernel else ''}, at worst by"
+        f" {largest:.2g} half units in the last place, {what}"
+    )
+    return Event(step, "advisory", sample.site, heads, why, rule="repeatability")
