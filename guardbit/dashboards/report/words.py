@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import marks
-from guardbit.dashboards.report.document import Alarmed, Table
 from guardbit.records import Event
 
 #: Keys of the metadata whose titles are other words.
@@ -80,25 +79,6 @@ def total(heads: Mapping[int, Sequence[int]]) -> str:
 def span(first: int, last: int) -> str:
     """From the first step to the last."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-
-
-def chip(rule: str, times: int) -> str:
-    """A rule, and how often it has fired."""
-    return rule if times == 1 else f"{rule} × {times:,}"
-
-
-def table_of_alarms(rows: Sequence[Alarmed]) -> Table:
-    """The alarms as a table, where nothing can be folded."""
-    cells = [
-        [
-            (row.name, row.site),
-            ", ".join(chip(*rule) for rule in row.rules),
-            span(row.first, row.last),
-            row.stabilizer,
-        ]
-        for row in rows
-    ]
-    return Table(["Head", "Rules", "When", "Stabilizer"], cells)
 
 
 def value(indicator: str, number_: float) -> str:
