@@ -24,11 +24,7 @@ _CHECKED = "guardbit.checked"
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns a copy of the samples with "" for a missing site, which shares the columns.
-
-    Raises:
-        ValueError: A column is missing from a table that has rows.
-    """
+    """Returns a copy of the samples with "" for a missing site, which shares the columns."""
     if frame.empty:
         return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
     if frame.attrs.get(_CHECKED):
@@ -42,13 +38,7 @@ def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> None:
-    """Raises ValueError if a table lacks a column.
-
-    Args:
-        table: The table.
-        required: The columns it needs.
-        what: What the table holds, for the message.
-    """
+    """Raises ValueError if a table lacks a column."""
     missing = [name for name in required if name not in table.columns]
     if missing:
         raise ValueError(
@@ -136,7 +126,6 @@ def head_label(layer: int, head: int, heads_in_layer: int) -> str:
 
 
 def recorded_indicators(frame: pd.DataFrame) -> set[str]:
-    """The indicators with at least one sample."""
     return set(check_samples(frame)["indicator"].unique())
 
 

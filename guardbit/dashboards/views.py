@@ -75,7 +75,6 @@ class RunViews:
 
     @property
     def has_samples(self) -> bool:
-        """Whether any sample was read."""
         return self._history.last_step >= 0
 
     def take(self, batch: pa.RecordBatch) -> None:
@@ -98,11 +97,7 @@ class RunViews:
                 )
 
     def take_picture(self, title: str) -> None:
-        """Composes what the page shows first, so that an answer costs next to nothing.
-
-        Args:
-            title: What the run is called.
-        """
+        """Composes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
         newest = self._map(history.used - 1)
         self.version += 1
@@ -147,11 +142,7 @@ class RunViews:
         return {**self._picture, "map": self._map(bucket), "worst": self._worst(bucket)}
 
     def head(self, layer: int, head: int) -> Json:
-        """Returns every indicator of one head.
-
-        Raises:
-            LookupError: No such head was measured.
-        """
+        """Returns every indicator of one head."""
         history = self._history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
@@ -182,11 +173,7 @@ class RunViews:
         }
 
     def curves(self, indicator: str) -> Json:
-        """Returns one indicator: the heads that matter most, and the range of all.
-
-        Raises:
-            LookupError: The indicator is unknown or was not recorded.
-        """
+        """Returns one indicator: the heads that matter most, and the range of all."""
         history = self._history
         if indicator not in history.high:
             raise LookupError(f"the indicator {indicator} was not recorded")
@@ -207,16 +194,7 @@ class RunViews:
         }
 
     def largest(self, clock: Sequence[tuple[int, float]]) -> Json:
-        """Returns the loss, and of some indicators the largest size over all heads.
-
-        Args:
-            clock: When steps were, as `guardbit.store.read_clock` returns it.
-
-        Returns:
-            steps; seconds, since the first step, None without a clock; lines, indicator -> values;
-            and marks. What a bucket of steps holds counts by its largest value, the loss by its
-            middle.
-        """
+        """Returns the loss by the middle of each bucket, and the largest sizes over all heads."""
         history = self._history
         lines: Json = {}
         if "loss" in history.run_high:

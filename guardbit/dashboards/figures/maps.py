@@ -16,13 +16,15 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.scales import edges, finite, has_finite
 from guardbit.dashboards.figures.style import (
     HEAT,
     PANEL_HEIGHT,
     WIDTH,
     canvas,
+    edges,
     finish,
+    finite,
+    has_finite,
     place_key,
     styled,
 )
@@ -99,21 +101,16 @@ def model_map(
     last = step
     if last is None:
         last = tables.steps(frame)[1] if len(frame) else 0
-    cells, alarmed, stabilized = known_at(frame, events, last)
+    cells, alarmed, stabilized = _known_at(frame, events, last)
     if not np.isfinite(cells).any():
         return None
     return draw_model_map(cells, last, alarmed, stabilized, name)
 
 
-def known_at(
+def _known_at(
     frame: pd.DataFrame, events: pd.DataFrame | None, step: int
 ) -> tuple[np.ndarray, list[Head], list[Head]]:
-    """What the model map shows after a step.
-
-    Returns:
-        The excess of each head, (layers, heads), NaN where nothing was measured; the heads with an
-        alarm, and those on a stabilized kernel.
-    """
+    """What the model map shows after a step."""
     table = ranking.excess(frame, step)
     layer, head = (np.asarray(table.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
@@ -132,41 +129,10 @@ def draw_model_map(
     stabilized: Sequence[Head],
     name: str = "",
 ) -> Figure:
-    """The model map of what is known already.
-
-    Args:
-        cells: The excess of each head, (layers, heads), NaN where nothing was measured.
-        step: The step it stands for.
-        alarmed: The heads to frame.
-        stabilized: The heads to dot.
-        name: Of the run, for the title.
-    """
+    """The model map of what is known already."""
     height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
     title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
     figure, (axes,) = canvas(title, panel_height=height)
-    mesh, key = draw_cells(axes, cells, alarmed, stabilized)
-    if key:
-        place_key(axes, key)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its baseline")
-    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
-    return figure
-
-
-def draw_cells(
-    axes: Axes, cells: np.ndarray, alarmed: Sequence[Head], stabilized: Sequence[Head]
-) -> tuple[Any, list[Line2D]]:
-    """Draws the cells of a model map with their frames and dots.
-
-    Args:
-        axes: Where to draw.
-        cells: As in `draw_model_map`.
-        alarmed: The heads to frame.
-        stabilized: The heads to dot.
-
-    Returns:
-        The mesh, for a colour bar, and the key of frames and dots.
-    """
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,
@@ -184,7 +150,13 @@ def draw_cells(
     axes.set_xlabel("one value a layer" if one_value else "head")
     axes.set_xticks([] if one_value else range(0, cells.shape[1], math.ceil(cells.shape[1] / 16)))
     axes.grid(False)
-    return mesh, _mark_heads(axes, alarmed, stabilized, cells.shape)
+    key = _mark_heads(axes, alarmed, stabilized, cells.shape)
+    if key:
+        place_key(axes, key)
+    bar = _colour_bar(figure, axes, mesh)
+    bar.set_label("worst indicator, times its baseline")
+    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
+    return figure
 
 
 def _times_ticks(bar: Any, ticks: Sequence[float]) -> None:

@@ -146,11 +146,7 @@ def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
 
 
 def _routes_of_a_run(watcher: Callable[[Request], RunWatcher]) -> list[BaseRoute]:
-    """The page of a run, and what it asks.
-
-    Args:
-        watcher: Which run a request is about.
-    """
+    """The page of a run, and what it asks."""
 
     def state(request: Request) -> Response:
         step = _whole(request, "step", -1)

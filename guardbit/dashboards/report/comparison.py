@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.dashboards import ranking, tables
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
@@ -51,11 +51,7 @@ PICTURES = (
 
 
 def compared(runs: Sequence[Run]) -> Document:
-    """Two runs or more side by side; the text calls them by what distinguishes their names.
-
-    Raises:
-        ValueError: There are more than four, or two have the same title.
-    """
+    """Two runs or more side by side; the text calls them by what distinguishes their names."""
     titles = [run.title for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
@@ -177,7 +173,7 @@ def _overlays(runs: Sequence[Run], fork: int | None) -> list[Picture]:
         if figure is not None:
             pictures.append(Picture(f"runs_{indicator}", figure))
     for number, run in enumerate(runs):
-        step = None if run.frame.empty else contents.telling_step(run.frame, run.events)
+        step = None if run.frame.empty else marks.first_step(run.frame, run.events, "alarm")
         figure = None if run.frame.empty else model_map(run.frame, run.events, step, name=run.title)
         if figure is not None:
             pictures.append(Picture(f"run_{number}_model_map", figure))

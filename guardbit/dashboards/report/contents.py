@@ -111,7 +111,6 @@ def heads_of(run: Run) -> Heads:
 
 
 def extent(frame: pd.DataFrame) -> str:
-    """Which steps, layers and heads the samples hold."""
     if frame.empty:
         return "no samples"
     first, last = tables.steps(frame)
@@ -123,7 +122,6 @@ def extent(frame: pd.DataFrame) -> str:
 
 
 def verdict(happened: Sequence[Event]) -> Event | None:
-    """The last verdict."""
     return next((event for event in reversed(happened) if event.kind == "verdict"), None)
 
 
@@ -149,7 +147,6 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 
 def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
-    """First alarm, lead on the loss, heads switched, loss at the end."""
     happened = marks.events_of(events)
     outcome = outcome_of(frame, events)
     alarms = [event for event in happened if event.kind == "alarm"]
@@ -219,15 +216,6 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table
             ]
         )
     return Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2)
-
-
-def telling_step(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
-    """The step of the first alarm on a head, whose model map tells the story; None for the end.
-
-    Later, heads that were drawn along hide the first one.
-    """
-    first = marks.first_events(frame, events, "alarm")
-    return min((event.step for event in first.values()), default=None)
 
 
 def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Alarmed]:

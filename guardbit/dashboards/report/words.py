@@ -44,7 +44,6 @@ def what(events: Sequence[Event]) -> str:
 
 
 def where(event: Event) -> str:
-    """The heads an event concerns."""
     if not event.site:
         return "the whole run"
     if not event.heads:
@@ -67,22 +66,18 @@ def _listed(heads: Sequence[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def total(heads: Mapping[int, Sequence[int]]) -> str:
-    """The number of heads of all layers."""
     return f"{sum(map(len, heads.values())):,}"
 
 
 def span(first: int, last: int) -> str:
-    """From the first step to the last."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
 def value(indicator: str, number_: float) -> str:
-    """An indicator's value, shares in percent."""
     return number(100 * number_ if BY_NAME[indicator].unit == SHARE_OF_ROWS else number_)
 
 
@@ -102,13 +97,11 @@ def number(value: float) -> str:
 
 
 def setting(value: object) -> str:
-    """A setting as it was given."""
     if value is None:
         return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def title(name: object) -> str:
-    """A key of the metadata as a title."""
     words = TITLES.get(str(name), str(name)).replace("_", " ")
     return words[:1].upper() + words[1:]
