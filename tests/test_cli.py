@@ -168,8 +168,8 @@ def test_what_limits_an_outcome_is_said_by_every_command(tmp_path: Path) -> None
         found = json.loads(invoke(command, folder, "--json").stdout)
         assert (found["headline"], found["not_watched"]) == (said, ["h.1.attn"])
     assert invoke("replay", folder).stdout.splitlines()[0] == said
-    assert invoke("report", folder, "--format", "md").exit_code == 0
-    assert (folder / "report.md").read_text().startswith(f"# {said}\n")
+    assert invoke("report", folder).exit_code == 0
+    assert f'<h1 class="outcome healthy">{said}</h1>' in (folder / "report.html").read_text()
 
 
 def test_a_nan_loss_over_sound_heads_is_unclear_to_report_and_replay(tmp_path: Path) -> None:
@@ -366,58 +366,45 @@ def test_runs_are_called_after_their_log_directories(tmp_path: Path, plain_run: 
     runs = [tmp_path / f"version_{number}" / "guardbit" for number in (0, 1)]
     for run in runs:
         shutil.copytree(plain_run, run)
-    assert invoke("report", *runs, "--output", tmp_path / "both.md").exit_code == 0
-    # Markdown's underscores are escaped.
-    text = (tmp_path / "both.md").read_text().replace("\\_", "_")
-    assert "version_0 · version_1 · 2 runs" in text
-    assert invoke("report", runs[0], "--output", tmp_path / "one.md").exit_code == 0
-    assert "version_0" in (tmp_path / "one.md").read_text().replace("\\_", "_")
+    assert invoke("report", *runs, "--output", tmp_path / "both.html").exit_code == 0
+    text = (tmp_path / "both.html").read_text()
+    assert "<span>version_0 · version_1</span><span>2 runs</span>" in text
+    assert invoke("report", runs[0], "--output", tmp_path / "one.html").exit_code == 0
+    assert "<span>version_0</span>" in (tmp_path / "one.html").read_text()
 
 
-def test_an_output_without_a_suffix_is_a_folder_and_a_suffix_names_the_format(
-    plain_run: Path, tmp_path: Path
+def test_an_output_without_a_suffix_is_a_folder(
+    plain_run: Path, small_run: Path, tmp_path: Path
 ) -> None:
-    for arguments, place in [
-        (("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
-        (("--output", tmp_path / "a.md"), tmp_path / "a.md"),
-        (("--output", tmp_path / "o", "--format", "md"), tmp_path / "o" / "report.md"),
-        (("--output", tmp_path / "p", "--format", "png"), tmp_path / "p"),
-        (("--format", "md"), plain_run / "report.md"),
-        (("--format", "pdf"), plain_run / "report.pdf"),
+    for run, arguments, place in [
+        (plain_run, ("--output", tmp_path / "out"), tmp_path / "out" / "report.html"),
+        (plain_run, ("--output", tmp_path / "a.html"), tmp_path / "a.html"),
+        (plain_run, ("--output", tmp_path / "o", "--format", "html"), tmp_path / "o/report.html"),
+        (plain_run, ("--format", "html"), plain_run / "report.html"),
+        (small_run, ("--output", tmp_path / "p", "--format", "png"), tmp_path / "p"),
+        (small_run, ("--format", "png"), small_run / "report_pictures"),
     ]:
-        result = invoke("report", plain_run, *arguments)
+        result = invoke("report", run, *arguments)
         assert (result.exit_code, result.stdout) == (0, f"{place}\n")
         assert place.exists()
-    assert (tmp_path / "a.md").read_text(encoding="utf-8").startswith("# ")
-    assert (plain_run / "report.pdf").read_bytes().startswith(b"%PDF-")
-    assert (tmp_path / "p" / "summary.png").is_file()
+    assert (tmp_path / "a.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert (tmp_path / "p" / "story.png").is_file()
+    nothing = invoke("report", plain_run, "--format", "png")
+    check_refused(nothing, "The run recorded nothing that a figure shows.")
 
 
-def test_pictures_to_share_are_made_of_one_run(tmp_path: Path, small_run: Path) -> None:
-    for arguments, place in [
-        (("--format", "card"), small_run / "report_card.png"),
-        (("--format", "card", "--output", tmp_path / "o"), tmp_path / "o" / "report_card.png"),
-        (("--output", tmp_path / "m.gif"), tmp_path / "m.gif"),
-    ]:
-        result = invoke("report", small_run, *arguments)
-        assert (result.exit_code, result.stdout) == (0, f"{place}\n"), result.stderr
-        assert place.is_file()
-    both = invoke("report", small_run, small_run, "--format", "gif")
-    check_refused(both, "a gif shows one run, got 2")
-
-
-@pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm"])
+@pytest.mark.parametrize("name", ["out.docx", "lr1.5", "page.htm", "page.md", "page.pdf"])
 def test_a_name_that_means_no_format_of_reports_is_refused(
     plain_run: Path, tmp_path: Path, name: str
 ) -> None:
-    message = f"{name} is named as none of the formats of a report (.html, .pdf, .md"
+    message = f"{name} is named as none of the formats of a report (.html, or a folder"
     check_refused(invoke("report", plain_run, "--output", tmp_path / name), message)
     chosen = ("--format", "html", "--output", tmp_path / name)
     check_refused(invoke("report", plain_run, *chosen), message)
     assert list(tmp_path.iterdir()) == []
     # What exists is a folder, whatever it is called.
     (tmp_path / name).mkdir()
-    assert invoke("report", plain_run, "--output", tmp_path / name, "--format", "md").exit_code == 0
+    assert invoke("report", plain_run, "--output", tmp_path / name).exit_code == 0
 
 
 def test_live_refuses_an_address_that_is_no_webhook(small_run: Path) -> None:
@@ -432,18 +419,18 @@ def test_two_runs_stand_side_by_side_and_are_told_apart(
     monkeypatch.chdir(tmp_path)
     other = tmp_path / "version_1" / plain_run.name
     shutil.copytree(plain_run, other)
-    result = invoke("report", plain_run, other, "--format", "md")
-    assert (result.exit_code, result.stdout) == (0, "comparison.md\n")
-    text = (tmp_path / "comparison.md").read_text(encoding="utf-8")
-    assert "| version\\_1/run |" in text
+    result = invoke("report", plain_run, other)
+    assert (result.exit_code, result.stdout) == (0, "comparison.html\n")
+    text = (tmp_path / "comparison.html").read_text(encoding="utf-8")
+    assert "<th>version_1/run</th>" in text
 
 
 def test_the_detectors_speak_where_the_data_brought_no_journal(tmp_path: Path) -> None:
-    page = tmp_path / "r.md"
+    page = tmp_path / "r.html"
     result = invoke("report", RUNS / "fails-sdpa-lr1.5e-3.csv.gz", "--output", page)
     assert (result.exit_code, result.stderr) == (0, "")
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("# Alarmed: 2 of 12 layers since step 7,200, none switched")
+    assert ">Alarmed: 2 of 12 layers since step 7,200, none switched" in text
     assert "Verdict rounding: " in text and "found in the samples" in text
 
 
@@ -454,7 +441,7 @@ def test_a_warning_about_one_file_is_said_once(plain_run: Path, tmp_path: Path) 
     shutil.copy(
         next(run.glob("samples-*")), run / "samples-0002-00000000-00000000-00000000.parquet"
     )
-    result = invoke("report", run, "--format", "md")
+    result = invoke("report", run)
     assert result.exit_code == 0
     assert result.stderr.count("left out the session file") == 1
 
@@ -541,7 +528,7 @@ def test_a_report_is_opened_where_that_is_asked(
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("typer.launch", opened.append)
-    place = tmp_path / "a report.md"
+    place = tmp_path / "a report.html"
     assert invoke("report", plain_run, "--output", place).exit_code == 0
     assert opened == []
     assert invoke("report", plain_run, "--output", place, "--open").exit_code == 0

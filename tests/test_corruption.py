@@ -170,11 +170,11 @@ def test_what_is_broken_is_left_out_and_told_in_a_sentence(
     folder = tmp_path / "run"
     write_run(folder)
     CORRUPTIONS[name](folder)
-    said = command("report", folder, "--format", "md") + command("replay", folder)
+    said = command("report", folder) + command("replay", folder)
     lines = said.splitlines()
     assert all(line.startswith("guardbit: left out ") and len(line) < 500 for line in lines)
     assert (lines == []) == (name in KEPT)
-    report = (folder / "report.md").read_text()
+    report = (folder / "report.html").read_text()
     assert "h.1, head 2" in report and "steps 0 to 290" in report
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

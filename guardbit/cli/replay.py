@@ -26,7 +26,7 @@ RunPath = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's scalars.",
+        help="Folder of a run, or a CSV of its samples.",
         show_default=False,
     ),
 ]

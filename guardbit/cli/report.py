@@ -23,10 +23,6 @@ class ReportFormat(enum.StrEnum):
 
     html = "html"
     png = "png"
-    pdf = "pdf"
-    md = "md"
-    gif = "gif"
-    card = "card"
 
 
 def report(
@@ -34,8 +30,7 @@ def report(
         list[Path],
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run, a CSV of its samples, or a TensorBoard log of GuardBit's "
-            "scalars; two to four stand side by side.",
+            help="Folder of a run, or a CSV of its samples; two to four stand side by side.",
             show_default=False,
         ),
     ],
@@ -47,14 +42,12 @@ def report(
         ),
     ] = None,
     format: Annotated[
-        ReportFormat | None,
+        ReportFormat,
         typer.Option(
-            help="One page that opens offline, a folder of pictures, printable pages, or Markdown; "
-            "of one run also the model map over the steps (gif), or a picture of 1,200 x 630 "
-            "pixels to share (card). By default what the output's name says, else html.",
-            show_default=False,
+            help="One page that opens offline, with its figures beside it; or a folder of the "
+            "figures alone.",
         ),
-    ] = None,
+    ] = ReportFormat.html,
     open_it: Annotated[
         bool, typer.Option("--open", help="Open the report, as a browser would.")
     ] = False,
@@ -70,28 +63,18 @@ def report(
     """Write the report of a run, or of several side by side."""
     if as_json:
         with refusing(OSError, ValueError):
-            if output is not None or format is not None:
+            if output is not None or format is not ReportFormat.html:
                 raise ValueError("--json writes no report: leave --output and --format out")
             outcomes = _outcomes_in_json(paths)
         typer.echo(json.dumps(outcomes[0] if len(paths) == 1 else {"runs": outcomes}))
         return
-    from guardbit.dashboards.report import write_reports, write_shared
+    from guardbit.dashboards.report import write_reports
 
     with refusing(OSError, ValueError):
-        if format is None:
-            suffix = "" if output is None else output.suffix.removeprefix(".").lower()
-            known = set(ReportFormat)
-            format = ReportFormat(suffix) if suffix in known - {"png"} else ReportFormat.html
         place = _report_path(paths, output, format)
-        is_shared = format in (ReportFormat.gif, ReportFormat.card)
-        if is_shared and len(paths) > 1:
-            raise ValueError(f"a {format.value} shows one run, got {len(paths)}")
         runs = [_read_whole(path, name) for path, name in zip(paths, _names(paths), strict=True)]
         with _saying_where(place):
-            if format is ReportFormat.gif or format is ReportFormat.card:
-                written = write_shared(runs[0], place, format.value)
-            else:
-                written = write_reports(runs, place, format=format.value)
+            written = write_reports(runs, place, format=format.value)
     typer.echo(printable(str(written)))
     if open_it:
         typer.launch(written.resolve().as_uri())
@@ -113,8 +96,7 @@ def _saying_where(place: Path) -> Iterator[None]:
 def _report_path(paths: Sequence[Path], output: Path | None, format: ReportFormat) -> Path:
     """Where a report goes: a file, or the folder of the PNGs."""
     name = "report" if len(paths) == 1 else "comparison"
-    endings = {ReportFormat.png: "_pictures", ReportFormat.card: "_card.png"}
-    name += endings.get(format, f".{format.value}")
+    name += "_pictures" if format is ReportFormat.png else ".html"
     if output is not None:
         # A name without a suffix is a folder's, whether it exists already or not.
         is_folder = format is not ReportFormat.png and (output.is_dir() or not output.suffix)

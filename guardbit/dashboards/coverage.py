@@ -64,12 +64,7 @@ def sampling_of(frame: pd.DataFrame) -> Sampling:
 
 
 def is_judged(metadata: Mapping[str, Any] | None, indicators: Collection[str]) -> bool:
-    """Whether some rule could judge heads by what was measured of them.
-
-    Args:
-        metadata: What describes the run; where it lists no rules, they are the default ones.
-        indicators: What was measured of heads.
-    """
+    """Whether some rule could judge heads by what was measured of them."""
     settings = (metadata or {}).get("settings")
     settings = settings if isinstance(settings, Mapping) else {}
     judged_by, rules = settings.get("heads_judged_by"), settings.get("rules")
@@ -91,15 +86,7 @@ def _kind(rule: object) -> str:
 def not_watched_of(
     metadata: Mapping[str, Any] | None, measured: Collection[str]
 ) -> tuple[str, ...]:
-    """The attention modules that a run's metadata name and that were not watched.
-
-    Either nothing of their calls was watched, though their weights may have been measured, or no
-    head was measured.
-
-    Args:
-        metadata: What describes the run.
-        measured: Names of those with samples.
-    """
+    """The attention modules that a run's metadata name and that were not watched."""
     known = metadata or {}
     sites, unseen = known.get("sites"), known.get("unseen")
     called = sites.items() if isinstance(sites, Mapping) else ()

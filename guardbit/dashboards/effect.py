@@ -27,10 +27,6 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.Dat
     Indicators of the run are means of `SAMPLES_AVERAGED` samples, because single losses are noisy.
     They are taken before the earliest switch and after it; where all heads were switched back,
     up to the last time that happened.
-
-    Returns:
-        Columns indicator, layer, head (-1 for the run), before, after; NaN where there is no such
-        sample. Empty where no head was switched.
     """
     switched = first_events(frame, events, "switch")
     ends = {

@@ -26,13 +26,7 @@ _LARGE = 1e3
 
 
 def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
-    """The last step up to which all runs have the same losses.
-
-    None where they share no beginning, or never part.
-
-    Args:
-        losses: Name of each run -> its losses by step.
-    """
+    """The last step up to which all losses are the same; None where none is, or all are."""
     if len(losses) < 2:
         return None
     table = pd.concat(losses, axis=1, join="inner").dropna()
@@ -42,12 +36,7 @@ def fork_of(losses: Mapping[str, pd.Series]) -> int | None:
 
 
 def departure(loss: pd.Series, other: pd.Series) -> int | None:
-    """The first step at which a loss has left the other one's, None where it has not.
-
-    Args:
-        loss: By step.
-        other: The same of the run that it is held against.
-    """
+    """The first step at which a loss has left the other one's, None where it has not."""
     finite = loss.where(np.isfinite(loss.to_numpy()), _LARGE)
     above = cast(pd.Series, finite - other).dropna()
     if len(above) < 2:

@@ -87,22 +87,17 @@ class History:
         return int(self.steps.max())
 
     def bucket_of(self, step: int) -> int:
-        """The last bucket that holds no later step than the one given; -1 where there is none.
-
-        The first bucket is returned from the run's first step on, even if it holds later ones too.
-        """
+        """The last bucket that holds no later step than the one given; -1 where there is none."""
         known = np.flatnonzero((self.steps >= 0) & (self.steps <= step))
         if known.size:
             return int(known[-1])
+        # The first one counts from the run's first step on, even if it holds later ones too.
         return 0 if self._origin is not None and step >= self._origin else -1
 
     def add(
         self, indicator: str, steps: Integers, layers: Integers, heads: Integers, values: Floats
     ) -> None:
-        """Takes in values of one indicator, arrays of one length; an unknown one is passed over.
-
-        Layers and heads count from 0 and are not looked at for indicators of the whole run.
-        """
+        """Takes in values of one indicator, arrays of one length; an unknown one is passed over."""
         if not len(steps) or indicator not in (*HEAD_INDICATORS, *RUN_INDICATORS):
             return
         buckets = self._place(steps)
@@ -135,15 +130,7 @@ class History:
         return self.low[indicator][known, column], self.high[indicator][known, column]
 
     def excess(self, bucket: int | None = None) -> tuple[Floats, Integers, Sequence[str]]:
-        """How far each head's worst indicator is above its baseline (`dashboards.excess`).
-
-        Args:
-            bucket: The last one taken into account; None for all.
-
-        Returns:
-            The excess, (layers, heads), NaN where nothing is known; which indicator it is of, and
-            the names these numbers stand for.
-        """
+        """Each head's excess up to a bucket, (layers, heads); of which indicator; their names."""
         names = [name for name in EXCESS_INDICATORS if name in self.high]
         worst = np.full(len(self.heads), np.nan)
         which = np.zeros(worst.shape, dtype=np.int64)

@@ -114,6 +114,5 @@ class Plots:
         """
         run = self._run
         if step is None:
-            first = marks.first_events(run.samples, run.events, "alarm")
-            step = min((event.step for event in first.values()), default=None)
+            step = marks.first_step(run.samples, run.events, "alarm")
         return figures.model_map(run.samples, run.events, step)

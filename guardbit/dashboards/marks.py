@@ -25,17 +25,11 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table, ordered by step.
-
-    The columns rule, stabilizer, verdict and judges may be missing. Without one of the last two the
-    table is taken for one that an earlier version has read.
-
-    Raises:
-        ValueError: Another column is missing from a table that has rows.
-    """
+    """Returns the events of a table, ordered by step."""
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
+    # A table without one of these is taken for one that an earlier version has read.
     told = [name for name in ("verdict", "judges") if name in events.columns]
     texts = ["rule", "stabilizer", *told]
     rows = [
@@ -69,7 +63,6 @@ def _heads(value: object) -> tuple[int, ...]:
 
 
 def between(events: pd.DataFrame | None, first: int, last: int) -> pd.DataFrame | None:
-    """The events of some steps, both ends included."""
     if events is None or events.empty:
         return events
     return rows_of(events, (events["step"] >= first) & (events["step"] <= last))
@@ -140,6 +133,11 @@ def first_events(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -
         if mark_of(event) == mark:
             first.update({head: event for head in heads if head not in first})
     return first
+
+
+def first_step(frame: pd.DataFrame, events: pd.DataFrame | None, mark: Mark) -> int | None:
+    """The step of the first mark on a head: later, heads that were drawn along hide that one."""
+    return min((event.step for event in first_events(frame, events, mark).values()), default=None)
 
 
 def current_stabilizers(frame: pd.DataFrame, events: pd.DataFrame | None) -> dict[Head, str]:

@@ -19,14 +19,7 @@ def place_of_run(path: Path) -> Path:
 
 
 def distinguished(names: Sequence[str]) -> list[str]:
-    """Names without the parts that all have in common, if together they are too long.
-
-    Args:
-        names: Each different from the others. Their parts are what dashes separate.
-
-    Returns:
-        The names in their order; unshortened where they would no longer differ.
-    """
+    """Names without the parts that all have in common, if together they are too long."""
     if sum(map(len, names)) <= MOST_CHARACTERS:
         return list(names)
     shared = set.intersection(*(set(name.split("-")) for name in names))

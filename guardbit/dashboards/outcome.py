@@ -125,16 +125,7 @@ def outcome_of(
     *,
     sampling: Sampling | None = None,
 ) -> Outcome:
-    """Derives the outcome of a run.
-
-    Args:
-        frame: Samples, as `guardbit.read_run` returns them.
-        events: Events, as `guardbit.read_events` returns them.
-        metadata: As `guardbit.read_metadata` returns it: which rules there were, and which
-            attention modules.
-        end: How the run ended, as `guardbit.store.read_end` returns it.
-        sampling: When heads were measured; None to take it from the samples.
-    """
+    """Derives the outcome of a run."""
     frame = tables.check_samples(frame)
     sampling = sampling_of(frame) if sampling is None else sampling
     happened = marks.events_of(events)
@@ -287,12 +278,7 @@ def _not_measured_since(frame: pd.DataFrame, since: dict[Head, int]) -> set[Head
 
 
 def headline(outcome: Outcome, *, is_running: bool = False) -> str:
-    """The outcome in a sentence, most important first, with what limits it.
-
-    Args:
-        outcome: The outcome.
-        is_running: Whether the run is known to go on, so that nothing is final.
-    """
+    """The outcome in a sentence, most important first, with what limits it."""
     return "; ".join([what_became(outcome, is_running=is_running), *limits(outcome)])
 
 

@@ -82,13 +82,6 @@ def notable_heads(
 
     So no figure greys out its own peak. Only the second half of the run counts for that, so that
     no head stands out for its warm-up.
-
-    Args:
-        frame: The samples.
-        story: As `heads_of_story` returns.
-        indicator: The indicator that the figure shows.
-        smallest: Take the smallest magnitude instead of the largest.
-        layer: The layer that the figure shows; None for all.
     """
     table = by_head(frame, indicator)
     if layer is not None:
@@ -126,10 +119,6 @@ def heads_to_watch(
     Heads with an alarm come first, in the order of their first alarm. The others follow by how far
     they are above their baseline (`excess`), and where that is the same, by the latest magnitude of
     the first recorded indicator of `HEAD_INDICATORS`.
-
-    Returns:
-        At most `count` rows; columns layer, head, site, alarm_step (NaN without an alarm), rule,
-        stabilizer, excess, then those of `latest_values`.
     """
     latest = latest_values(frame)
     alarms = first_events(frame, events, "alarm")

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 
 from guardbit.catalog import HEAD_INDICATORS
-from guardbit.dashboards.layers import Layers, is_shared
 
 SAMPLE_COLUMNS = ("step", "site", "layer", "head", "indicator", "value")
 
@@ -25,11 +24,7 @@ _CHECKED = "guardbit.checked"
 
 
 def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
-    """Returns the samples with "" for a missing site and one layer for each site (see `Layers`).
-
-    Raises:
-        ValueError: A column is missing from a table that has rows.
-    """
+    """Returns a copy of the samples with "" for a missing site, which shares the columns."""
     if frame.empty:
         return pd.DataFrame(columns=list(SAMPLE_COLUMNS))
     if frame.attrs.get(_CHECKED):
@@ -37,47 +32,13 @@ def check_samples(frame: pd.DataFrame) -> pd.DataFrame:
     check_columns(frame, SAMPLE_COLUMNS, "samples")
     if np.asarray(frame["site"].isna()).any():
         frame = frame.assign(site=frame["site"].astype(object).fillna(""))
-    frame = _with_one_layer_a_site(frame)
+    frame = frame.copy(deep=False)
     frame.attrs[_CHECKED] = True
     return frame
 
 
-def _with_one_layer_a_site(frame: pd.DataFrame) -> pd.DataFrame:
-    """A copy, which shares the columns that stay."""
-    codes, sites = pd.factorize(frame["site"])
-    numbers, recorded = pd.factorize(frame["layer"])
-    pairs = codes * len(recorded) + numbers
-    layers = Layers()
-    # In the order of the samples, as the first number of a site counts.
-    found, first = np.unique(pairs, return_index=True)
-    given = np.zeros(len(sites) * len(recorded), dtype=np.int64)
-    several = np.bincount(found // len(recorded), minlength=len(sites)) > 1
-    steps, numbered = frame["step"].to_numpy(), frame["layer"].to_numpy()
-    shared = {
-        int(site)
-        for site in np.flatnonzero(several)
-        if is_shared(steps[codes == site], numbered[codes == site])
-    }
-    for pair in found[np.argsort(first)].tolist():
-        site, number = divmod(pair, len(recorded))
-        layer = int(recorded[number])
-        if sites[site]:
-            layer = layers.layer(str(sites[site]), layer, is_shared=site in shared)
-        given[pair] = layer
-    renumbered = given[pairs]
-    if (renumbered == numbered).all():
-        return frame.copy(deep=False)
-    return frame.assign(layer=renumbered)
-
-
 def check_columns(table: pd.DataFrame, required: Sequence[str], what: str) -> None:
-    """Raises ValueError if a table lacks a column.
-
-    Args:
-        table: The table.
-        required: The columns it needs.
-        what: What the table holds, for the message.
-    """
+    """Raises ValueError if a table lacks a column."""
     missing = [name for name in required if name not in table.columns]
     if missing:
         raise ValueError(
@@ -165,7 +126,6 @@ def head_label(layer: int, head: int, heads_in_layer: int) -> str:
 
 
 def recorded_indicators(frame: pd.DataFrame) -> set[str]:
-    """The indicators with at least one sample."""
     return set(check_samples(frame)["indicator"].unique())
 
 

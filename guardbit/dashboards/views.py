@@ -17,12 +17,10 @@ from guardbit.dashboards import marks
 from guardbit.dashboards.coverage import Sampling
 from guardbit.dashboards.excess import EXCESS_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.dashboards.layers import Layers, is_shared
 from guardbit.dashboards.outcome import LOSS_SAMPLES, facts, headline, outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, HEAT_STOPS_DARK, HIGHLIGHTS, MOST_EXCESS
 from guardbit.dashboards.tables import SAMPLE_COLUMNS
 from guardbit.records import Event
-from guardbit.store.bounds import MAX_LAYERS
 
 Integers = npt.NDArray[np.integer]
 Floats = npt.NDArray[np.floating]
@@ -66,18 +64,17 @@ class RunViews:
         self.metadata: Mapping[str, Any] = {}
         self.version = 0
         self._buckets = buckets
-        self._shared: set[str] = set()
         self._picture: Json = {}
         self._maps: OrderedDict[tuple[int, int], Json] = OrderedDict()
         self.forget_samples()
 
     def forget_samples(self) -> None:
         """Begins anew with the samples, as where a run was resumed from an earlier step."""
-        self._history, self._layers, self._sampling = History(self._buckets), Layers(), Sampling()
+        self._history, self._sampling = History(self._buckets), Sampling()
+        self._layers: dict[str, int] = {}  # of each site
 
     @property
     def has_samples(self) -> bool:
-        """Whether any sample was read."""
         return self._history.last_step >= 0
 
     def take(self, batch: pa.RecordBatch) -> None:
@@ -88,10 +85,10 @@ class RunViews:
         sites, heads = batch["site"].indices.to_numpy(), batch["head"].to_numpy()
         named = batch["site"].dictionary.to_pylist()
         of_heads = np.array([bool(site) for site in named], dtype=bool)[sites]
-        recorded = np.where(of_heads, batch["layer"].to_numpy(), 0)
         of_these = [names[code] for code in np.unique(codes[of_heads])]
         self._sampling = self._sampling.extended(steps[of_heads], of_these)
-        layers = self._layers_of(named, sites, recorded, steps)
+        layers = batch["layer"].to_numpy()
+        self._note_layers(named, sites, layers)
         for code, name in enumerate(names):
             chosen = (codes == code) & (of_heads == (name in HEAD_INDICATORS))
             if chosen.any():
@@ -100,11 +97,7 @@ class RunViews:
                 )
 
     def take_picture(self, title: str) -> None:
-        """Composes what the page shows first, so that an answer costs next to nothing.
-
-        Args:
-            title: What the run is called.
-        """
+        """Composes what the page shows first, so that an answer costs next to nothing."""
         history = self._history
         newest = self._map(history.used - 1)
         self.version += 1
@@ -113,7 +106,7 @@ class RunViews:
             "title": title,
             "layers": history.num_layers,
             "heads": history.num_heads,
-            "sites": {str(layer): site for site, layer in self._layers.of.items()},
+            "sites": {str(layer): site for site, layer in self._layers.items()},
             "steps": _steps(history),
             "last_step": history.last_step,
             "map": newest,
@@ -149,11 +142,7 @@ class RunViews:
         return {**self._picture, "map": self._map(bucket), "worst": self._worst(bucket)}
 
     def head(self, layer: int, head: int) -> Json:
-        """Returns every indicator of one head.
-
-        Raises:
-            LookupError: No such head was measured.
-        """
+        """Returns every indicator of one head."""
         history = self._history
         if history.column_of(layer, head) < 0:
             raise LookupError(f"no head {head} in layer {layer} was measured")
@@ -184,11 +173,7 @@ class RunViews:
         }
 
     def curves(self, indicator: str) -> Json:
-        """Returns one indicator: the heads that matter most, and the range of all.
-
-        Raises:
-            LookupError: The indicator is unknown or was not recorded.
-        """
+        """Returns one indicator: the heads that matter most, and the range of all."""
         history = self._history
         if indicator not in history.high:
             raise LookupError(f"the indicator {indicator} was not recorded")
@@ -209,16 +194,7 @@ class RunViews:
         }
 
     def largest(self, clock: Sequence[tuple[int, float]]) -> Json:
-        """Returns the loss, and of some indicators the largest size over all heads.
-
-        Args:
-            clock: When steps were, as `guardbit.store.read_clock` returns it.
-
-        Returns:
-            steps; seconds, since the first step, None without a clock; lines, indicator -> values;
-            and marks. What a bucket of steps holds counts by its largest value, the loss by its
-            middle.
-        """
+        """Returns the loss by the middle of each bucket, and the largest sizes over all heads."""
         history = self._history
         lines: Json = {}
         if "loss" in history.run_high:
@@ -237,33 +213,19 @@ class RunViews:
             "marks": _marks(self.events),
         }
 
-    def _layers_of(
-        self, names: Sequence[str], sites: Integers, recorded: Integers, steps: Integers
-    ) -> Integers:
-        """The layer of each row's site, which is the one recorded unless a site has two."""
-        place = sites.astype(np.int64) * MAX_LAYERS + recorded
-        layers = np.zeros(len(names) * MAX_LAYERS, dtype=np.int64)
-        found = np.zeros(len(layers), dtype=bool)
-        found[place] = True
-        pairs = np.flatnonzero(found)
-        several = np.bincount(pairs // MAX_LAYERS, minlength=len(names)) > 1
-        for site in np.flatnonzero(several).tolist():
-            of_site = sites == site
-            if is_shared(steps[of_site], recorded[of_site]):
-                self._shared.add(names[site])
-        for pair in pairs.tolist():
-            site, layer = divmod(pair, MAX_LAYERS)
-            name = names[site]
-            if name:
-                layers[pair] = self._layers.layer(name, layer, is_shared=name in self._shared)
-        return layers[place]
+    def _note_layers(self, names: Sequence[str], sites: Integers, layers: Integers) -> None:
+        layer_of = np.full(len(names), -1, dtype=np.int64)
+        layer_of[sites] = layers
+        for name, layer in zip(names, layer_of.tolist(), strict=True):
+            if name and layer >= 0:
+                self._layers.setdefault(name, layer)
 
     def _site(self, layer: int) -> str:
-        return next((site for site, at in self._layers.of.items() if at == layer), "")
+        return next((site for site, at in self._layers.items() if at == layer), "")
 
     def _outcome(self) -> Json:
         """What has become of the run so far; where it ends, what became of it."""
-        history, site_of = self._history, {layer: site for site, layer in self._layers.of.items()}
+        history, site_of = self._history, {layer: site for site, layer in self._layers.items()}
         rows = [
             (history.last_step, site_of.get(at, ""), at, head, "", 0.0)
             for at, head in history.heads
@@ -336,7 +298,7 @@ class RunViews:
         return self._maps[key]
 
     def _marked(self, step: int) -> tuple[set[tuple[int, int]], Mapping[tuple[int, int], str]]:
-        layer_of = self._layers.of
+        layer_of = self._layers
         alarmed: set[tuple[int, int]] = set()
         stabilized: dict[tuple[int, int], str] = {}
         for event in self.events:
@@ -375,7 +337,7 @@ class RunViews:
         return worst
 
     def _notable(self) -> list[tuple[int, int]]:
-        layer_of = self._layers.of
+        layer_of = self._layers
         alarmed = [
             (layer_of[event.site], head)
             for event in self.events

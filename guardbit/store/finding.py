@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 from guardbit.store.files import RUN_FOLDER, Listing, list_folder
-from guardbit.store.tensorboard import is_tensorboard_log
 
 #: Levels below a folder at which runs are looked for, how many are, and how many an error names.
 _DEEPEST_RUN, _MOST_RUNS, _NAMED_RUNS = 4, 1000, 5
@@ -25,11 +24,7 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
     """Returns the folder of the run: `path`, or the one in this log directory."""
     path = Path(path)
     inner = path / RUN_FOLDER
-    if is_run(path) or not is_run(inner):
-        return path
-    # A TensorBoard log with some samples is better than a run with none.
-    is_empty = not any(list_folder(inner).segments.values())
-    return path if is_empty and is_tensorboard_log(path) else inner
+    return path if is_run(path) or not is_run(inner) else inner
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:

@@ -36,8 +36,7 @@ from guardbit.store.files import (
     SessionKey,
     check_columns,
 )
-from guardbit.store.finding import existing, is_run, list_run
-from guardbit.store.tensorboard import is_tensorboard_log, read_tensorboard
+from guardbit.store.finding import existing, list_run
 
 Part = TypeVar("Part")
 
@@ -61,10 +60,8 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
     >>> folder.cleanup()
 
     Args:
-        path: Folder of a run, or the log directory that holds it as `guardbit`; a CSV file (`.csv`,
-            `.csv.gz`) with the columns below, other columns are ignored; or a TensorBoard log, file
-            or folder, with the scalars that `AttentionMonitor` logs, which are the largest over all
-            heads.
+        path: Folder of a run, or the log directory that holds it as `guardbit`; or a CSV file
+            (`.csv`, `.csv.gz`) with the columns below, other columns are ignored.
 
     Returns:
         One row a measured value, with the columns step (int64), site (str; "" for the whole run),
@@ -83,8 +80,6 @@ def read_run(path: str | os.PathLike[str]) -> pd.DataFrame:
             `guardbit.store.bounds`, or the last line of a CSV is cut short; they are left out.
     """
     path = existing(path)
-    if is_tensorboard_log(path) and not is_run(path):
-        return _tidy(_bounded(read_tensorboard(path), path))
     if path.is_file():
         return _tidy(_bounded(read_csv(path), path))
     parts = [
@@ -98,7 +93,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     """Reads the events of a run, also while it is being written.
 
     Args:
-        path: Folder of a run; or a CSV file or TensorBoard log, which hold no events.
+        path: Folder of a run; or a CSV file, which holds no events.
 
     Returns:
         One row an event, with the columns step (int64), kind (str), site (str), heads (tuple of
@@ -115,7 +110,7 @@ def read_events(path: str | os.PathLike[str]) -> pd.DataFrame:
     """
     path = existing(path)
     rows: list[dict[str, Any]] = []
-    if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
+    if path.is_dir():
         for events, last_step in _read_segments(path, "events", _load_events):
             rows += [event for event in events if event["step"] <= last_step]
     frame = pd.DataFrame(rows, columns=EVENT_COLUMNS).astype(
@@ -128,7 +123,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads what describes a run as a whole.
 
     Args:
-        path: Folder of a run; or a CSV file or TensorBoard log, which have no metadata.
+        path: Folder of a run; or a CSV file, which has no metadata.
 
     Returns:
         The metadata of all its sessions; where two give the same key, the later one's.
@@ -142,7 +137,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = existing(path)
     metadata: dict[str, Any] = {}
-    if is_run(path) or (path.is_dir() and not is_tensorboard_log(path)):
+    if path.is_dir():
         sessions = list_run(path).sessions
         for key in sorted(sessions):
             metadata |= _load_session(sessions[key])["metadata"]
@@ -167,7 +162,7 @@ def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
         UserWarning: The session's file cannot be read.
     """
     path = existing(path)
-    if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
+    if not path.is_dir():
         return None
     return end_of(list_run(path))
 
@@ -196,7 +191,7 @@ def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
         UserWarning: A session's file cannot be read.
     """
     path = existing(path)
-    if not (is_run(path) or (path.is_dir() and not is_tensorboard_log(path))):
+    if not path.is_dir():
         return []
     return clock_of(list_run(path))
 

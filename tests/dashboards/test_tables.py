@@ -296,24 +296,10 @@ def test_a_switch_that_was_not_made_is_none(run):
     assert [marks.what_of(event) for event in marks.events_of(events)] == ["switch", "refusal"]
 
 
-def test_a_site_recorded_under_two_numbers_is_one_layer():
-    # By the order of the first calls: b was left out at step 0, and stands before c from then on.
-    rows = [
-        (step, f"h.{name}", layer, 0, "max_logit", float("abc".index(name) * 100 + step))
-        for step, order in ((0, "ac"), (10, "abc"), (20, "abc"))
-        for layer, name in enumerate(order)
-    ]
-    frame = pd.DataFrame(rows, columns=["step", "site", "layer", "head", "indicator", "value"])
+def test_checked_samples_leave_the_callers_table_alone(run):
+    frame = run.frame.assign(site=run.frame["site"].replace("", None))
     before = frame.copy()
-    layers = tables.layer_of_site(frame)
-    assert layers == {"h.a": 0, "h.c": 1, "h.b": 2}
-    table = tables.by_head(frame, "max_logit")
-    for number, name in enumerate("abc"):
-        own = table[layers[f"h.{name}"], 0].dropna()
-        assert own.to_list() == [100 * number + step for step in own.index]
-    assert tables.latest_values(frame).shape == (3, 1)
-    watched = ranking.heads_to_watch(frame, None).set_index("site")
-    assert watched["max_logit"].to_dict() == {"h.a": 20, "h.b": 120, "h.c": 220}
+    assert (tables.check_samples(frame)["site"] == run.frame["site"]).all()
     pd.testing.assert_frame_equal(frame, before)
     assert frame.attrs == {}
 

@@ -66,9 +66,9 @@ def test_json_holds_all_heads_and_draws_nothing(run):
 
 def test_the_answer_is_in_the_report(run):
     def report():
-        result = CliRunner().invoke(app, ["report", str(run), "--format", "md"])
+        result = CliRunner().invoke(app, ["report", str(run)])
         assert result.exit_code == 0, result.output
-        return (run / "report.md").read_text()
+        return (run / "report.html").read_text()
 
     kept = "Inputs of heads were kept at 2 steps; guardbit diagnose says why they diverge."
     assert kept in report()
@@ -76,12 +76,12 @@ def test_the_answer_is_in_the_report(run):
     assert kept not in report() and "Rounding is not the cause" in report()
     invoke(run, "--head", "h.1.attn:1")  # the other head's answer stays
     text = report()
-    assert text.index("## Why heads diverge") < text.index("## Figures")
-    assert text.index("### h.1.attn head 1, steps 3 to 4") < text.index(
-        "### h/0 attn head 0, step 4"
+    assert text.index("<h2>Why heads diverge") < text.index("<h2>Figures")
+    assert text.index("<h3>h.1.attn head 1, steps 3 to 4</h3>") < text.index(
+        "<h3>h/0 attn head 0, step 4</h3>"
     )
     assert "Rounding of delta: dQ is wrong by" in text
-    (line,) = [line for line in text.splitlines() if line.startswith("| remedy exact")]
+    (line,) = [line for line in text.splitlines() if "<td>remedy exact" in line]
     assert line.count("%") == 2
     (run / "diagnosis" / "diagnosis.json").write_text("{")
     assert kept in report()

@@ -4,7 +4,6 @@ import copy
 import logging
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
 import torch
@@ -191,10 +190,7 @@ def test_the_share_that_is_watched_is_told(tmp_path, caplog):
             "modules": 1, "watched": 0, "not_watched": "4: it was not seen to call attention"
         },
     }  # fmt: skip
-    blocks = contents.settings(read_metadata(tmp_path))
-    (table,) = [
-        after for block, after in pairwise(blocks) if getattr(block, "text", "") == "Coverage"
-    ]
+    table = dict(contents.settings(read_metadata(tmp_path)))["Coverage"]
     assert table.header == ["", "Modules", "Watched", "Not watched"]
     assert [row[:3] for row in table.rows][2] == ["never seen", "1", "0"]
 

@@ -72,17 +72,7 @@ def head_diagnosis(
     column_push: Sequence[float],
     row: Row | None = None,
 ) -> Figure:
-    """What each operation and remedy leaves, and which rows, keys and columns of V push.
-
-    Args:
-        title: Of the figure.
-        left: What is left of the summed error of dQ, by what was done, as a part of it.
-        row_push: Of each row, in order; sequences one after the other.
-        key_push: Of each key, all sequences together.
-        column_push: Of each column of V, through delta.
-        row: The row that pushes most, taken apart as in the paper's figures 5b, 5c and 6; None for
-            none.
-    """
+    """What each operation and remedy leaves, and which rows, keys and columns of V push."""
     panels = 4 if row is None else 7
     figure = Figure(figsize=(WIDTH, panels * _PANEL + 1.2), layout="constrained")
     parts, rows, keys, columns, *of_row = figure.subplots(

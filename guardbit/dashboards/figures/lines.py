@@ -12,8 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from guardbit.dashboards import tables
-from guardbit.dashboards.figures.scales import finite, has_finite
-from guardbit.dashboards.figures.style import panel_inches
+from guardbit.dashboards.figures.style import finite, has_finite, panel_inches
 from guardbit.dashboards.palette import CONTEXT, HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Head
 
@@ -24,14 +23,7 @@ NAME_HEIGHT = 0.195
 
 
 def styles_of(story: Sequence[Head], notable: Sequence[Head]) -> dict[Head, tuple[str, str]]:
-    """Colour and line style of notable heads: in all figures of a run a colour is one head.
-
-    A head that only one figure makes much of is drawn in ink there.
-
-    Args:
-        story: The heads that all figures are about (`ranking.heads_of_story`).
-        notable: The heads that a figure highlights.
-    """
+    """Colour and line style of notable heads: in all figures of a run a colour is one head."""
     colours = dict(zip(story, HIGHLIGHTS, strict=False))
     return {head: colours.get(head, (INK, ":")) for head in notable}
 
@@ -43,17 +35,7 @@ def draw_heads(
     *,
     context: bool = True,
 ) -> list[Line2D]:
-    """A grey line for every head, and one on top that stands out for the notable ones.
-
-    Args:
-        axes: Where to draw.
-        table: A column a head, of all heads, whose number decides on names.
-        notable: The heads that stand out, with their styles (`styles_of`).
-        context: Whether to draw the others.
-
-    Returns:
-        The lines that stand out, labelled with their heads.
-    """
+    """A grey line for every head, and one on top that stands out for the notable ones."""
     in_layer = Counter(layer for layer, _ in table.columns)
     drawable = [head for head in table.columns if has_finite(cast(pd.Series, table[head]))]
     others = [head for head in drawable if head not in notable] if context else []

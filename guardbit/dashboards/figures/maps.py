@@ -13,28 +13,27 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from guardbit.dashboards import marks, ranking, tables
-from guardbit.dashboards.figures.scales import edges, finite, has_finite, plain, smooth
 from guardbit.dashboards.figures.style import (
     HEAT,
     PANEL_HEIGHT,
     WIDTH,
-    ShownFigure,
     canvas,
+    edges,
     finish,
+    finite,
+    has_finite,
     place_key,
     styled,
 )
-from guardbit.dashboards.palette import CONTEXT, INK, MOST_EXCESS, PAPER
+from guardbit.dashboards.palette import INK, MOST_EXCESS, PAPER
 from guardbit.dashboards.tables import Head
 
 #: The end of the heat map's colours, in times the median head's norm. The largest in the recorded
 #: stable runs of single heads (`studies/rescue/results`) are 3.3 times it.
 MOST_TYPICAL = 30.0
-#: Inches of a picture of a film.
-FILM = (8.0, 6.0)
 #: Light within ink, so that it is seen on any colour of the ramp.
 DOT: dict[str, Any] = {
     "linestyle": "none",
@@ -102,21 +101,16 @@ def model_map(
     last = step
     if last is None:
         last = tables.steps(frame)[1] if len(frame) else 0
-    cells, alarmed, stabilized = known_at(frame, events, last)
+    cells, alarmed, stabilized = _known_at(frame, events, last)
     if not np.isfinite(cells).any():
         return None
     return draw_model_map(cells, last, alarmed, stabilized, name)
 
 
-def known_at(
+def _known_at(
     frame: pd.DataFrame, events: pd.DataFrame | None, step: int
 ) -> tuple[np.ndarray, list[Head], list[Head]]:
-    """What the model map shows after a step.
-
-    Returns:
-        The excess of each head, (layers, heads), NaN where nothing was measured; the heads with an
-        alarm, and those on a stabilized kernel.
-    """
+    """What the model map shows after a step."""
     table = ranking.excess(frame, step)
     layer, head = (np.asarray(table.index.get_level_values(level), dtype=int) for level in (0, 1))
     cells = np.full((layer.max(initial=-1) + 1, head.max(initial=-1) + 1), np.nan)
@@ -135,41 +129,10 @@ def draw_model_map(
     stabilized: Sequence[Head],
     name: str = "",
 ) -> Figure:
-    """The model map of what is known already.
-
-    Args:
-        cells: The excess of each head, (layers, heads), NaN where nothing was measured.
-        step: The step it stands for.
-        alarmed: The heads to frame.
-        stabilized: The heads to dot.
-        name: Of the run, for the title.
-    """
+    """The model map of what is known already."""
     height = float(np.clip(0.115 * len(cells), PANEL_HEIGHT, 9.2))
     title = " · ".join(filter(None, [f"Model map at step {step:,}", name]))
     figure, (axes,) = canvas(title, panel_height=height)
-    mesh, key = draw_cells(axes, cells, alarmed, stabilized)
-    if key:
-        place_key(axes, key)
-    bar = _colour_bar(figure, axes, mesh)
-    bar.set_label("worst indicator, times its baseline")
-    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
-    return figure
-
-
-def draw_cells(
-    axes: Axes, cells: np.ndarray, alarmed: Sequence[Head], stabilized: Sequence[Head]
-) -> tuple[Any, list[Line2D]]:
-    """Draws the cells of a model map with their frames and dots.
-
-    Args:
-        axes: Where to draw.
-        cells: As in `draw_model_map`.
-        alarmed: The heads to frame.
-        stabilized: The heads to dot.
-
-    Returns:
-        The mesh, for a colour bar, and the key of frames and dots.
-    """
     mesh = axes.pcolormesh(
         np.arange(cells.shape[1] + 1) - 0.5,
         np.arange(len(cells) + 1) - 0.5,
@@ -187,58 +150,12 @@ def draw_cells(
     axes.set_xlabel("one value a layer" if one_value else "head")
     axes.set_xticks([] if one_value else range(0, cells.shape[1], math.ceil(cells.shape[1] / 16)))
     axes.grid(False)
-    return mesh, _mark_heads(axes, alarmed, stabilized, cells.shape)
-
-
-@styled
-def map_over_loss(
-    cells: np.ndarray,
-    step: int,
-    alarmed: Sequence[Head],
-    stabilized: Sequence[Head],
-    loss: pd.Series,
-    name: str = "",
-) -> Figure:
-    """The model map at a step, and the loss up to it below: one picture of a film.
-
-    Args:
-        cells: As in `draw_model_map`.
-        step: As there.
-        alarmed: As there.
-        stabilized: As there.
-        loss: All of the run's, by step; empty for none.
-        name: Of the run.
-    """
-    figure = ShownFigure(figsize=FILM, dpi=80)
-    axes = figure.add_axes((0.09, 0.4, 0.87, 0.49))
-    _, key = draw_cells(axes, cells, alarmed, stabilized)
-    title = " · ".join(filter(None, [f"step {step:,}", name]))
-    axes.set_title(title, pad=8)
+    key = _mark_heads(axes, alarmed, stabilized, cells.shape)
     if key:
-        axes.legend(
-            handles=key,
-            loc="lower right",
-            bbox_to_anchor=(1, 1.02),
-            ncols=2,
-            handlelength=1,
-            borderpad=0,
-        )
-    below = figure.add_axes((0.09, 0.1, 0.87, 0.17))
-    below.set_xlabel("optimizer step")
-    below.set_ylabel("loss")
-    below.grid(False)
-    shown = smooth(finite(loss))
-    if has_finite(shown):
-        later = shown.iloc[len(shown) // 10 :].dropna()
-        low, high = (float(at) for at in (later if len(later) else shown).agg(["min", "max"]))
-        below.set_ylim(low - 0.1 * (high - low) - 1e-9, high + 0.1 * (high - low) + 1e-9)
-        below.plot(shown, color=CONTEXT, alpha=0.4)
-        below.plot(shown.loc[:step], color=INK)
-        below.set_xlim(shown.index[0], max(shown.index[-1], shown.index[0] + 1))
-    below.axvline(step, color=INK, linewidth=1)
-    below.yaxis.set_major_locator(MaxNLocator(2))
-    below.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    below.xaxis.set_major_formatter(FuncFormatter(plain))
+        place_key(axes, key)
+    bar = _colour_bar(figure, axes, mesh)
+    bar.set_label("worst indicator, times its baseline")
+    _times_ticks(bar, (1, 3, 10, 30, MOST_EXCESS))
     return figure
 
 

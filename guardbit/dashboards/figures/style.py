@@ -1,4 +1,4 @@
-"""One style for all figures: canvas, range of steps, marks of events.
+"""One style for all figures: canvas, range of steps, marks of events, scales and ticks.
 
 No pyplot, hence no global state: the figures show in a notebook and nowhere else by themselves.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import matplotlib
 import numpy as np
@@ -19,11 +19,11 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from guardbit.dashboards import marks, tables
-from guardbit.dashboards.figures.scales import plain
 from guardbit.dashboards.marks import MARKS, Mark
+from guardbit.dashboards.outcome import outcome_of
 from guardbit.dashboards.palette import HEAT_STOPS, INK, PAPER
 
 Arguments = ParamSpec("Arguments")
@@ -111,15 +111,7 @@ def canvas(
     panel_height: float = PANEL_HEIGHT,
     between: float = BETWEEN,
 ) -> tuple[Figure, list[Axes]]:
-    """Panels one above the other that share their steps; lengths in inches.
-
-    Args:
-        title: Of the figure.
-        panels: Their number.
-        below: What is left free under them.
-        panel_height: Of each.
-        between: What is left free between two.
-    """
+    """Panels one above the other that share their steps; lengths in inches."""
     bottom = BOTTOM + below
     height = TOP + panels * panel_height + (panels - 1) * between + bottom
     figure = ShownFigure(figsize=(WIDTH, height))
@@ -173,7 +165,6 @@ def place_key(axes: Axes, key: Sequence[Line2D]) -> None:
 
 
 def panel_inches(axes: Axes) -> float:
-    """Height of a panel."""
     return axes.get_position().height * axes.figure.get_figure(root=True).get_size_inches()[1]
 
 
@@ -224,7 +215,6 @@ def _apart(steps: Sequence[int], gap: float) -> list[int]:
 
 
 def mark_handle(mark: Mark, label: str) -> Line2D:
-    """A mark as a legend shows it."""
     marker, _, face = MARK_STYLES[mark]
     return Line2D(
         [],
@@ -252,3 +242,86 @@ def pixels(figure: Figure) -> np.ndarray:
     drawn = FigureCanvasAgg(figure)
     drawn.draw()
     return np.asarray(drawn.buffer_rgba())[..., :3].copy()
+
+
+Table = TypeVar("Table", pd.DataFrame, pd.Series)
+
+#: Loss and the like span a decade at the start of a run; below this ratio a log axis lacks ticks.
+LOG_FROM_RATIO = 4.0
+
+#: Samples in the running median laid over loss and gradient norm, which are noisy by batch.
+MEDIAN_WINDOW = 25
+
+
+def finite(table: Table) -> Table:
+    """Infinite values have no place on an axis: as NaN they leave a gap in the line."""
+    return table.replace([np.inf, -np.inf], np.nan)
+
+
+def has_finite(table: pd.DataFrame | pd.Series) -> bool:
+    return bool(np.isfinite(table.to_numpy(dtype=float)).any())
+
+
+def smooth(series: pd.Series) -> pd.Series:
+    """Running median, centred; short series are left as they are."""
+    if len(series) < 4 * MEDIAN_WINDOW:
+        return series
+    median = series.rolling(MEDIAN_WINDOW, center=True, min_periods=1).median()
+    return cast(pd.Series, median.where(series.notna()))
+
+
+def scale(axes: Axes, values: np.ndarray) -> str:
+    """Sets a log axis where positive values span a wide range; returns what the label adds."""
+    measured = values[np.isfinite(values)]
+    low, high = float(measured.min()), float(measured.max())
+    if low <= 0 or high / low <= LOG_FROM_RATIO:
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        return ""
+    axes.set_yscale("log")
+    log_ticks(axes.yaxis, high / low)
+    return ", log scale"
+
+
+def end_at_departure(
+    axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
+) -> None:
+    """Ends an axis at what was reached until the loss left; what comes after runs out of it.
+
+    One head that explodes afterwards would press all that led there flat.
+    """
+    departed = outcome_of(frame, events).departed
+    until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
+    until = until[np.isfinite(until)]
+    if departed is None or not until.size:
+        return
+    low, high = float(until.min()), float(until.max())
+    if axes.get_yscale() == "log":
+        positive = until[until > 0]
+        axes.set_ylim(float(positive.min()) / 1.2, high * 1.2)
+    else:
+        margin = 0.06 * (high - low)
+        axes.set_ylim(min(low - margin, 0) if low < 0 else 0, high + margin)
+
+
+def log_ticks(axis: Any, ratio: float) -> None:
+    """Ticks at round numbers, as many as the range bears."""
+    subs = (1.0,) if ratio > 1e3 else (1.0, 3.0) if ratio > 50 else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter(FuncFormatter(plain))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plain(value: float, _position: int | None = None) -> str:
+    """A number as a tick shows it."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        return f"{value:,.10g}"
+    mantissa, exponent = f"{value:.6e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def edges(centres: np.ndarray) -> np.ndarray:
+    """Cell borders half way between neighbouring steps, which need not be evenly spaced."""
+    if len(centres) == 1:
+        return centres[0] + np.array([-0.5, 0.5])
+    middles = (centres[1:] + centres[:-1]) / 2
+    return np.concatenate([[centres[0]], middles, [centres[-1]]])

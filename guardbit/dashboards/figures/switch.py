@@ -12,13 +12,22 @@ from matplotlib.figure import Figure
 
 from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures.lines import NAMED, draw_heads, label_ends, styles_of
-from guardbit.dashboards.figures.scales import finite, has_finite, scale, smooth
-from guardbit.dashboards.figures.style import MARK_HEIGHTS, above, canvas, finish, styled
+from guardbit.dashboards.figures.style import (
+    MARK_HEIGHTS,
+    above,
+    canvas,
+    finish,
+    finite,
+    has_finite,
+    scale,
+    smooth,
+    styled,
+)
 from guardbit.dashboards.palette import HIGHLIGHTS, INK
 from guardbit.dashboards.tables import Head
 
 #: What the switch is meant to change, then what it must not harm.
-PANELS: tuple[tuple[str, str], ...] = (
+SWITCH_PANELS: tuple[tuple[str, str], ...] = (
     ("delta_bias_abs", "Σ |δ_lp − δ_hp|"),
     ("w_q_spectral_norm", "W_Q norm"),
     ("max_logit", "max logit"),
@@ -52,7 +61,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
     first, last = _window(frame, step)
     panels = {
         indicator: table
-        for indicator, _ in PANELS
+        for indicator, _ in SWITCH_PANELS
         if has_finite(_of_heads(table := _table(frame, indicator).loc[first:last], heads))
     }
     if not panels:
@@ -70,7 +79,7 @@ def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) ->
         else:
             draw_heads(axes, table, styles, context=False)
         axes.set_ylabel(
-            dict(PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
+            dict(SWITCH_PANELS)[indicator] + scale(axes, shown.to_numpy()).removesuffix(" scale")
         )
         axes.margins(y=0.2)
         _draw_change(axes, shown.iloc[:, 0].dropna(), step, medians=indicator == "loss")

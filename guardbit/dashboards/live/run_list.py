@@ -67,11 +67,9 @@ class RunList:
         self._thread = threading.Thread(target=self._run, name="guardbit-runs", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends watching."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=5)
@@ -104,11 +102,7 @@ class RunList:
         return {"folder": str(self.folder), "runs": rows}
 
     def reader(self, number: int) -> RunWatcher:
-        """Returns the watcher of a run, which begins to read where it does not yet.
-
-        Raises:
-            LookupError: There is no such run.
-        """
+        """Returns the watcher of a run, which begins to read where it does not yet."""
         with self._lock:
             if not 0 <= number < len(self._entries):
                 raise LookupError(f"there is no run {number} in the list")
@@ -125,12 +119,7 @@ class RunList:
         return found
 
     def overlay(self, numbers: Sequence[int]) -> Json:
-        """Returns the curves of some runs, to be drawn over one another.
-
-        Raises:
-            ValueError: There are more than `MOST_OVERLAID`.
-            LookupError: There is no such run.
-        """
+        """Returns the curves of some runs, to be drawn over one another."""
         if len(numbers) > MOST_OVERLAID:
             raise ValueError(f"{MOST_OVERLAID} runs at most are drawn at once, got {len(numbers)}")
         readers = [(number, self.reader(number)) for number in dict.fromkeys(numbers)]

@@ -10,7 +10,6 @@ rebinding).
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import socket
@@ -28,7 +27,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from guardbit.dashboards.live.connections import MOST_CONNECTIONS, PatientConnection, say_in_a_line
 from guardbit.dashboards.live.run_list import RunList
 from guardbit.dashboards.live.watcher import RunWatcher
 
@@ -92,7 +90,7 @@ class LiveServer:
         try:
             self._socket.bind((HOST, port))
             # From here on the address works: who asks early waits until `run` answers.
-            self._socket.listen(MOST_CONNECTIONS)
+            self._socket.listen()
         except OSError as error:
             self._socket.close()
             why = f"cannot listen on {HOST}, port {port}: {error.strerror}"
@@ -106,12 +104,10 @@ class LiveServer:
             access_log=False,
             server_header=False,
             loop="asyncio",
-            http=PatientConnection,
+            http="h11",
             ws="none",
-            # As many are taken in before the oldest are closed.
-            backlog=MOST_CONNECTIONS,
         )
-        self._server = _Server(config)
+        self._server = uvicorn.Server(config)
 
     def run(self) -> None:
         """Serves until interrupted (Ctrl-C), or until `stop`."""
@@ -127,14 +123,6 @@ class LiveServer:
     def stop(self) -> None:
         """Ends `run`, which may be in another thread."""
         self._server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    """Says in one line what goes wrong below the requests, such as too many open files."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(say_in_a_line())
-        await super().startup(sockets)
 
 
 def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
@@ -158,11 +146,7 @@ def application(watcher: RunWatcher | RunList, token: str) -> Starlette:
 
 
 def _routes_of_a_run(watcher: Callable[[Request], RunWatcher]) -> list[BaseRoute]:
-    """The page of a run, and what it asks.
-
-    Args:
-        watcher: Which run a request is about.
-    """
+    """The page of a run, and what it asks."""
 
     def state(request: Request) -> Response:
         step = _whole(request, "step", -1)

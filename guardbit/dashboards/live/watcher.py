@@ -42,7 +42,6 @@ class RunWatcher:
         self._take_picture()
 
     def start(self) -> None:
-        """Begins to watch."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -80,32 +79,19 @@ class RunWatcher:
                 self._take_picture()
 
     def state(self, since: int, step: int | None) -> Json:
-        """Returns the whole picture, or only how the run is doing where nothing has changed.
-
-        Args:
-            since: The version the page has; -1 for none.
-            step: The step the model map is wanted at; None for the newest.
-        """
+        """Returns the whole picture, or only how the run is doing where nothing has changed."""
         with self._lock:
             if since == self._views.version and step is None:
                 return {"version": since, "status": self._status()}
             return {**self._views.picture(step), "status": self._status()}
 
     def head(self, layer: int, head: int) -> Json:
-        """Returns every indicator of one head.
-
-        Raises:
-            LookupError: No such head was measured.
-        """
+        """Returns every indicator of one head."""
         with self._lock:
             return self._views.head(layer, head)
 
     def curves(self, indicator: str) -> Json:
-        """Returns one indicator: the heads that matter most, and the range of all.
-
-        Raises:
-            LookupError: The indicator is unknown or was not recorded.
-        """
+        """Returns one indicator: the heads that matter most, and the range of all."""
         with self._lock:
             return self._views.curves(indicator)
 

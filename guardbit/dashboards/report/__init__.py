@@ -1,37 +1,35 @@
-"""Reports about runs: what happened first, the evidence after it; in four formats."""
+"""Reports about runs: what happened first, the evidence after it.
+
+A report is one page that opens without a network, with its figures as PNGs beside it. What it
+draws, and the scripts that draw it, are part of the page; a policy of its own lets no other script
+run and nothing be fetched.
+"""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 import pandas as pd
 
+from guardbit.dashboards.effect import SAMPLES_AVERAGED
 from guardbit.dashboards.figures import CHARTS
 from guardbit.dashboards.figures.style import STYLE
 from guardbit.dashboards.report.comparison import PICTURES, compared
 from guardbit.dashboards.report.contents import Run, document_of
 from guardbit.dashboards.report.document import Document
-from guardbit.dashboards.report.html import to_html
-from guardbit.dashboards.report.markdown import to_markdown
-from guardbit.dashboards.report.pages import text_pages, write_pdf
-from guardbit.dashboards.report.places import refuse_links
-from guardbit.dashboards.report.sharing import SUFFIXES, Shared, write_shared
+from guardbit.dashboards.web import asset
 
-Format = Literal["html", "png", "pdf", "md"]
-FORMATS: tuple[Format, ...] = ("html", "png", "pdf", "md")
+Format = Literal["html", "png"]
+FORMATS: tuple[Format, ...] = ("html", "png")
 
-__all__ = [
-    "FORMATS",
-    "SUFFIXES",
-    "Format",
-    "Run",
-    "Shared",
-    "write_report",
-    "write_reports",
-    "write_shared",
-]
+__all__ = ["FORMATS", "Format", "Run", "write_report", "write_reports"]
 
 
 def write_report(
@@ -53,16 +51,15 @@ def write_report(
             report is replaced.
         title: What the run is called.
         format: "html": one page that opens offline, and its figures as PNGs in the folder
-            `<stem>_figures` beside it. "md": Markdown, with the same folder. "pdf": pages. "png":
-            a folder with the figures and `summary.png`.
+            `<stem>_figures` beside it. "png": a folder with the figures alone.
 
     Returns:
         The path written to.
 
     Raises:
-        ValueError: `output` is a folder where a file is needed, or the reverse, or is named as a
-            file of another format, or is a symbolic link, as any of the pictures; the format is
-            unknown; a table lacks a column.
+        ValueError: `output` is a folder where a file is needed, or the reverse, or is not named as
+            its format, or is a symbolic link, as any of the pictures; the format is unknown; a
+            table lacks a column.
     """
     return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
 
@@ -82,54 +79,74 @@ def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "
         ValueError: As in `write_report`; there is no run, or there are more than four.
     """
     output = Path(output)
-    if format not in FORMATS:
-        raise ValueError(f"A report's format is one of {', '.join(FORMATS)}, got {format!r}.")
     if not runs:
         raise ValueError("A report needs at least one run, got none.")
+    _check_place(output, format)
+    document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
+    if format == "png" and not document.pictures:
+        raise ValueError("The run recorded nothing that a figure shows.")
+    folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
+    pictures = {folder / f"{picture.name}.png": picture.figure for picture in document.pictures}
+    _refuse_links(output, folder, *pictures)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Figures of an earlier report that this one does not have.
+    for name in (*[chart.name for chart in CHARTS], *PICTURES):
+        if folder / f"{name}.png" not in pictures:
+            (folder / f"{name}.png").unlink(missing_ok=True)
+    for path, figure in pictures.items():
+        figure.savefig(path, dpi=STYLE["savefig.dpi"])
+    if format == "html":
+        output.write_text(_page(document, folder.name), encoding="utf-8")
+    return output
+
+
+def _check_place(output: Path, format: Format) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"A report's format is one of {', '.join(FORMATS)}, got {format!r}.")
     if format == "png" and output.is_file():
         raise ValueError(f"PNGs need a folder to be written to, but {output} is a file.")
-    if format != "png" and output.is_dir():
-        raise ValueError(
-            f"The report needs the path of an {format.upper()} file, but {output} is a folder."
-        )
+    if format == "html" and output.is_dir():
+        raise ValueError(f"The report needs the path of an HTML file, but {output} is a folder.")
     meant = output.suffix.lower().removeprefix(".")
-    if format != "png" and meant and meant not in FORMATS:
-        raise ValueError(
-            f"{output} is named as none of the formats of a report (.html, .pdf, .md, or a folder "
-            "of PNGs)."
-        )
     if meant in FORMATS and meant != format:
         raise ValueError(
             f"The report's format is {format!r}, but {output} is named as a {meant.upper()}; give"
             f" the format {meant!r}, or another name."
         )
-    refuse_links(output)
-    document = document_of(runs[0]) if len(runs) == 1 else compared(runs)
-    folder = output if format == "png" else output.with_name(f"{output.stem}_figures")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if format == "pdf":
-        write_pdf(document, output)
-        return output
-    refuse_links(folder, *[folder / f"{name}.png" for name in ("summary", *_names(document))])
-    _write_pictures(document, folder)
-    if format == "html":
-        output.write_text(to_html(document, folder.name), encoding="utf-8")
-    elif format == "md":
-        output.write_text(to_markdown(document, folder.name), encoding="utf-8")
-    else:
-        text_pages(document)[0].savefig(folder / "summary.png", dpi=STYLE["savefig.dpi"])
-    return output
+    if format == "html" and meant not in ("", "html"):
+        raise ValueError(
+            f"{output} is named as none of the formats of a report (.html, or a folder of PNGs)."
+        )
 
 
-def _names(document: Document) -> list[str]:
-    return [picture.name for picture in document.pictures]
+def _refuse_links(*paths: Path) -> None:
+    """A run's folder may be another person's, and what lies in it point at the reader's files."""
+    for path in paths:
+        if path.is_symlink():
+            raise ValueError(
+                f"The report is not written through the link {path} to {path.readlink()}: remove "
+                "it, or give another output."
+            )
 
 
-def _write_pictures(document: Document, folder: Path) -> None:
-    """Writes the figures, and removes those of an earlier report that this one does not have."""
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = {picture.name for picture in document.pictures}
-    for name in {*[chart.name for chart in CHARTS], *PICTURES} - drawn:
-        (folder / f"{name}.png").unlink(missing_ok=True)
-    for picture in document.pictures:
-        picture.figure.savefig(folder / f"{picture.name}.png", dpi=STYLE["savefig.dpi"])
+def _page(document: Document, folder: str) -> str:
+    script = "\n".join((asset("uPlot.iife.min.js"), asset("charts.js"), _own("report.js")))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_own("page.html")).render(
+        document=document,
+        folder=folder,
+        averaged=SAMPLES_AVERAGED,
+        style=asset("uPlot.min.css") + asset("theme.css"),
+        policy=f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
+        # Within a script element nothing but its end is markup.
+        data=json.dumps(document.answers or {}, separators=(",", ":")).replace("<", "\\u003c"),
+        script=script,
+    )
+
+
+def _own(name: str) -> str:
+    return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

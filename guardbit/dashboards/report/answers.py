@@ -29,27 +29,17 @@ def answers_of(
     title: str,
     metadata: Mapping[str, Any] | None = None,
 ) -> Json:
-    """Returns all that the page shows of a run, JSON-able.
-
-    Args:
-        frame: Samples with at least one row.
-        events: The events.
-        title: What the run is called.
-        metadata: What describes the run.
-
-    Returns:
-        state: As the live page gets it, without events.
-        maps: Model maps, each with its worst heads, ascending by step.
-        start: Position in `maps` of the one shown first: at the first alarm of a head, else last.
-        curves: Indicator -> as the live page asks for it.
-        heads: "layer,head" -> the same, as many as there is room for.
-    """
+    """Returns all that the page shows of a run, JSON-able."""
     frame = tables.check_samples(frame)
-    views = _views(frame, events, title, metadata)
+    views = RunViews(BUCKETS)
+    views.metadata = metadata or {}
+    views.events = marks.events_of(events)
+    views.take(_batch(frame))
+    views.take_picture(title)
     state = views.picture(None)
     maps = _maps(views, frame, events)
     start = len(maps) - 1
-    alarm = _first_step(frame, events, "alarm")
+    alarm = marks.first_step(frame, events, "alarm")
     if alarm is not None and maps:
         known = [one["map"]["step"] for one in maps]
         start = min(int(np.searchsorted(known, alarm)), start)
@@ -60,33 +50,6 @@ def answers_of(
         "curves": {name: views.curves(name) for name in state["indicators"]},
         "heads": _heads(views, frame, events),
     }
-
-
-def maps_of(frame: pd.DataFrame, events: pd.DataFrame | None, title: str) -> list[Json]:
-    """Returns the model maps of the player alone, each with the number of heads in a layer.
-
-    Args:
-        frame: Samples with at least one row.
-        events: The events.
-        title: What the run is called.
-    """
-    views = _views(frame, events, title)
-    heads = views.picture(None)["heads"]
-    return [{**one["map"], "heads": heads} for one in _maps(views, frame, events)]
-
-
-def _views(
-    frame: pd.DataFrame,
-    events: pd.DataFrame | None,
-    title: str,
-    metadata: Mapping[str, Any] | None = None,
-) -> RunViews:
-    views = RunViews(BUCKETS)
-    views.metadata = metadata or {}
-    views.events = marks.events_of(events)
-    views.take(_batch(frame))
-    views.take_picture(title)
-    return views
 
 
 def _batch(frame: pd.DataFrame) -> pa.RecordBatch:
@@ -100,15 +63,10 @@ def _batch(frame: pd.DataFrame) -> pa.RecordBatch:
     return pa.RecordBatch.from_pydict(columns)
 
 
-def _first_step(frame: pd.DataFrame, events: pd.DataFrame | None, mark: marks.Mark) -> int | None:
-    first = marks.first_events(frame, events, mark)
-    return min((event.step for event in first.values()), default=None)
-
-
 def _maps(views: RunViews, frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Json]:
     state = views.picture(None)
     steps = state["steps"]
-    first = [_first_step(frame, events, mark) for mark in ("alarm", "switch")]
+    first = [marks.first_step(frame, events, mark) for mark in ("alarm", "switch")]
     size = len(json.dumps(state["map"])) + len(json.dumps(state["worst"]))
     count = int(np.clip(MOST_OF_MAPS // max(size, 1), 2, MAPS))
     chosen = {steps[round(at)] for at in np.linspace(0, len(steps) - 1, count)} if steps else set()

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from guardbit.catalog import VALIDATION_LOSS
-from guardbit.dashboards import ranking, tables
+from guardbit.dashboards import marks, ranking, tables
 from guardbit.dashboards.figures import model_map, runs_over_steps
 from guardbit.dashboards.figures.run import RUN_LINES, of_run_or_worst_head
 from guardbit.dashboards.forks import against_each_other, fork_of
@@ -18,44 +18,19 @@ from guardbit.dashboards.names import distinguished
 from guardbit.dashboards.outcome import Outcome, headline
 from guardbit.dashboards.report import contents, words
 from guardbit.dashboards.report.contents import Run
-from guardbit.dashboards.report.document import (
-    Appendix,
-    Block,
-    Document,
-    Heading,
-    Paragraph,
-    Picture,
-    Table,
-    Tile,
-)
+from guardbit.dashboards.report.document import Document, Picture, Table, Tile
 from guardbit.dashboards.views import CATALOG_OF_PAGES, plain_numbers, thinned
 
-#: What is drawn over one another: indicator, title, label of the axis, caption.
+#: What is drawn over one another: indicator, title, label of the axis.
 OVERLAYS = (
-    ("loss", "Training loss", "training loss", "Running median of 25 samples."),
-    (
-        VALIDATION_LOSS,
-        "Validation loss",
-        "validation loss",
-        "As the trainers logged it (paper, figure 7).",
-    ),
-    (
-        "w_q_spectral_norm",
-        "Largest W_Q spectral norm",
-        "largest singular value",
-        "The largest over all heads of each run: look for one that leaves the others.",
-    ),
-    (
-        "max_logit",
-        "Largest max logit",
-        "largest logit",
-        "The largest over all heads of each run.",
-    ),
+    ("loss", "Training loss", "training loss"),
+    (VALIDATION_LOSS, "Validation loss", "validation loss"),  # the paper's figure 7
+    ("w_q_spectral_norm", "Largest W_Q spectral norm", "largest singular value"),
+    ("max_logit", "Largest max logit", "largest logit"),
     (
         "multiple_maxima_bf16",
         "Largest share of rows with several maxima, BF16",
         "share of rows",
-        "The largest over all heads of each run.",
     ),
 )
 #: What the headline calls each outcome.
@@ -76,11 +51,7 @@ PICTURES = (
 
 
 def compared(runs: Sequence[Run]) -> Document:
-    """Two runs or more side by side; the text calls them by what distinguishes their names.
-
-    Raises:
-        ValueError: There are more than four, or two have the same title.
-    """
+    """Two runs or more side by side; the text calls them by what distinguishes their names."""
     titles = [run.title for run in runs]
     if len(runs) > len(RUN_LINES):
         raise ValueError(
@@ -110,15 +81,11 @@ def compared(runs: Sequence[Run]) -> Document:
             Tile(name, _SHORT[outcome.kind].capitalize(), headline(outcome), outcome.kind)
             for name, outcome in outcomes.items()
         ),
-        blocks=[
-            *_overlays(runs, fork),
-            Heading("In numbers"),
-            _side_by_side(runs, outcomes),
-            *_each(runs),
-            Appendix(),
-            *_settings(runs),
-        ],
+        pictures=_overlays(runs, fork),
         answers=_answers(runs, fork),
+        runs=[contents.heads_of(run) for run in runs],
+        settings=_settings(runs),
+        side_by_side=_side_by_side(runs, outcomes),
     )
 
 
@@ -171,7 +138,7 @@ def _from(frame: pd.DataFrame, fork: int | None) -> pd.DataFrame:
 def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
     """What the page draws: the same overlays as the figures."""
     overlays: list[dict[str, Any]] = []
-    for indicator, title, label, _ in OVERLAYS:
+    for indicator, title, label in OVERLAYS:
         series = {
             run.title: of_run_or_worst_head(_from(tables.check_samples(run.frame), fork), indicator)
             for run in runs
@@ -198,42 +165,22 @@ def _answers(runs: Sequence[Run], fork: int | None) -> dict[str, Any] | None:
     return {"overlays": overlays, "catalog": catalog} if overlays else None
 
 
-def _overlays(runs: Sequence[Run], fork: int | None) -> list[Block]:
-    blocks: list[Block] = [Heading("Side by side")]
+def _overlays(runs: Sequence[Run], fork: int | None) -> list[Picture]:
+    pictures: list[Picture] = []
     samples = {run.title: _from(run.frame, fork) for run in runs if not run.frame.empty}
-    for indicator, title, label, caption in OVERLAYS:
+    for indicator, title, label in OVERLAYS:
         figure = runs_over_steps(samples, indicator, title, label) if samples else None
         if figure is not None:
-            blocks.append(Picture(f"runs_{indicator}", title, caption, figure))
+            pictures.append(Picture(f"runs_{indicator}", figure))
     for number, run in enumerate(runs):
-        step = None if run.frame.empty else contents.telling_step(run.frame, run.events)
+        step = None if run.frame.empty else marks.first_step(run.frame, run.events, "alarm")
         figure = None if run.frame.empty else model_map(run.frame, run.events, step, name=run.title)
         if figure is not None:
-            title = f"Model map: {run.title}"
-            caption = (
-                "Every head at the first alarm, or at the end of a run without; the same colours "
-                "in all runs."
-            )
-            blocks.append(Picture(f"run_{number}_model_map", title, caption, figure))
-    return blocks
+            pictures.append(Picture(f"run_{number}_model_map", figure))
+    return pictures
 
 
-def _each(runs: Sequence[Run]) -> list[Block]:
-    blocks: list[Block] = []
-    for run in runs:
-        sections = [
-            *contents.alarms_by_head(run.frame, run.events),
-            *contents.heads_to_watch(run.frame, run.events),
-        ]
-        blocks += [
-            Heading(run.title),
-            *[Paragraph(text, quiet=False) for text in contents.summary(run.frame, run.events)],
-            *[Heading(b.text, 3) if isinstance(b, Heading) else b for b in sections],
-        ]
-    return blocks
-
-
-def _settings(runs: Sequence[Run]) -> list[Block]:
+def _settings(runs: Sequence[Run]) -> list[tuple[str, Table]]:
     """Only what differs is worth comparing; everything else stands in each run's own report."""
     flat = [_flat(run.metadata) for run in runs]
     names = list(dict.fromkeys(name for settings in flat for name in settings))
@@ -242,9 +189,8 @@ def _settings(runs: Sequence[Run]) -> list[Block]:
         for name in names
         if len(set(values := [settings.get(name, "–") for settings in flat])) > 1
     ]
-    if not rows:
-        return []
-    return [Heading("Settings that differ"), Table(["", *[run.title for run in runs]], rows)]
+    titles = ["", *[run.title for run in runs]]
+    return [("Settings that differ", Table(titles, rows))] if rows else []
 
 
 def _flat(metadata: object, prefix: str = "") -> dict[str, str]:

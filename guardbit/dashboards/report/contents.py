@@ -21,18 +21,12 @@ from guardbit.dashboards.report.answers import answers_of
 from guardbit.dashboards.report.diagnosed import Kept, why_heads_diverge
 from guardbit.dashboards.report.document import (
     Alarmed,
-    Alarms,
-    Appendix,
-    Block,
-    Bullets,
     Document,
-    Heading,
+    Heads,
     Moment,
-    Paragraph,
     Picture,
     Table,
     Tile,
-    Timeline,
 )
 from guardbit.dashboards.report.rival import beside_another_engine
 from guardbit.records import Event, RunEnd
@@ -77,34 +71,46 @@ class Run:
 
 
 def document_of(run: Run) -> Document:
-    """The outcome first, then the alarms, the heads to watch and the figures; last the appendix."""
+    """The outcome first, then the alarms, the heads to watch and the figures; last the settings."""
     frame, events = tables.check_samples(run.frame), run.events
-    happened = marks.events_of(events)
     outcome = run.outcome
+    pictures, not_drawn = _figures(frame, events, outcome)
+    moments, note = timeline(marks.events_of(events))
     return Document(
+        title=run.title,
+        extent=extent(frame),
+        headline=headline(outcome),
+        outcome=outcome.kind,
+        lede=summary(frame, events),
+        tiles=tiles(frame, events),
+        pictures=pictures,
+        answers=None if frame.empty else answers_of(frame, events, run.title, run.metadata),
+        runs=[heads_of(run)],
+        settings=settings(run.metadata),
+        effect=_before_and_after(frame, events),
+        diagnosed=why_heads_diverge(run.kept),
+        rival=beside_another_engine(frame, run.metadata),
+        not_drawn=not_drawn,
+        timeline=moments,
+        timeline_note=note,
+    )
+
+
+def heads_of(run: Run) -> Heads:
+    """What became of the heads: their alarms, and those to worry about."""
+    frame = tables.check_samples(run.frame)
+    alarms = _alarms_by_head(frame, run.events)
+    hidden = len(alarms) - MOST_ALARMS
+    return Heads(
         run.title,
-        extent(frame),
-        headline(outcome),
-        outcome.kind,
-        tuple(summary(frame, events)),
-        tuple(tiles(frame, events)),
-        [
-            *alarms_by_head(frame, events),
-            *_before_and_after(frame, events),
-            *heads_to_watch(frame, events),
-            *why_heads_diverge(run.kept),
-            *beside_another_engine(frame, run.metadata),
-            *_figures(frame, events, outcome),
-            Appendix(),
-            *timeline(happened),
-            *settings(run.metadata),
-        ],
-        None if frame.empty else answers_of(frame, events, run.title, run.metadata),
+        summary(frame, run.events),
+        alarms[:MOST_ALARMS],
+        f"{words.count(hidden, 'head')} that alarmed later not shown." if hidden > 0 else "",
+        *_heads_to_watch(frame, run.events),
     )
 
 
 def extent(frame: pd.DataFrame) -> str:
-    """Which steps, layers and heads the samples hold."""
     if frame.empty:
         return "no samples"
     first, last = tables.steps(frame)
@@ -116,7 +122,6 @@ def extent(frame: pd.DataFrame) -> str:
 
 
 def verdict(happened: Sequence[Event]) -> Event | None:
-    """The last verdict."""
     return next((event for event in reversed(happened) if event.kind == "verdict"), None)
 
 
@@ -142,7 +147,6 @@ def summary(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[str]:
 
 
 def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
-    """First alarm, lead on the loss, heads switched, loss at the end."""
     happened = marks.events_of(events)
     outcome = outcome_of(frame, events)
     alarms = [event for event in happened if event.kind == "alarm"]
@@ -194,10 +198,10 @@ def _last_loss(loss: pd.Series) -> str:
     return words.number(float(np.median(last))) if np.isfinite(last[-1]) else "not finite"
 
 
-def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> Table | None:
     table = effect.before_and_after(frame, events)
     if table.empty:
-        return []
+        return None
     heads = tables.heads_of_layer(frame)
     rows: list[list[str]] = []
     for indicator, layer, head, before, after in table.itertuples(index=False):
@@ -211,28 +215,10 @@ def _before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[
                 f"× {after / before:.3g}" if comparable else "–",
             ]
         )
-    return [
-        Heading("What the switch did"),
-        Paragraph(
-            "Of the switched heads that had alarmed, the one with the largest value before: its "
-            "last sample before the switch and its last one after it, or before it was switched "
-            f"back. Of the run, means of {effect.SAMPLES_AVERAGED} samples. A switch that helps "
-            "takes the delta bias away at once; logits fall within some thousand steps."
-        ),
-        Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2),
-    ]
+    return Table(["", "", "before the switch", "at the end", "change"], rows, numbers_from=2)
 
 
-def telling_step(frame: pd.DataFrame, events: pd.DataFrame | None) -> int | None:
-    """The step of the first alarm on a head, whose model map tells the story; None for the end.
-
-    Later, heads that were drawn along hide the first one.
-    """
-    first = marks.first_events(frame, events, "alarm")
-    return min((event.step for event in first.values()), default=None)
-
-
-def alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
+def _alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Alarmed]:
     """One row a head, however often it has alarmed, in the order of the first alarm."""
     heads, current = tables.heads_of_layer(frame), marks.current_stabilizers(frame, events)
     of: dict[tuple[str, str], list[Event]] = {}
@@ -246,30 +232,27 @@ def alarms_by_head(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Blo
             stabilizers[name, event.site] = current.get((layer, head), "none")
         if not concerned:
             of.setdefault((words.where(event), ""), []).append(event)
-    if not of:
-        return []
-    rows = tuple(
+    return [
         Alarmed(
             name,
             site,
-            tuple(Counter(event.rule for event in alarms).items()),
-            alarms[0].step,
-            alarms[-1].step,
+            [
+                rule if times == 1 else f"{rule} × {times:,}"
+                for rule, times in Counter(event.rule for event in alarms).items()
+            ],
+            words.span(alarms[0].step, alarms[-1].step),
             stabilizers.get((name, site), "none"),
             alarms[0].why,
         )
         for (name, site), alarms in of.items()
-    )
-    hidden = len(rows) - MOST_ALARMS
-    note = [Paragraph(f"{words.count(hidden, 'head')} that alarmed later not shown.")]
-    return [Heading("Alarms"), Alarms(rows[:MOST_ALARMS]), *(note if hidden > 0 else [])]
+    ]
 
 
-def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Block]:
-    """The heads to worry about, worst first."""
+def _heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> tuple[Table | None, str]:
+    """The heads to worry about, worst first, and a note that says which they are."""
     watched = ranking.heads_to_watch(frame, events)
     if watched.empty:
-        return [Heading("Heads to watch"), Paragraph("No head has been measured.")]
+        return None, "No head has been measured."
     heads = tables.heads_of_layer(frame)
     alarmed = len(marks.first_events(frame, events, "alarm"))
     shown = [name for name in HEAD_COLUMNS if name in watched.columns]
@@ -294,22 +277,11 @@ def heads_to_watch(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Blo
         if alarmed
         else "No head has an alarm; these are farthest above their baseline"
     )
-    return [
-        Heading("Heads to watch"),
-        Paragraph(f"{note}. Latest samples; {len(rows)} of {words.total(heads)} shown."),
-        Table(
-            [
-                "Head",
-                "First alarm",
-                "Stabilizer",
-                "Times its baseline",
-                *[words.LABELS[name] for name in shown],
-            ],
-            rows,
-            numbers_from=3,
-            kinds=kinds,
-        ),
-    ]
+    header = ["Head", "First alarm", "Stabilizer", "Times its baseline"]
+    return (
+        Table([*header, *[words.LABELS[name] for name in shown]], rows, 3, kinds),
+        f"{note}. Latest samples; {len(rows)} of {words.total(heads)} shown.",
+    )
 
 
 def times(excess: float) -> str:
@@ -319,21 +291,20 @@ def times(excess: float) -> str:
     return "> 1,000 ×" if excess > 1000 else f"{excess:.2g} ×" if excess < 10 else f"{excess:.0f} ×"
 
 
-def timeline(happened: Sequence[Event]) -> list[Block]:
+def timeline(happened: Sequence[Event]) -> tuple[list[Moment], str]:
     """The events in their order. Later alarms are cut; a switch of many modules is one line."""
     if not happened:
-        return [Heading("Timeline"), Paragraph("No event was recorded.")]
+        return [], "No event was recorded."
     alarms = [event for event in happened if event.kind == "alarm"]
     others = [event for event in happened if event.kind != "alarm"]
     # Alarms first: where a step has both, the alarm is what the switch answers.
     shown = sorted([*alarms[:MOST_ALARMS], *others], key=lambda event: event.step)
-    hidden = max(len(alarms) - MOST_ALARMS, 0)
-    moments = tuple(
+    hidden = len(alarms) - MOST_ALARMS
+    moments = [
         Moment(some[0].step, marks.what_of(some[0]), words.what(some), some[0].why)
         for some in _together(shown)
-    )
-    note = [Paragraph(f"{words.count(hidden, 'later alarm')} not shown.")] if hidden else []
-    return [Heading("Timeline"), Timeline(moments), *note]
+    ]
+    return moments, f"{words.count(hidden, 'later alarm')} not shown." if hidden > 0 else ""
 
 
 def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
@@ -347,14 +318,17 @@ def _together(events: Sequence[Event]) -> Iterator[list[Event]]:
         yield list(group)
 
 
-def _figures(frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome) -> list[Block]:
-    drawn: list[Block] = []
+def _figures(
+    frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome
+) -> tuple[list[Picture], list[str]]:
+    """The figures, and a sentence for each that cannot be drawn."""
+    drawn: list[Picture] = []
     missing: list[str] = []
     for chart in CHARTS:
         draw = partial(story, outcome=outcome) if chart.draw is story else chart.draw
         figure = draw(frame, events)
         if figure is not None:
-            drawn.append(Picture(chart.name, chart.title, chart.caption, figure))
+            drawn.append(Picture(chart.name, figure))
             continue
         recorded = tables.recorded_indicators(frame)
         if chart.name == "switch_before_and_after" and recorded & set(chart.needs):
@@ -362,26 +336,20 @@ def _figures(frame: pd.DataFrame, events: pd.DataFrame | None, outcome: Outcome)
         else:
             needs = " or ".join(chart.needs)
             missing.append(f"{chart.title}: the run holds no sample of {needs} that can be drawn.")
-    absent: list[Block] = [Heading("Not drawn", 3), Bullets(tuple(missing))] if missing else []
-    return [Heading("Figures"), *drawn, *absent]
+    return drawn, missing
 
 
-def settings(metadata: Mapping[str, Any]) -> list[Block]:
-    """Settings, versions and attention modules, as tables."""
-    if not metadata:
-        return []
+def settings(metadata: Mapping[str, Any]) -> list[tuple[str, Table]]:
+    """Settings, versions and attention modules, as tables with their titles."""
     plain = {name: value for name, value in metadata.items() if not isinstance(value, Mapping)}
-    blocks: list[Block] = [Heading("Settings and versions")]
-    if plain:
-        blocks.append(_key_values(plain))
-    for name, value in metadata.items():
-        if isinstance(value, Mapping) and value:
+    nested = {name: value for name, value in metadata.items() if isinstance(value, Mapping)}
+    titled = [("", _key_values(plain))] if plain else []
+    for name, value in nested.items():
+        if value:
             holds_records = all(isinstance(entry, Mapping) for entry in value.values())
-            blocks += [
-                Heading(words.title(name), 3),
-                _records(value) if holds_records else _key_values(value),
-            ]
-    return blocks
+            table = _records(value) if holds_records else _key_values(value)
+            titled.append((words.title(name), table))
+    return titled
 
 
 def _records(value: Mapping[str, Mapping[str, Any]]) -> Table:

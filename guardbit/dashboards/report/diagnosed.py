@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guardbit.dashboards.report import words
-from guardbit.dashboards.report.document import Block, Heading, Paragraph, Table
+from guardbit.dashboards.report.document import Diagnosed, Table
 
 #: Where `guardbit diagnose` keeps its answer in the folder of a run.
 ANSWER = Path("diagnosis", "diagnosis.json")
@@ -38,38 +38,31 @@ def read_kept(folder: Path) -> Kept:
     return Kept(len(list(folder.glob("snapshot-*.pt"))), complete)
 
 
-def why_heads_diverge(kept: Kept) -> list[Block]:
+def why_heads_diverge(kept: Kept) -> Diagnosed | None:
     """The answer of each diagnosed head, then what is left with each remedy."""
     if not kept.snapshots and not kept.heads:
-        return []
-    blocks: list[Block] = [Heading("Why heads diverge")]
+        return None
     if not kept.heads:
         steps = words.count(kept.snapshots, "step")
-        said = f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
-        return [*blocks, Paragraph(said, quiet=False)]
-    for one in kept.heads[:_MOST_HEADS]:
-        blocks += [
-            Heading(f"{one['site']} head {one['head']}, {_when(one['steps'])}", 3),
-            Paragraph(" ".join(one["answer"]), quiet=False),
-        ]
+        return Diagnosed(
+            f"Inputs of heads were kept at {steps}; guardbit diagnose says why they diverge."
+        )
     shown = kept.heads[:_MOST_HEADS]
-    names = dict.fromkeys(name for one in shown for name in one["left"])
+    more = len(kept.heads) - len(shown)
+    note = "What is left of the summed error of dQ without a rounding, and with a remedy."
     rows = [
         [
             name,
             *(f"{100 * one['left'][name]:.3g} %" if name in one["left"] else "–" for one in shown),
         ]
-        for name in names
+        for name in dict.fromkeys(name for one in shown for name in one["left"])
     ]
-    note = "What is left of the summed error of dQ without a rounding, and with a remedy"
-    more = len(kept.heads) - len(shown)
-    blocks += [
-        Paragraph(f"{note}." + (f" {words.count(more, 'more head')} not shown." if more else "")),
-        Table(["", *(f"{one['site']} head {one['head']}" for one in shown)], rows, numbers_from=1),
-    ]
-    return blocks
-
-
-def _when(steps: Sequence[int]) -> str:
-    first, last = min(steps), max(steps)
-    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+    names = [f"{one['site']} head {one['head']}" for one in shown]
+    return Diagnosed(
+        heads=[
+            (f"{name}, {words.span(min(one['steps']), max(one['steps']))}", " ".join(one["answer"]))
+            for name, one in zip(names, shown, strict=True)
+        ],
+        note=note + (f" {words.count(more, 'more head')} not shown." if more else ""),
+        left=Table(["", *names], rows, numbers_from=1),
+    )

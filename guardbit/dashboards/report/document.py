@@ -1,10 +1,11 @@
-"""What a report says, before it is written in any format."""
+"""What a report says: one record, which the template `page.html` renders."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -12,35 +13,11 @@ from matplotlib.figure import Figure
 Cell = str | tuple[str, str]
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """The title of a section."""
-
-    text: str
-    level: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Paragraph:
-    """A paragraph; a quiet one explains and may be passed over."""
-
-    text: str
-    quiet: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Bullets:
-    """A list of lines."""
-
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table.
+class Table(NamedTuple):
+    """A table, without a header if that is empty.
 
     Attributes:
-        header: Names of the columns; none for a table without a header.
+        header: Names of the columns.
         rows: The cells.
         numbers_from: First of the columns that hold numbers, set flush right.
         kinds: A kind for each row ("alarmed" or ""), or none.
@@ -48,78 +25,12 @@ class Table:
 
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    numbers_from: int | None = None
+    numbers_from: int = sys.maxsize
     kinds: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """An event of the timeline; its kind is that of `frames.what_of`."""
-
-    step: int
-    kind: str
-    what: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """The events in their order."""
-
-    moments: tuple[Moment, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A figure with its caption; the name is the stem of its file."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
-
-
-@dataclass(frozen=True, slots=True)
-class Alarmed:
-    """The alarms of one head, or of the whole run.
-
-    Attributes:
-        name: The head.
-        site: Its attention module.
-        rules: Each rule that fired, and how often.
-        first: Step of the first alarm.
-        last: Step of the last one.
-        stabilizer: What the head runs on now, "none" for its own attention.
-        why: The sentence of the first alarm.
-    """
-
-    name: str
-    site: str
-    rules: tuple[tuple[str, int], ...]
-    first: int
-    last: int
-    stabilizer: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Alarms:
-    """The alarms of a run, one row a head, in the order of the first one."""
-
-    rows: tuple[Alarmed, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Appendix:
-    """What follows is looked up, not read."""
-
-
-Block = Heading | Paragraph | Bullets | Table | Timeline | Picture | Alarms | Appendix
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A figure to be seen first, with what it is and a note; an outcome gives it a colour."""
+class Tile(NamedTuple):
+    """A number to be seen first, with its name and a note; an outcome gives it a colour."""
 
     name: str
     value: str
@@ -127,9 +38,74 @@ class Tile:
     outcome: str = ""
 
 
+class Alarmed(NamedTuple):
+    """The alarms of one head, or of the whole run.
+
+    Attributes:
+        name: The head.
+        site: Its attention module.
+        rules: Each rule that fired, and how often.
+        when: Steps of the first alarm and of the last one.
+        stabilizer: What the head runs on now, "none" for its own attention.
+        why: The sentence of the first alarm.
+    """
+
+    name: str
+    site: str
+    rules: Sequence[str]
+    when: str
+    stabilizer: str
+    why: str
+
+
+class Heads(NamedTuple):
+    """What became of the heads of a run.
+
+    Attributes:
+        run: What the run is called.
+        summary: What happened, most important first.
+        alarms: One row a head, in the order of the first alarm.
+        alarms_note: How many rows were left out.
+        watched: The heads to worry about, worst first; None where none was measured.
+        watched_note: Which they are.
+    """
+
+    run: str
+    summary: Sequence[str]
+    alarms: Sequence[Alarmed]
+    alarms_note: str
+    watched: Table | None
+    watched_note: str
+
+
+class Moment(NamedTuple):
+    """An event of the timeline; its kind is that of `marks.what_of`."""
+
+    step: int
+    kind: str
+    what: str
+    why: str
+
+
+class Diagnosed(NamedTuple):
+    """What `guardbit diagnose` has found: each head with its answer, and what remedies leave."""
+
+    said: str = ""
+    heads: Sequence[tuple[str, str]] = ()
+    note: str = ""
+    left: Table | None = None
+
+
+class Picture(NamedTuple):
+    """A figure; the name is the stem of its file."""
+
+    name: str
+    figure: Figure
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A report.
+    """A report of one run, or of several side by side.
 
     Attributes:
         title: What the run is called.
@@ -138,20 +114,33 @@ class Document:
         outcome: The same in a word, which gives the headline its colour.
         lede: What happened, most important first.
         tiles: The few numbers to be seen first.
-        blocks: Everything else, in order.
+        pictures: The figures.
         answers: What the interactive page draws, JSON-able; None where nothing was recorded.
+        runs: The heads of each run.
+        settings: Tables of settings, each with its title.
+        side_by_side: Of several runs: the numbers of each.
+        effect: What switches did, of one run as all below.
+        diagnosed: Why heads diverge.
+        rival: The engine in use beside another one.
+        not_drawn: Figures that the run has no samples for.
+        timeline: The events in their order.
+        timeline_note: How many were left out.
     """
 
     title: str
     extent: str
     headline: str
     outcome: str
-    lede: tuple[str, ...]
-    tiles: tuple[Tile, ...]
-    blocks: list[Block] = field(default_factory=list)
-    answers: Mapping[str, Any] | None = None
-
-    @property
-    def pictures(self) -> list[Picture]:
-        """The figures, in order."""
-        return [block for block in self.blocks if isinstance(block, Picture)]
+    lede: Sequence[str]
+    tiles: Sequence[Tile]
+    pictures: Sequence[Picture]
+    answers: Mapping[str, Any] | None
+    runs: Sequence[Heads]
+    settings: Sequence[tuple[str, Table]]
+    side_by_side: Table | None = None
+    effect: Table | None = None
+    diagnosed: Diagnosed | None = None
+    rival: Table | None = None
+    not_drawn: Sequence[str] = ()
+    timeline: Sequence[Moment] = ()
+    timeline_note: str = ""

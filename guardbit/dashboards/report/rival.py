@@ -1,4 +1,4 @@
-"""The engine that `compare` named beside the one in use, as a section of a report."""
+"""The engine that `compare` named beside the one in use, as a table of a report."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from guardbit.dashboards.report import words
-from guardbit.dashboards.report.document import Block, Heading, Paragraph, Table
+from guardbit.dashboards.report.document import Table
 
 _PAIRS = (
     ("dq_relative_error", "compared_dq_relative_error"),
@@ -16,8 +16,8 @@ _PAIRS = (
 )
 
 
-def beside_another_engine(frame: pd.DataFrame, metadata: Mapping[str, Any]) -> list[Block]:
-    """Errors of both on the same inputs; nothing where no other engine ran."""
+def beside_another_engine(frame: pd.DataFrame, metadata: Mapping[str, Any]) -> Table | None:
+    """Errors of both on the same inputs; None where no other engine ran."""
     rows: list[list[str]] = []
     for used, compared in _PAIRS:
         both = _side_by_side(frame, used, compared)
@@ -34,13 +34,9 @@ def beside_another_engine(frame: pd.DataFrame, metadata: Mapping[str, Any]) -> l
                 ]
             )
     if not rows:
-        return []
+        return None
     name = str(metadata.get("compare") or "the other engine")
-    return [
-        Heading("Beside another engine"),
-        Paragraph("Both ran on the same inputs: all audited heads, at all samples that have both."),
-        Table(["", "in use", name], rows, numbers_from=1),
-    ]
+    return Table(["", "in use", name], rows, numbers_from=1)
 
 
 def _side_by_side(frame: pd.DataFrame, used: str, compared: str) -> pd.DataFrame:

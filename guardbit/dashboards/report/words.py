@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from guardbit.catalog import BY_NAME, CATALOG, SHARE_OF_ROWS, Indicator
 from guardbit.dashboards import marks
-from guardbit.dashboards.report.document import Alarmed, Table
 from guardbit.records import Event
 
 #: Keys of the metadata whose titles are other words.
@@ -45,7 +44,6 @@ def what(events: Sequence[Event]) -> str:
 
 
 def where(event: Event) -> str:
-    """The heads an event concerns."""
     if not event.site:
         return "the whole run"
     if not event.heads:
@@ -68,41 +66,18 @@ def _listed(heads: Sequence[int]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def total(heads: Mapping[int, Sequence[int]]) -> str:
-    """The number of heads of all layers."""
     return f"{sum(map(len, heads.values())):,}"
 
 
 def span(first: int, last: int) -> str:
-    """From the first step to the last."""
     return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
 
 
-def chip(rule: str, times: int) -> str:
-    """A rule, and how often it has fired."""
-    return rule if times == 1 else f"{rule} × {times:,}"
-
-
-def table_of_alarms(rows: Sequence[Alarmed]) -> Table:
-    """The alarms as a table, where nothing can be folded."""
-    cells = [
-        [
-            (row.name, row.site),
-            ", ".join(chip(*rule) for rule in row.rules),
-            span(row.first, row.last),
-            row.stabilizer,
-        ]
-        for row in rows
-    ]
-    return Table(["Head", "Rules", "When", "Stabilizer"], cells)
-
-
 def value(indicator: str, number_: float) -> str:
-    """An indicator's value, shares in percent."""
     return number(100 * number_ if BY_NAME[indicator].unit == SHARE_OF_ROWS else number_)
 
 
@@ -122,13 +97,11 @@ def number(value: float) -> str:
 
 
 def setting(value: object) -> str:
-    """A setting as it was given."""
     if value is None:
         return "–"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def title(name: object) -> str:
-    """A key of the metadata as a title."""
     words = TITLES.get(str(name), str(name)).replace("_", " ")
     return words[:1].upper() + words[1:]

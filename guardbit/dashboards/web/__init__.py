@@ -6,5 +6,4 @@ from importlib import resources
 
 
 def asset(name: str) -> str:
-    """Returns the text of a file of this folder."""
     return resources.files(__name__).joinpath(name).read_text(encoding="utf-8")

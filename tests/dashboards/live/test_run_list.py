@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from guardbit.dashboards.live import RunList, Webhook
-from guardbit.dashboards.live.telling import message
+from guardbit.dashboards.live.webhook import message
 from guardbit.records import Event
 
 

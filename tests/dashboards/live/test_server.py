@@ -3,13 +3,12 @@ from __future__ import annotations
 import json
 import socket
 import time
-from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
 import pytest
 
-from guardbit.dashboards.live import LiveServer, RunWatcher, connections
+from guardbit.dashboards.live import LiveServer, RunWatcher
 from guardbit.dashboards.live.server import ASSETS
 from tests.dashboards.live.serving import Recorder, looking_often, running
 
@@ -31,9 +30,10 @@ def path_of(server):
     return urlsplit(server.address).path
 
 
-@contextmanager
-def serving(folder):
-    """Serves a run below a folder that holds something else besides."""
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """One server for all tests; the folder above the run holds something else besides."""
+    folder = tmp_path_factory.mktemp("served")
     (folder / "secret.txt").write_text("outside of the run")
     run = folder / "run"
     with Recorder(run) as writer:
@@ -45,20 +45,6 @@ def serving(folder):
         while ask(server, "state")["last_step"] < 0:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """One server for all tests that only ask."""
-    with serving(tmp_path_factory.mktemp("served")) as server:
-        yield server
-
-
-@pytest.fixture
-def served_anew(tmp_path):
-    """For tests that occupy its connections."""
-    with serving(tmp_path) as server:
         yield server
 
 
@@ -229,75 +215,3 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {port}: Address"):
             LiveServer(RunWatcher(tmp_path), port=port)
-
-
-def is_closed(connection):
-    """Whether the other side has closed a connection, by now."""
-    connection.settimeout(0)
-    try:
-        return connection.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-
-
-@contextmanager
-def half_open(server, number, sent=b""):
-    """Connections that have sent no request, or a part of one."""
-    opened = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(number)]
-    try:
-        for connection in opened:
-            with suppress(ConnectionError):  # may be closed already
-                connection.sendall(sent)
-        yield opened
-    finally:
-        for connection in opened:
-            connection.close()
-
-
-@pytest.mark.parametrize("sent", [b"", b"GET / HT"])
-def test_half_open_connections_do_not_keep_the_page_from_its_reader(
-    served_anew, caplog, capfd, sent
-):
-    with half_open(served_anew, 200, sent) as opened:
-        begun = time.monotonic()
-        assert ask(served_anew, "state")["last_step"] == 90
-        assert time.monotonic() - begun < 5  # a loaded machine; it takes milliseconds
-        deadline = time.monotonic() + 10
-        while sum(map(is_closed, opened)) < 200 - 64:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert len(served_anew._server.server_state.connections) <= 64
-    assert [record.getMessage() for record in caplog.records] == [
-        "more than 64 connections to the live page at once: those that ask nothing are closed"
-    ]
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def test_a_request_has_to_arrive_in_good_time(served_anew, monkeypatch):
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
-    whole = f"GET {path_of(served_anew)}state HTTP/1.1\r\nHost: localhost\r\n".encode()
-    with half_open(served_anew, 3, whole) as (silent, dripping, answered):
-        answered.sendall(b"\r\n")
-        assert answered.recv(12) == b"HTTP/1.1 200"
-        begun = time.monotonic()
-        while not (is_closed(silent) and is_closed(dripping)):
-            with suppress(ConnectionError):
-                dripping.settimeout(1)
-                dripping.sendall(b"X-A: 1\r\n")
-            assert time.monotonic() - begun < 10
-            time.sleep(0.01)
-        # Neither a byte now and then keeps it open, nor is it closed at once.
-        assert time.monotonic() - begun > 0.2
-
-
-def test_an_error_of_the_event_loop_is_one_line(caplog):
-    say = connections.say_in_a_line()
-    for number in range(50):
-        error = OSError(24, "Too many open files")
-        what = f"socket.accept() out of system resource ({number})"
-        say(None, {"message": what, "exception": error})
-    (record,) = caplog.records
-    assert record.exc_info is None and "Too many open files" in record.getMessage()
-    assert "\n" not in record.getMessage()

@@ -264,22 +264,3 @@ def test_first_alarms_switches_and_departures_are_told_however_many_events_follo
     head = watcher.head(2, 1)
     assert [(mark["step"], mark["kind"]) for mark in head["marks"]] == [(20, "alarm")]
     assert head["events"][0]["why"] == "first of two heads"
-
-
-def test_a_site_recorded_under_two_numbers_keeps_its_own_curves(tmp_path):
-    # By the order of the first calls: b was left out at step 0, and stands before c from then on.
-    orders = {0: "ac", 10: "abc", 20: "abc"}
-    with RunWriter(tmp_path) as writer:
-        for step, order in orders.items():
-            for layer, name in enumerate(order):
-                value = float("abc".index(name) * 100 + step)
-                writer.add([Sample(step, f"h.{name}", layer, "max_logit", (value,))])
-    watcher = RunWatcher(tmp_path)
-    watcher.look()
-    state = watcher.state(-1, None)
-    layers = {site: int(layer) for layer, site in state["sites"].items()}
-    assert layers.keys() == {"h.a", "h.b", "h.c"} and len(set(layers.values())) == 3
-    for name, expected in (("a", [0, 10, 20]), ("b", [None, 110, 120]), ("c", [200, 210, 220])):
-        head = watcher.head(layers[f"h.{name}"], 0)
-        assert head["site"] == f"h.{name}"
-        assert head["indicators"]["max_logit"]["high"] == expected

@@ -52,7 +52,6 @@ class Webhook:
             self._say(f"{MOST_WAITING} messages wait already")
 
     def join(self) -> None:
-        """Waits until all messages were sent, or have failed."""
         self._waiting.join()
 
     def _run(self) -> None:

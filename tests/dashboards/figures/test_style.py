@@ -2,7 +2,7 @@
 
 import pytest
 
-from guardbit.dashboards.figures.scales import plain
+from guardbit.dashboards.figures.style import plain
 
 
 @pytest.mark.parametrize("value, text", [
