@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
     ]
 )
 GOOD = {"step": 5, "kind": "alarm", "site": "h.0", "heads": [1], "why": "w", "rule": "norm_growth"}
-GOOD |= {"stabilizer": ""}
+GOOD |= {"stabilizer": "", "verdict": "", "judges": "head"}
 
 
 def write_run(folder: Path, **options) -> None:

@@ -35,8 +35,7 @@ PARAMETERS = {
     " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, dry_run=False,"
-    " calm_steps=None",
+    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, dry_run=False",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, policy=None, dry_run=False, sites=None,"
     " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
     " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
@@ -46,7 +45,7 @@ PARAMETERS = {
     " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
-    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, calm_steps=None",
+    " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
     "flash_attention": "q, k, v, *, causal=False, scale=None, stabilizer='none', beta=2.0,"
     " eps=0.001, seed=0, backend='auto', return_lse=False, dropout_p=0.0",
     "instrument": "model, sites=None",
@@ -86,7 +85,6 @@ MEMBERS = {
         "validation_loss",
     ],
     "Policy": [
-        "calm_steps",
         "decide",
         "is_due",
         "load_state_dict",

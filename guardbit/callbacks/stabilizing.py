@@ -10,7 +10,7 @@ from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, nothing
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.guard import refusing
-from guardbit.monitor.policy import Policy, quiet_period
+from guardbit.monitor.policy import Policy
 from guardbit.monitor.settings import check_policy
 
 
@@ -44,7 +44,6 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
             None never clips. It scales rows of W_Q and W_K (arXiv 2507.20534, which takes 100), so
             it changes the run in another way than a switch does.
         dry_run: Decide and record, but switch nothing.
-        calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Raises:
         ValueError: If an argument is out of range, or at setup, if there is not one
@@ -68,7 +67,6 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
         quiet_steps: int | None = None,
         qk_clip: float | None = None,
         dry_run: bool = False,
-        calm_steps: int | None = None,
     ) -> None:
         self.dry_run = dry_run
         with refusing():
@@ -80,7 +78,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
                 agreeing_rules=agreeing_rules,
                 agreement_steps=agreement_steps,
                 escalate=escalate,
-                quiet_steps=quiet_period(quiet_steps, calm_steps),
+                quiet_steps=quiet_steps,
                 qk_clip=qk_clip,
             )
 

@@ -15,7 +15,6 @@ import pandas as pd
 
 from guardbit.dashboards.tables import Head, check_columns, heads_of_layer, layer_of_site, rows_of
 from guardbit.records import Event
-from guardbit.store.migration import migrated
 
 EVENT_COLUMNS = ("step", "kind", "site", "heads", "why")
 
@@ -25,17 +24,10 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table, ordered by step."""
+    """Returns the events of a table by step; rule, stabilizer, verdict and judges may be missing."""
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
-    # A table without one of these is taken for one that an earlier version has read.
-    told = [name for name in ("verdict", "judges") if name in events.columns]
-    texts = ["rule", "stabilizer", *told]
-    rows = [
-        migrated({**row, **{name: _text(row.get(name)) for name in texts}})
-        for row in events.to_dict("records")
-    ]
     found = [
         Event(
             step=int(row["step"]),
@@ -43,12 +35,12 @@ def events_of(events: pd.DataFrame | None) -> list[Event]:
             site=_text(row["site"]),
             heads=_heads(row["heads"]),
             why=_text(row["why"]),
-            rule=row["rule"],
-            stabilizer=row["stabilizer"],
-            verdict=row["verdict"],
-            judges=row["judges"],
+            rule=_text(row.get("rule")),
+            stabilizer=_text(row.get("stabilizer")),
+            verdict=_text(row.get("verdict")),
+            judges=_text(row.get("judges")),
         )
-        for row in rows
+        for row in events.to_dict("records")
     ]
     return sorted(found, key=lambda event: event.step)
 

@@ -15,11 +15,8 @@ from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.stages import log
 from guardbit.monitor.switching import Switching
 
-# Raise it when states of earlier versions no longer fit.
+# Raise it when states that were taken before no longer fit.
 _FORMAT = 3
-
-# Its detectors were others; what it says of steps, alarms and decisions still holds.
-_EARLIER_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -76,73 +73,42 @@ class Checkpoint:
         Raises:
             ValueError: If the state belongs to other rules or another model.
         """
-        if "format" not in state and "stabilizers" not in state:
+        if "stabilizers" not in state:
             raise ValueError(
                 "this is no state of GuardBit's: pass what `state_dict` of a session returned"
             )
         if state.get("format") != _FORMAT:
-            self._load_of_another_version(state)
+            self._load_switched(state)
             return False
         self.detectors.load_state_dict(state["detectors"])
         # The decisions of a dry run were not carried out, so the policy starts afresh.
         same_mode = state["dry_run"] == self.dry_run
         if self.policy is not None and state["policy"] is not None and same_mode:
             self.policy.load_state_dict(state["policy"])
-        self.switching.load(state["stabilizers"], state.get("is_of_parts", False))
+        self.switching.load(state["stabilizers"], state["is_of_parts"])
         if (stay := _described(state["stabilizers"])) and ranks.rank() == 0:
             log.warning("heads stay switched as the state says: %s", stay)
         self.schedule.last_ended = state["last_step"]
         if state["measurement"] is not None:
             self.measurement.load_state_dict(state["measurement"])
-        self.findings.load_state_dict(state, self.detectors.roles)
+        self.findings.load_state_dict(state)
         return True
 
-    def _load_of_another_version(self, state: Mapping[str, Any]) -> None:
-        stabilizers = state.get("stabilizers", {})
+    def _load_switched(self, state: Mapping[str, Any]) -> None:
+        """Keeps heads switched by a state that is incomplete or of another format."""
+        stabilizers = state["stabilizers"]
         self.switching.load(stabilizers, state.get("is_of_parts", False))
-        if state.get("format") == _EARLIER_FORMAT:
-            self.schedule.last_ended = state.get("last_step")
-            self._load_earlier_policy(state)
-            self.findings.load_earlier_state(state, self.detectors.roles)
-        else:
-            self.findings.is_whole = False
-        followed = {} if self.policy is None else self.policy.state_dict()["since"]
-        left_alone = [
-            site
-            for site, names in stabilizers.items()
-            if any(
-                name != "none" and str(head) not in followed.get(site, {})
-                for head, name in enumerate(names)
-            )
-        ]
+        self.findings.is_whole = False
         more = ""
-        if self.policy is not None and left_alone:
-            more = f"; alarms on those of {', '.join(left_alone)} no longer widen what is switched"
+        if self.policy is not None and stabilizers:
+            names = ", ".join(stabilizers)
+            more = f"; alarms on those of {names} no longer widen what is switched"
         log.warning(
-            "the state is of another version of GuardBit: the heads it has switched stay"
-            " switched (%s), detectors and sums begin anew%s",
+            "the state is incomplete or of another version of GuardBit: the heads it has switched"
+            " stay switched (%s), detectors and sums begin anew%s",
             ", ".join(stabilizers) or "none",
             more,
         )
-
-    def _load_earlier_policy(self, state: Mapping[str, Any]) -> None:
-        """Continues from the decisions of the format before this, which knew no widening."""
-        policy, earlier = self.policy, state.get("policy")
-        step = state.get("last_step")
-        if policy is None or earlier is None or step is None:
-            return
-        if state.get("dry_run") != self.dry_run:
-            return
-        # It did not say since when heads are switched: at the latest since its last step.
-        since: dict[str, dict[str, int]] = {}
-        for site, names in state.get("stabilizers", {}).items():
-            known = earlier["switched"].get(site, {})
-            since[site] = {
-                str(head): step
-                for head, name in enumerate(names)
-                if name == policy.stabilizer and known.get(str(head)) in ("on", "kept")
-            }
-        policy.load_state_dict({**earlier, "since": since})
 
 
 def _described(stabilizers: Mapping[str, Sequence[str]]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from guardbit.monitor import earlier
 from guardbit.monitor.verdict import judge
 from guardbit.records import Alarm, Event, Role
 
@@ -92,33 +91,21 @@ class Findings:
             "is_whole": self.is_whole,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where another run stood.
 
         Args:
-            state: What `state_dict` returned, perhaps of an earlier version, and more.
-            roles: Rule -> its role, for alarms that have none.
+            state: What `state_dict` returned, and more.
         """
-        alarms = [earlier.alarm_of(fields, roles) for fields in state["first_alarms"]]
+        alarms = [
+            Alarm(step, site, tuple(heads), rule, why, Role(*role))
+            for step, site, heads, rule, why, role in state["first_alarms"]
+        ]
         self._first = {(alarm.rule, alarm.site): alarm for alarm in alarms}
         self.verdict = state["verdict"]
         self.alarmed = {site: set(heads) for site, heads in state["alarmed"].items()}
         self.sound_step = state["sound_step"]
-        self.is_whole = state.get("is_whole", True)
-
-    def load_earlier_state(self, state: Mapping[str, Any], roles: Mapping[str, Role]) -> None:
-        """Goes on from a state of the format that did not yet list the heads with alarms.
-
-        Args:
-            state: The state. If it lacks the first alarms, earlier ones count as unknown.
-            roles: See `load_state_dict`.
-        """
-        if "first_alarms" not in state:
-            self.is_whole = False
-            return
-        for fields in state["first_alarms"]:
-            self.add(earlier.alarm_of(fields, roles))
-        self.verdict = state["verdict"]
+        self.is_whole = state["is_whole"]
 
 
 def event_of(alarm: Alarm, more: str = "") -> Event:

@@ -6,12 +6,10 @@ The policy goes by the roles that alarms carry, never by the names of their rule
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from guardbit.monitor import earlier
 from guardbit.records import STABILIZERS, Alarm, Decision
 
 #: What is switched: the heads that alarms name, all heads of their attention modules, or all heads
@@ -72,7 +70,6 @@ class Policy:
             never.
         qk_clip: Largest logit that heads keep once no switch has helped; None never clips. Needs
             `escalate`. MuonClip uses 100 (arXiv 2507.20534).
-        calm_steps: Old name of `quiet_steps`; it goes with the next release.
 
     Attributes:
         clipping: Since which step heads are clipped, and why; None as long as they are not.
@@ -94,9 +91,7 @@ class Policy:
         escalate: bool = True,
         quiet_steps: int | None = None,
         qk_clip: float | None = None,
-        calm_steps: int | None = None,
     ) -> None:
-        quiet_steps = quiet_period(quiet_steps, calm_steps)
         if stabilizer not in STABILIZERS or stabilizer == "none":
             allowed = ", ".join(name for name in STABILIZERS if name != "none")
             raise ValueError(f"stabilizer must be one of {allowed}, got {stabilizer!r}")
@@ -201,16 +196,6 @@ class Policy:
             self._since.get(site, {}).pop(str(head), None)
 
     @property
-    def calm_steps(self) -> int | None:
-        """Old name of `quiet_steps`."""
-        warnings.warn(
-            "calm_steps is called quiet_steps now; the old name goes with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return self.quiet_steps
-
-    @property
     def is_due(self) -> bool:
         """Whether heads are to be switched without waiting for a sample."""
         return self.always and not self._switched
@@ -246,7 +231,7 @@ class Policy:
         Where the scope or `always` has changed, only the alarms on the whole model are taken over.
         Heads that the earlier policy has switched stay switched.
         """
-        state = copy.deepcopy(earlier.policy_state(state))
+        state = copy.deepcopy(state)
         self._model_alarm = state["model_alarm"]
         self._causes |= set(state["causes"])
         if state["scope"] != self._kind:
@@ -462,27 +447,6 @@ def _check_clip(bound: Any, escalate: bool) -> None:
             f"qk_clip is {bound} and escalate is False: heads are clipped once wider switches have"
             " not helped, so leave one of them out"
         )
-
-
-def quiet_period(quiet_steps: int | None, calm_steps: int | None) -> int | None:
-    """Returns the quiet period, which may have been given under its old name.
-
-    Raises:
-        ValueError: If it is given under both names.
-    """
-    if calm_steps is None:
-        return quiet_steps
-    if quiet_steps is not None:
-        raise ValueError(
-            f"quiet_steps is {quiet_steps} and calm_steps, its old name, is {calm_steps}: leave"
-            " calm_steps out"
-        )
-    warnings.warn(
-        "calm_steps is called quiet_steps now; the old name goes with the next release",
-        DeprecationWarning,
-        stacklevel=3,
-    )
-    return calm_steps
 
 
 def _ascending(heads: Iterable[str]) -> tuple[int, ...]:

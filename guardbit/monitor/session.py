@@ -721,8 +721,8 @@ class MonitorSession(Guarded):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a session.
 
-        From an earlier version's state the switched heads are taken over, and what else it has that
-        this version knows; detectors begin anew, and a warning says so.
+        From a state that is incomplete or of another version the switched heads are taken over;
+        detectors begin anew, and a warning says so.
 
         Raises:
             ValueError: If the state belongs to other rules or another model.

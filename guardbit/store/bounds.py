@@ -17,7 +17,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from guardbit.records import RUN_ENDS, Event
-from guardbit.store.migration import migrated
 
 #: The last step there can be: whole numbers up to here are exact in JSON and in a browser.
 MAX_STEP = 2**53
@@ -100,15 +99,13 @@ def _has_site(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 def checked_event(event: Any) -> dict[str, Any]:
     """Returns one event with its step as an int and its heads as a tuple of ints.
 
-    An event of an earlier version is turned into one of this version. A kind that this version does
-    not know is kept, because a newer version may have written it.
+    A kind that this version does not know is kept, because a newer version may have written it.
 
     Raises:
         ValueError: It is no event, or it exceeds the bounds.
     """
     if not isinstance(event, dict):
         raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
-    event = migrated(event)
     names = list(Event.__dataclass_fields__)
     missing = [name for name in names if name not in event]
     if missing:
@@ -139,7 +136,7 @@ def checked_session(session: Any) -> dict[str, Any]:
     start = session.get("start_step")
     if not isinstance(start, int) or not -1 <= start <= MAX_STEP:
         raise ValueError(f"a session's start_step must be a whole number from -1, got {start!r}")
-    end = session.get("end")  # sessions of earlier versions do not say
+    end = session.get("end")  # a session that goes on, or was killed, has none
     level: list[Any] = [session["metadata"]]
     for _ in range(MAX_DEPTH):
         level = [part for value in level for part in _parts(value)]

@@ -180,8 +180,7 @@ def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
         path: As in `read_metadata`.
 
     Returns:
-        Some of the steps, each with its time in seconds since 1970; ascending. None of a run whose
-        version did not keep them.
+        Some of the steps, each with its time in seconds since 1970; ascending.
 
     Raises:
         FileNotFoundError: There is nothing at `path`.

@@ -75,14 +75,14 @@ def run() -> Run:
                 }
             )
         )
-    columns = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+    columns = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
     events = [
-        (2950, "alarm", "h.2.attn", (7,), "Head 7 left its trend.", "norm_trend", ""),
-        (3100, "alarm", "h.2.attn", (3,), "Head 3 left its trend.", "norm_trend", ""),
-        (3100, "switch", "h.2.attn", (3, 7), "Two alarms.", "", "compensated"),
-        (4500, "switch", "h.2.attn", (3,), "Calm for long.", "", "none"),
-        (4600, "monitor_error", "h.4.attn", (), "RuntimeError: <b>shape</b> & co.", "", ""),
-        (4950, "verdict", "", (), "One layer, one sign.", "rounding", ""),
+        (2950, "alarm", "h.2.attn", (7,), "Head 7 left its trend.", "norm_trend", "", ""),
+        (3100, "alarm", "h.2.attn", (3,), "Head 3 left its trend.", "norm_trend", "", ""),
+        (3100, "switch", "h.2.attn", (3, 7), "Two alarms.", "", "compensated", ""),
+        (4500, "switch", "h.2.attn", (3,), "Calm for long.", "", "none", ""),
+        (4600, "monitor_error", "h.4.attn", (), "RuntimeError: <b>shape</b> & co.", "", "", ""),
+        (4950, "verdict", "", (), "One layer, one sign.", "", "", "rounding"),
     ]
     return Run(
         steps,

@@ -11,7 +11,7 @@ from guardbit.dashboards.report.contents import tiles
 from guardbit.monitor.settings import Settings
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict", "judges"]
 LAST = 10_000
 SITE = "h.1.attn"
 
@@ -28,20 +28,20 @@ def samples(loss=lambda step: 3.0 - step / LAST):
     return pd.DataFrame(rows, columns=SAMPLES)
 
 
-def alarm(step, head=2, rule="norm_growth", site=SITE):
-    return (step, "alarm", site, (head,) if site else (), "It grew.", rule, "", "")
+def alarm(step, head=2, rule="norm_growth", site=SITE, judges="head"):
+    return (step, "alarm", site, (head,) if site else (), "It grew.", rule, "", "", judges)
 
 
 def loss_alarm(step):
-    return alarm(step, rule="loss_departure", site="")
+    return alarm(step, rule="loss_departure", site="", judges="loss")
 
 
 def switch(step, heads=(0, 1, 2, 3), stabilizer="exact_delta", site=SITE):
-    return (step, "switch", site, heads, "alarmed", "", stabilizer, "")
+    return (step, "switch", site, heads, "alarmed", "", stabilizer, "", "")
 
 
 def verdict(step, which):
-    return (step, "verdict", "", (), "So it is.", "", "", which)
+    return (step, "verdict", "", (), "So it is.", "", "", which, "")
 
 
 def outcome(*events, loss=None):
@@ -54,16 +54,15 @@ def rising_from(step, height=2.0):
 
 
 def test_what_an_alarm_judges_counts_and_not_the_name_of_its_rule():
-    columns = [*EVENTS, "judges"]
-    events = [(*alarm(900), "head"), (*alarm(5000, rule="my_own", site=""), "loss")]
+    events = [alarm(900), alarm(5000, rule="my_own", site="", judges="loss")]
     frame = samples(rising_from(5000))
-    found = outcome_of(frame, pd.DataFrame(events, columns=columns))
+    found = outcome_of(frame, pd.DataFrame(events, columns=EVENTS))
     assert (found.kind, found.departed, found.lead) == ("lost", 5000, 4100)
-    everywhere = [(*alarm(950, rule="of_all", site=f"h.{n}.attn"), "model") for n in range(3)]
-    assert outcome_of(frame, pd.DataFrame(everywhere, columns=columns)).model_alarm == 950
+    everywhere = [alarm(950, rule="of_all", site=f"h.{n}.attn", judges="model") for n in range(3)]
+    assert outcome_of(frame, pd.DataFrame(everywhere, columns=EVENTS)).model_alarm == 950
     # The name alone says nothing: this one judges a head.
-    named = [(*alarm(5000, rule="loss_departure"), "head")]
-    assert outcome_of(frame, pd.DataFrame(named, columns=columns)).departed is None
+    named = [alarm(5000, rule="loss_departure")]
+    assert outcome_of(frame, pd.DataFrame(named, columns=EVENTS)).departed is None
 
 
 def test_without_an_alarm_a_run_is_healthy():
@@ -241,7 +240,7 @@ def test_the_verdicts_of_other_causes_are_the_outcome():
         "learning-rate"
     )
     # Of a model that leaves as a whole, one head may have left before.
-    whole = [alarm(950, head=head, rule="model_logits") for head in range(4)]
+    whole = [alarm(950, head=head, rule="model_logits", judges="model") for head in range(4)]
     found = outcome(alarm(900), *whole, verdict(950, "learning-rate"))
     assert headline(found) == "Learning rate too high: all layers left at once, at step 950"
     found = outcome(alarm(900), alarm(940, head=1), verdict(940, "learning-rate"))

@@ -285,7 +285,7 @@ def test_a_switch_that_was_not_made_is_none(run):
     events = pd.DataFrame(
         [
             (100, "switch", "h.1.attn", (0, 1), "so", "compensated"),
-            (200, "switch", "h.1.attn", (1, 2), "not switched: dry run", ""),
+            (200, "refusal", "h.1.attn", (1, 2), "not switched: dry run", ""),
         ],
         columns=["step", "kind", "site", "heads", "why", "stabilizer"],
     )

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from guardbit.monitor import detectors as detectors_module
 from guardbit.monitor.detectors import (
     DEFAULT_RULES,
     CommonMode,
@@ -39,41 +38,18 @@ def run(detectors, series, indicator, steps=None):
     ]
 
 
-def test_a_role_that_there_is_not_is_refused():
+@pytest.mark.parametrize("role", [Role("everything"), "everything", "loss"])
+def test_a_role_that_there_is_not_is_refused(role):
     class Odd:
-        name, role = "odd", Role("everything")
+        name = "odd"
 
         def examine(self, frame, state):
             return []
 
-    with pytest.raises(ValueError, match=r"odd is .*'everything'.* one of head, model, loss"):
+    Odd.role = role
+    word = role if isinstance(role, str) else role.judges
+    with pytest.raises(ValueError, match=rf"odd is .*'{word}'.* one of head, model, loss"):
         Detectors((Odd(),))
-
-
-@pytest.mark.parametrize(
-    "word, role",
-    [
-        ("head", Role("head")),
-        ("cause", Role("head", measures_cause=True)),
-        ("model", Role("model")),
-        ("loss", Role("loss")),
-    ],
-)
-def test_a_role_that_is_a_word_is_still_understood(word, role):
-    class Mine:
-        name = "mine"
-
-        def examine(self, snapshot, state):
-            return []
-
-    Mine.role = word
-    with pytest.warns(DeprecationWarning, match=f"the role of the rule mine is '{word}'; write"):
-        assert Detectors((Mine(),)).roles == {"mine": role}
-
-
-def test_the_old_name_of_a_snapshot_is_still_there():
-    with pytest.warns(DeprecationWarning, match=r"Frame .* is called Snapshot"):
-        assert detectors_module.Frame is detectors_module.Snapshot
 
 
 def test_the_alarms_of_a_renamed_rule_carry_its_role():

@@ -85,9 +85,9 @@ def test_the_names_of_rules_are_the_users():
     assert judge(renamed(runs[2]), 8).verdict == "unclear"
 
 
-def test_a_policy_goes_on_from_a_state_of_before_alarms_had_roles():
+def test_a_resumed_policy_knows_which_rules_measure_the_cause():
     state = Policy("compensated", scope="head").state_dict()
-    del state["causes"]
+    state["causes"] = ["delta_bias"]
     state["model_alarm"] = 0
     state["alarmed"] = {"h.1": {"0": {"delta_bias": 90}}, "h.2": {"0": {"norm_growth": 90}}}
     policy = Policy("compensated", scope="head")
@@ -274,16 +274,6 @@ def test_of_the_scope_layer_the_rules_must_agree_on_one_head():
     assert decide(policy, apart, 100) == []
     agreed = decide(policy, [alarm(200, "logit_outlier", "h.3")], 200)
     assert decided(agreed) == of_all("compensated", 200, ["h.3"])
-
-
-def test_a_policy_of_the_scope_model_goes_on_from_a_state_of_before_there_were_layers():
-    before = Policy("compensated", scope="model", quiet_steps=100)
-    decide(before, [alarm(100)], 100)
-    state = before.state_dict()
-    state["model"] = state.pop("groups")[""]
-    after = Policy("compensated", scope="model", quiet_steps=100)
-    after.load_state_dict(state)
-    assert decided(decide(after, [], 200)) == of_all("none", 200)
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -511,16 +501,6 @@ def test_two_layers_of_five_are_many():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Policy(**arguments)
-
-
-def test_the_old_name_of_the_quiet_period_is_still_understood():
-    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
-        policy = Policy("compensated", scope="head", calm_steps=100)
-    assert policy.quiet_steps == 100
-    with pytest.warns(DeprecationWarning, match="calm_steps is called quiet_steps now"):
-        assert policy.calm_steps == 100
-    with pytest.raises(ValueError, match="quiet_steps is 5 and calm_steps, its old name, is 6"):
-        Policy(quiet_steps=5, calm_steps=6)
 
 
 # Widening, where a switch does not help.

@@ -144,36 +144,10 @@ def test_a_switch_that_was_refused_is_not_held_against_the_stabilizer(tmp_path, 
     assert states[5000]["policy"]["advice"] is None
 
 
-def of_format_2(state):
-    """Takes out what that format did not have."""
-    policy = {k: v for k, v in state["policy"].items() if k not in ("since", "widened", "advice")}
-    findings = ("alarmed", "sound_step", "is_whole")
-    kept = {name: value for name, value in state.items() if name not in findings}
-    return {**kept, "format": 2, "policy": policy, "detectors": {}, "measurement": None}
-
-
-def test_heads_that_an_earlier_version_has_switched_widen_too(tmp_path, caplog):
+@pytest.mark.parametrize("known", ["another format", "the heads alone"])
+def test_heads_of_a_state_of_which_only_they_are_used_are_named(tmp_path, caplog, known):
     model, session = session_of(tmp_path / "old", rules=(Names(500),), policy=Policy())
-    old = of_format_2(run(model, session, (0, 500, 1000))[1000])
-    session.close()
-    caplog.clear()
-    model, session = session_of(tmp_path / "new", old, rules=(Names(),), policy=Policy())
-    (told,) = [message for message in caplog.messages if "another version" in message]
-    assert "no longer widen" not in told
-    assert session.alarmed_heads == {"1": {1}}
-    run(model, session, STEPS[3:])
-    session.close()
-    # Switched by step 1,000 at the latest; alarms repeat at 1,500, 2,500, 3,500, and 4,500.
-    told = [e for e in events(tmp_path / "new", "switch") if e[0] > 1500]
-    assert told == [(2500, "0", [0, 1])]
-    (advice,) = read_events(tmp_path / "new").query("kind == 'advisory'").why
-    assert "since step 2500" in advice and "no checkpoint from before the first alarm" in advice
-
-
-@pytest.mark.parametrize("known", ["another scope", "the heads alone"])
-def test_heads_of_an_earlier_version_that_cannot_widen_are_named(tmp_path, caplog, known):
-    model, session = session_of(tmp_path / "old", rules=(Names(500),), policy=Policy())
-    old = of_format_2(run(model, session, (0, 500, 1000))[1000])
+    old = {**run(model, session, (0, 500, 1000))[1000], "format": 2}
     session.close()
     if known == "the heads alone":
         old = {"stabilizers": old["stabilizers"]}

@@ -26,10 +26,10 @@ RESULTS = Path(analyse.__file__).with_name("results")
 
 @pytest.mark.parametrize("arguments, name", [
     ("--arm=stock --backend=flash --seed=2", "stock-flash-lr1.5e-03-seed2"),
-    ("--arm=stock --calm-steps=9", "stock-any-lr1.5e-03-seed0"),
-    ("--arm=from_start --calm-steps=9", "from_start-compensated-any-lr1.5e-03-seed0"),
+    ("--arm=stock --quiet-steps=9", "stock-any-lr1.5e-03-seed0"),
+    ("--arm=from_start --quiet-steps=9", "from_start-compensated-any-lr1.5e-03-seed0"),
     ("--arm=rescue", "rescue-compensated-any-lr1.5e-03-seed0"),
-    ("--arm=rescue --calm-steps=9", "rescue-compensated-calm9-any-lr1.5e-03-seed0"),
+    ("--arm=rescue --quiet-steps=9", "rescue-compensated-quiet9-any-lr1.5e-03-seed0"),
     ("--arm=rescue --stabilizer=row_max --again=1", "rescue-row_max-any-lr1.5e-03-seed0-again1"),
     ("--arm=from_start --learning-rate=3e-3", "from_start-compensated-any-lr3.0e-03-seed0"),
     ("--arm=late --branch-step=40", "late-compensated-any-lr1.5e-03-seed0-from40"),

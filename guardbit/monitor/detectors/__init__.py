@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, groupby
-from typing import Any
 
 import numpy as np
 
@@ -255,18 +253,6 @@ class Detectors:
         )
         fired.update({str(head): step for head in ready})
         return ready
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Frame":
-        warnings.warn(
-            "Frame of guardbit.monitor.detectors is called Snapshot; the old name goes with the"
-            " next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return Snapshot
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _step(sample: Sample) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +10,6 @@ from typing import Protocol
 import numpy as np
 
 from guardbit.monitor.detectors.values import State, Values, finite
-from guardbit.monitor.earlier import role_named
 from guardbit.records import Role
 
 
@@ -116,13 +114,4 @@ def judges_heads(rule: Rule) -> bool:
 
 def role_of(rule: Rule) -> Role:
     """Returns what a rule judges."""
-    role = getattr(rule, "role", Role())
-    if isinstance(role, str):
-        warnings.warn(
-            f"the role of the rule {rule.name} is {role!r}; write {role_named(role)!r}, from"
-            " guardbit.records: roles as words go with the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        role = role_named(role)
-    return role
+    return getattr(rule, "role", Role())

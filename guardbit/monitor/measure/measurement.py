@@ -287,7 +287,7 @@ class Measurement:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a measurement."""
-        self._layers = dict(state.get("layers", {}))  # earlier versions kept none
+        self._layers = dict(state["layers"])
         self._running_sums.load_state_dict(state["running_sums"])
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]

@@ -89,8 +89,8 @@ def test_what_comes_after_the_departure_sets_no_scale(run, name):
     of_heads = late & frame["indicator"].isin(["w_q_spectral_norm", "max_logit"])
     frame.loc[of_heads & (frame["layer"] == 2), "value"] *= 1e6
     frame.loc[late & (frame["indicator"] == "loss"), "value"] = 9.0
-    left = (4600, "alarm", "", (), "It left.", "loss_departure", "")
-    events = pd.concat([run.events, pd.DataFrame([left], columns=EVENTS)])
+    left = (4600, "alarm", "", (), "It left.", "loss_departure", "", "loss")
+    events = pd.concat([run.events, pd.DataFrame([left], columns=[*EVENTS, "judges"])])
     axes = next(chart for chart in CHARTS if chart.name == name).draw(frame, events).axes[-1]
     recorded = run.frame[~late & (run.frame["layer"] == 2)]
     is_norm = name == "w_q_spectral_norm_heads"

@@ -19,7 +19,7 @@ from guardbit.dashboards.report import write_report
 from guardbit.dashboards.report.words import LABELS
 
 SAMPLES = ["step", "site", "layer", "head", "indicator", "value"]
-EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer"]
+EVENTS = ["step", "kind", "site", "heads", "why", "rule", "stabilizer", "verdict"]
 VOID = {"meta", "br", "hr", "img", "input", "link", "wbr"}
 ATTACK = "</style><script>alert('x')</script><img src=x onerror=\"alert(1)\"> & $title"
 
@@ -105,7 +105,9 @@ def run_without_figures():
 
 
 def journal(*events):
-    return pd.DataFrame(events, columns=EVENTS)
+    """Events as tuples in the order of `EVENTS`; only a verdict's has the last field."""
+    rows = [dict(zip(EVENTS, event, strict=False)) for event in events]
+    return pd.DataFrame(rows, columns=EVENTS)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +191,7 @@ def test_the_words_before_the_appendix_are_few(page):
 def test_what_the_verdict_has_said_is_not_said_again(tmp_path):
     events = journal(
         (10, "alarm", "h.0.attn", (1,), "head 1 is 25 times its peers", "norm_growth", ""),
-        (10, "verdict", "", (), "1 layer; head 1 is 25 times its peers; calm", "rounding", ""),
+        (10, "verdict", "", (), "1 layer; head 1 is 25 times its peers; calm", "", "", "rounding"),
     )
     page = write(tmp_path, small_run(), events, {})
     assert page.lede == ["Verdict rounding: 1 layer; head 1 is 25 times its peers; calm"]
@@ -262,7 +264,7 @@ def test_a_switch_of_the_whole_model_is_one_line_of_the_timeline(run, tmp_path):
     events = [
         (2950, "alarm", "h.2.attn", (3, 5, 6, 7, 9), "It grew.", "norm_growth", ""),
         *((2950, "switch", f"h.{n}.attn", heads, "alarmed", "", "compensated") for n in (0, 1, 2)),
-        (2950, "switch", "h.3.attn", heads, "not switched: a mask", "", ""),
+        (2950, "refusal", "h.3.attn", heads, "not switched: a mask", "", ""),
         *((4000, "switch", f"h.{n}.attn", (), "calm", "", "none") for n in (0, 1)),
     ]
     samples = run.frame[run.frame["indicator"] == "max_logit"].assign(indicator="delta_bias")
@@ -336,7 +338,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
     events = journal(
         (10, "alarm", ATTACK, (1,), ATTACK, ATTACK, ""),
         (20, "switch", ATTACK, (1,), ATTACK, "", ATTACK),
-        (90, "verdict", "", (), ATTACK, ATTACK, ""),
+        (90, "verdict", "", (), ATTACK, "", "", ATTACK),
     )
     metadata = {ATTACK: ATTACK, "sites": {ATTACK: {ATTACK: ATTACK}}, "more": {ATTACK: [ATTACK]}}
     page = write(tmp_path, frame, events, metadata, title=ATTACK)
@@ -352,7 +354,7 @@ def test_whatever_the_data_says_it_stays_text(tmp_path):
 
 
 def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
-    events = journal((90, "verdict", "", (), "Nothing to judge by.", "unclear", ""))
+    events = journal((90, "verdict", "", (), "Nothing to judge by.", "", "", "unclear"))
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1") == ["Unclear: no rule could judge the heads"]
     assert page.lede == ["Verdict unclear: Nothing to judge by."]
@@ -361,8 +363,8 @@ def test_a_run_that_no_rule_could_judge_is_not_called_ill(tmp_path):
 def test_the_last_verdict_counts_and_an_unknown_one_is_quoted(tmp_path):
     events = journal(
         (10, "alarm", "h.0.attn", (1,), "Seen.", "a_rule", ""),
-        (10, "verdict", "", (), "An earlier view.", "rounding", ""),
-        (90, "verdict", "", (), "The last view.", "something new", ""),
+        (10, "verdict", "", (), "An earlier view.", "", "", "rounding"),
+        (90, "verdict", "", (), "The last view.", "", "", "something new"),
     )
     page = write(tmp_path, run_without_figures(), events, None)
     assert page.of("h1")[0].startswith("Alarmed: 1 of 2 heads since step 10, none switched")
