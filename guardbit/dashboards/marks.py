@@ -24,7 +24,7 @@ MARKS: tuple[Mark, ...] = ("alarm", "switch", "undo")
 
 
 def events_of(events: pd.DataFrame | None) -> list[Event]:
-    """Returns the events of a table by step; rule, stabilizer, verdict and judges may be missing."""
+    """Returns the events of a table by step; only what `EVENT_COLUMNS` names must be there."""
     if events is None or events.empty:
         return []
     check_columns(events, EVENT_COLUMNS, "events")
