@@ -20,8 +20,8 @@ def run(page, blocks):
     return namespace
 
 
-def test_own_attention():
-    run("own_attention.md", blocks=2)
+def test_your_own_attention():
+    run("support.md", blocks=1)
 
 
 def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
