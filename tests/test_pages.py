@@ -41,13 +41,14 @@ def test_lightning(monkeypatch):
 
 
 def test_hugging_face(monkeypatch):
-    trainer = mock.Mock()
-    monkeypatch.setattr(transformers, "Trainer", trainer)
     names = {"model": 1, "arguments": 2, "data": 3}
+    made, train = mock.Mock(return_value=None), mock.Mock()
+    monkeypatch.setattr(transformers.Trainer, "__init__", made)
+    monkeypatch.setattr(transformers.Trainer, "train", train)
     watch = run("quickstart.md", "Hugging Face", **names)["watch"]
     assert isinstance(watch, HuggingFaceMonitor)
-    trainer.assert_called_once_with(1, 2, train_dataset=3, callbacks=[watch])
-    trainer.return_value.train.assert_called_once_with()
+    made.assert_called_once_with(1, 2, train_dataset=3, callbacks=[watch])
+    train.assert_called_once_with()
 
 
 def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
