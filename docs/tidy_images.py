@@ -1,6 +1,20 @@
-"""Keeps of the docs' images those that a page shows, in 256 colours, which look the same.
+r"""Keeps of the docs' images those that a page shows, in 256 colours, which look the same.
 
-python docs/tidy_images.py
+These commands make them:
+
+    guardbit demo --run-dir runs/demo
+    guardbit report runs/demo --output docs/images/demo --format png
+    guardbit report tests/data/runs/fails-sdpa-lr1.5e-3.csv.gz \
+        --output docs/images/failing --format png
+    guardbit report guardbit/recorded/lost --output docs/images/lost --format png
+    guardbit report tests/data/runs/{fails-sdpa,stable-fa2numerics}-lr1.5e-3.csv.gz \
+        --output docs/images/side_by_side --format png
+    guardbit demo --recorded --run-dir runs/recorded
+    python docs/report_screenshot.py runs/recorded/lost.html docs/images/reports/lost.png
+    python docs/report_screenshot.py runs/recorded/saved.html docs/images/reports/saved.png --dark
+    python docs/live_screenshot.py guardbit/recorded/lost docs/images/live.png
+    python docs/live_screenshot.py guardbit/recorded docs/images/live_list.png
+    python docs/tidy_images.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """GuardBit without Lightning: `nn.TransformerEncoder` in a plain PyTorch loop.
 
 Run it with `python examples/plain_loop.py`, then `guardbit report runs/plain_loop`. With gradient
-accumulation, checkpoints and a resumed run: `docs/plain_loop.md`.
+accumulation, checkpoints and a resumed run: `docs/quickstart.md`.
 """
 
 import torch

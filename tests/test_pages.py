@@ -2,26 +2,53 @@
 
 import re
 from pathlib import Path
+from unittest import mock
 
+import lightning
 import pytest
 import torch
+import transformers
 
-from guardbit import read_metadata, read_run
+from guardbit import AutoStabilizer, HuggingFaceMonitor, read_metadata, read_run
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
-def run(page, blocks):
-    found = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+def run(page, section, blocks=1, **names):
+    """Runs the code of a section, which may use `names`."""
+    sections = (DOCS / page).read_text().split("\n## ")
+    (text,) = (each for each in sections if each.startswith(f"{section}\n"))
+    found = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(found) == blocks
-    namespace = {"__name__": "page"}
+    namespace = {"__name__": "page", **names}
     for block in found:
         exec(compile(block, page, "exec"), namespace)
     return namespace
 
 
-def test_own_attention():
-    run("own_attention.md", blocks=2)
+def test_your_own_attention():
+    run("support.md", "Your own attention")
+
+
+def test_lightning(monkeypatch):
+    fitted = []
+    monkeypatch.setattr(lightning.Trainer, "fit", lambda *args: fitted.append(args))
+    watch = run("quickstart.md", "Lightning", model="model", data="data")["watch"]
+    ((trainer, *given),) = fitted
+    assert given == ["model", "data"] and trainer.precision == "bf16-mixed"
+    (stabilizer,) = [c for c in trainer.callbacks if isinstance(c, AutoStabilizer)]
+    assert watch in trainer.callbacks and not stabilizer.dry_run
+
+
+def test_hugging_face(monkeypatch):
+    names = {"model": 1, "arguments": 2, "data": 3}
+    made, train = mock.Mock(return_value=None), mock.Mock()
+    monkeypatch.setattr(transformers.Trainer, "__init__", made)
+    monkeypatch.setattr(transformers.Trainer, "train", train)
+    watch = run("quickstart.md", "Hugging Face", **names)["watch"]
+    assert isinstance(watch, HuggingFaceMonitor)
+    made.assert_called_once_with(1, 2, train_dataset=3, callbacks=[watch])
+    train.assert_called_once_with()
 
 
 def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
@@ -37,7 +64,7 @@ def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torch.nn.TransformerEncoder, "forward", noted)
     with caplog.at_level("INFO", "guardbit"):
         for end in (10, 20):
-            run("plain_loop.md", blocks=1)
+            run("quickstart.md", "Your own loop")
             frame = read_run("runs/plain")
             recorded = frame[frame["indicator"] == "loss"].set_index("step")["value"]
             assert list(recorded.index) == list(range(end))
@@ -47,7 +74,7 @@ def test_plain_loop_and_its_resumed_run(tmp_path, monkeypatch, caplog):
             assert (frame["indicator"] == "grad_norm").sum() == end
             sampled = frame[frame["indicator"] == "w_q_spectral_norm"]["step"]
             assert sorted(set(sampled)) == list(range(0, end, 5))
-    said = re.search(r"GuardBit: .*", (DOCS / "plain_loop.md").read_text())[0]
+    said = re.search(r"GuardBit: .*", (DOCS / "quickstart.md").read_text())[0]
     assert caplog.messages.count(said) == 2
     assert {row["watched"] for row in read_metadata("runs/plain")["coverage"].values()} == {2}
 

@@ -10,15 +10,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 
 
 def known_rows():
-    yield "| engine | versions | on which calls | what comes out | what to do |"
-    yield "|---|---|---|---|---|"
+    yield "| engine | versions | on which calls | what comes out |"
+    yield "|---|---|---|---|"
     for fault in known_faults():
         where = ", ".join(f"{name} {wanted}" for name, wanted in fault.versions.items())
         if fault.capability:
             where += f"; compute capability {', '.join(fault.capability)}"
         yield (
-            f"| {fault.engine} | {where} | {fault.when} | {fault.what}"
-            f" ([source]({fault.source})) | {fault.advice} |"
+            f"| {fault.engine} | {where} | {fault.when} | {fault.what} ([source]({fault.source})) |"
         )
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
-from guardbit.doctor.rival import RIVALS, Rival
+from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.spec import AttentionSpec, Documents
 from tests.oracle import dense
@@ -90,10 +87,3 @@ def test_what_an_engine_cannot_do_is_said_and_raises_nothing(name, spec, why):
 def test_an_unknown_engine_is_refused_in_a_sentence():
     with pytest.raises(ValueError, match=r"compare is 'flsh'; it must be one of flash, cudnn"):
         Rival("flsh")
-
-
-def test_the_docs_name_every_engine_to_compare_with():
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text("utf-8")
-    (sentence,) = re.findall(r"^`compare` takes ([^.]*)\.", page, re.M)
-    named = re.findall(r"`(\w+)`", sentence)
-    assert named == list(RIVALS), f"docs/doctor.md: `compare` takes {', '.join(RIVALS)}"

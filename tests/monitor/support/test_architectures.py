@@ -789,7 +789,7 @@ def test_architecture(name, tiny, report):
         inst.remove()
     found = f"`{architecture.sites[0]}`"
     if len(architecture.sites) > 1:
-        found += f" and {len(architecture.sites) - 1} more"
+        found += f", {len(architecture.sites)}"
     reason = "" if switchable.startswith("yes") else "no: "
     (unwatched,) = watched
     seen = f"no: {unwatched.rpartition('nor is it watched: ')[2]}" if unwatched else "yes"
@@ -879,5 +879,5 @@ def check_switch(architecture, model, batch, inst, tiny, exact, rounded) -> None
 
 
 def test_the_table_has_a_row_for_each(committed):
-    rows = committed["Architectures"]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(ZOO)
+    names = [entry.rpartition(" (")[0] for entry, _ in committed["Architectures"]]
+    assert sorted(names) == sorted(ZOO)

@@ -331,9 +331,5 @@ def clone(value):
 
 
 def test_the_table_has_a_row_for_each(committed):
-    rows = committed["Execution"]
-    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == [
-        *MODES,
-        CUDA_GRAPHS,
-        DATA_PARALLEL,
-    ]
+    rows = [entry for entry, _ in committed["Execution"]]
+    assert sorted(rows) == sorted([*MODES, CUDA_GRAPHS, DATA_PARALLEL])

@@ -6,7 +6,7 @@ import torch.nn.attention.flex_attention as flex_home
 
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
 from tests.monitor.entry_points.library_models import install
-from tests.monitor.support.conftest import COMMAND
+from tests.monitor.support.conftest import COMMAND, COMMITTED, REASONS
 from tests.monitor.support.functions import (
     CASES,
     STAND_IN,
@@ -100,7 +100,14 @@ def test_inference(entry, report):
 
 def test_the_table_has_a_row_for_each(committed):
     names = [f"`{each.name}`" for each in (*CASES, *CACHED)]
-    rows = [row.split(" | ")[0].removeprefix("| ") for row in committed[TITLE]]
-    assert rows == names, f"docs/support.md has other rows than there are cases; run {COMMAND}"
+    rows = [entry for entry, _ in committed[TITLE]]
+    assert sorted(rows) == sorted(names), (
+        f"docs/support.md has other rows than there are cases; run {COMMAND}"
+    )
     without = {entry.name for entry in ENTRY_POINTS} - {case.name for case in (*CASES, *CACHED)}
     assert not without, f"{without} has no case in tests/monitor/support/functions.py"
+
+
+def test_the_page_says_what_the_short_words_stand_for():
+    expected = "\n".join(f"| {short} | {sentence} |" for short, sentence in REASONS.items())
+    assert expected in COMMITTED.read_text(), f"the table is:\n{expected}"
