@@ -16,47 +16,24 @@ _PANEL = 2.7
 
 
 class Row(Protocol):
-    """A row taken apart, as `guardbit.diagnosis.row_error.RowError` holds it."""
+    """A row taken apart: `guardbit.diagnosis.row_error.RowError` says what each of these is."""
 
     @property
-    def position(self) -> int:
-        """Of the row in its sequence."""
-        ...
-
+    def position(self) -> int: ...
     @property
-    def d_out(self) -> Sequence[float]:
-        """Of each column of V."""
-        ...
-
+    def d_out(self) -> Sequence[float]: ...
     @property
-    def out_error(self) -> Sequence[float]:
-        """Of each column of V."""
-        ...
-
+    def out_error(self) -> Sequence[float]: ...
     @property
-    def column(self) -> int:
-        """The column of V with the largest product of both."""
-        ...
-
+    def column(self) -> int: ...
     @property
-    def first(self) -> int:
-        """Position of the first key below."""
-        ...
-
+    def first(self) -> int: ...
     @property
-    def values(self) -> Sequence[float]:
-        """That column of V, by key."""
-        ...
-
+    def values(self) -> Sequence[float]: ...
     @property
-    def weights(self) -> Sequence[float]:
-        """Of each key; the largest are 1."""
-        ...
-
+    def weights(self) -> Sequence[float]: ...
     @property
-    def adding_up(self) -> Sequence[float]:
-        """The error of the sum so far, by key."""
-        ...
+    def adding_up(self) -> Sequence[float]: ...
 
 
 # Below this part nothing can be told apart.

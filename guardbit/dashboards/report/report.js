@@ -10,34 +10,17 @@ async function ask(question) {
   return found;
 }
 
-function lineOf(found, head, index) {
-  return { label: nameOf(head.layer, head.head), low: head.low, high: head.high, colour: lineColour(index), dash: DASHES[index] };
-}
-
-function curvesOf(name) {
-  const found = data.curves[name];
-  return { name, steps: found.steps, lines: [
-    { low: found.typical_low, high: found.typical_high, colour: css("--context"), bandOnly: true },
-    { label: "median head", high: found.typical, colour: css("--context"), width: 1 },
-    ...found.heads.map((head, index) => lineOf(found, head, index)) ] };
-}
-
-function runCurve(name) {
-  const { run, steps } = view.state;
-  return { name, steps, lines: [{ label: labelOf(name), ...run[name], colour: css("--ink"), width: 1.5 }] };
-}
-
 // The story: what happened to the loss, and below it the heads that matter.
 function drawStory() {
   const { run, indicators } = view.state, wanted = run.loss ? [runCurve("loss")] : [];
-  for (const name of ["w_q_spectral_norm", "max_logit"]) if (indicators.includes(name)) wanted.push(curvesOf(name));
+  for (const name of ["w_q_spectral_norm", "max_logit"]) if (indicators.includes(name)) wanted.push(curvesOf(name, data.curves[name]));
   drawCharts($("story-charts"), wanted, () => view.state.marks, 170);
 }
 
 function drawAll() {
   const { run, indicators } = view.state, told = ["w_q_spectral_norm", "max_logit"];
   const wanted = run.grad_norm ? [runCurve("grad_norm")] : [];
-  for (const name of indicators) if (!told.includes(name)) wanted.push(curvesOf(name));
+  for (const name of indicators) if (!told.includes(name)) wanted.push(curvesOf(name, data.curves[name]));
   drawCharts($("all-charts"), wanted, () => view.state.marks);
 }
 

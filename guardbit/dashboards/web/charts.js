@@ -321,29 +321,14 @@ function isZoomed(plot) {
   return steps.length > 1 && (min > steps[0] + 1e-9 || max < steps[steps.length - 1] - 1e-9);
 }
 
-async function drawRun() {
-  const { run, steps, indicators } = view.state, wanted = [];
-  for (const name of ["loss", "grad_norm"]) {
-    if (run[name]) wanted.push({ name, steps, lines: [{ label: labelOf(name), ...run[name], colour: lineColour(1), width: 1.5 }] });
-  }
-  if (indicators.length) {
-    if (!indicators.includes(view.indicator)) view.indicator = indicators.includes("max_logit") ? "max_logit" : indicators[0];
-    const select = $("indicator");
-    if (select.options.length !== indicators.length) {
-      select.replaceChildren(...indicators.map((name) => { const option = element("option", labelOf(name)); option.value = name; return option; }));
-    }
-    select.value = view.indicator;
-    for (const name of new Set(["w_q_spectral_norm", view.indicator].filter((name) => indicators.includes(name)))) {
-      const found = await ask(`curves?indicator=${name}`);
-      wanted.push({ name, title: `${labelOf(name)}: all heads (grey: 5 to 95 %), and those to watch`, steps: found.steps, lines: [
-        { low: found.typical_low, high: found.typical_high, colour: css("--context"), bandOnly: true },
-        { label: "median", high: found.typical, colour: css("--context"), width: 1 },
-        ...found.heads.map((head, index) => ({ label: nameOf(head.layer, head.head), low: head.low, high: head.high,
-          colour: lineColour(index), dash: DASHES[index] })),
-      ] });
-    }
-  }
-  drawCharts($("run-charts"), wanted, () => view.state.marks);
+const runCurve = (name) => ({ name, steps: view.state.steps, lines: [{ label: labelOf(name), ...view.state.run[name], colour: css("--ink"), width: 1.5 }] });
+
+// An indicator as the page asks for it: the range of all heads, and those that matter most.
+function curvesOf(name, found) {
+  return { name, steps: found.steps, lines: [
+    { low: found.typical_low, high: found.typical_high, colour: css("--context"), bandOnly: true },
+    { label: "median head", high: found.typical, colour: css("--context"), width: 1 },
+    ...found.heads.map(({ layer, head, low, high }, index) => ({ label: nameOf(layer, head), low, high, colour: lineColour(index), dash: DASHES[index] })) ] };
 }
 
 async function drawHead() {

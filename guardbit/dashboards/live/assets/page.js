@@ -91,6 +91,23 @@ function drawStatus(status) {
   chip.textContent = text; chip.className = kind;
 }
 
+async function drawRun() {
+  const { run, indicators } = view.state, wanted = ["loss", "grad_norm"].filter((name) => run[name]).map(runCurve);
+  if (indicators.length) {
+    if (!indicators.includes(view.indicator)) view.indicator = indicators.includes("max_logit") ? "max_logit" : indicators[0];
+    const select = $("indicator");
+    if (select.options.length !== indicators.length) {
+      select.replaceChildren(...indicators.map((name) => { const option = element("option", labelOf(name)); option.value = name; return option; }));
+    }
+    select.value = view.indicator;
+    for (const name of new Set(["w_q_spectral_norm", view.indicator].filter((name) => indicators.includes(name)))) {
+      const title = `${labelOf(name)}: all heads (grey: 5 to 95 %), and those to watch`;
+      wanted.push({ title, ...curvesOf(name, await ask(`curves?indicator=${name}`)) });
+    }
+  }
+  drawCharts($("run-charts"), wanted, () => view.state.marks);
+}
+
 // --- the loop --------------------------------------------------------------------------------
 
 function drawSlider() {
