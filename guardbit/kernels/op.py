@@ -43,7 +43,7 @@ for _name, _tags in (
     _library.define(
         f"attention{_name}(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor site,"
         " int[] stabilizers, int causal, float? scale, float dropout_p, float beta, float eps,"
-        " int seed, int backend, bool native, bool training, bool wants_mask, bool traced,"
+        " int backend, bool native, bool training, bool wants_mask, bool traced,"
         " bool keeps_residual) -> (Tensor out, Tensor lse, Tensor residual, Tensor kernels,"
         " Tensor random, Tensor generator_state)",
         tags=_tags,

@@ -25,7 +25,6 @@ from guardbit.doctor.finding import Preflight
 from guardbit.doctor.rival import Rival
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.acting import Acting
 from guardbit.monitor.bracket import StepBracket
@@ -349,8 +348,6 @@ class MonitorSession(Guarded):
         # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
-        offset = self._schedule.random_offset
-        self.attempt("random numbers", lambda: runtime.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None
