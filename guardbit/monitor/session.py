@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from guardbit import guard
 from guardbit.doctor.finding import Preflight
-from guardbit.doctor.rival import Rival
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
@@ -156,8 +155,6 @@ class MonitorSession(Guarded):
         dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
         snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
             `guardbit diagnose`; 0 for nothing.
-        compare: Another engine, of `guardbit.doctor.rival.RIVALS`, that is run on the inputs of the
-            audited heads, to record its error beside that of the one in use; None for none.
         audit_repeats: Whether to run the backward of sampled calls a second time, and to tell where
             it differs.
         preflight: Whether the engines are examined at the calls of the first sampled step, when it
@@ -197,7 +194,6 @@ class MonitorSession(Guarded):
         dry_run: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
         on_alarm: Callable[[Alarm], object] | None = None,
@@ -213,7 +209,6 @@ class MonitorSession(Guarded):
                 num_audited_heads=num_audited_heads,
                 rules=rules,
                 snapshot_megabytes=snapshot_megabytes,
-                compare=compare,
                 audit_repeats=audit_repeats,
                 preflight=preflight,
                 on_alarm=on_alarm,
@@ -250,14 +245,11 @@ class MonitorSession(Guarded):
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
-        with refusing():
-            rival = None if settings.compare is None else Rival(settings.compare)
         self._measurement = Measurement(
             self.instrumentation,
             self.indicators,
             self.num_rows,
             self.num_audited_heads,
-            rival,
             settings.audit_repeats,
         )
         self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
@@ -292,7 +284,6 @@ class MonitorSession(Guarded):
         )
         self._telling = Telling(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
-            rival,
         )  # fmt: skip
         self._sampling = Sampling(
             self.instrumentation, self._measurement, self._exchange, self.detectors,

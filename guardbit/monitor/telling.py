@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from guardbit.doctor.rival import Rival
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
 from guardbit.monitor.coverage import Coverage
@@ -26,7 +25,6 @@ class Telling:
         exchange: Takes the events of all ranks.
         record: Takes the events that all ranks have alike.
         on_alarm: The user's function, or None.
-        rival: The engine that is compared, or None.
     """
 
     def __init__(
@@ -36,11 +34,10 @@ class Telling:
         exchange: Exchange,
         record: Callable[[Event], None],
         on_alarm: Callable[[Alarm], object] | None,
-        rival: Rival | None,
     ) -> None:
         self._instrumentation = instrumentation
         self._journal, self._exchange, self._record = journal, exchange, record
-        self._on_alarm, self._rival = on_alarm, rival
+        self._on_alarm = on_alarm
         self._coverage = Coverage(instrumentation)
         self._running = Running(instrumentation)
         self._oddities = Oddities()
@@ -136,14 +133,12 @@ class Telling:
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
     def oddities(self, step: int, samples: Iterable[Sample], loss_scale: float) -> None:
-        """Tells the first NaN, and backwards that do not repeat; notes what is not compared."""
+        """Tells the first NaN, and backwards that do not repeat."""
         sites = self._instrumentation.sites
         for event in self._oddities.look(
             step, tuple(samples), loss_scale, lambda name: kernel_of(sites.get(name))
         ):
             self._record(event)
-        if self._rival is not None and self._rival.refused:
-            self._journal.note({"not_compared": list(self._rival.refused)})
 
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""

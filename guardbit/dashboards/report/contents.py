@@ -34,7 +34,6 @@ from guardbit.dashboards.report.document import (
     Tile,
     Timeline,
 )
-from guardbit.dashboards.report.rival import beside_another_engine
 from guardbit.records import Event, RunEnd
 
 #: A wider table of heads does not fit the page.
@@ -93,7 +92,6 @@ def document_of(run: Run) -> Document:
             *_before_and_after(frame, events),
             *heads_to_watch(frame, events),
             *why_heads_diverge(run.kept),
-            *beside_another_engine(frame, run.metadata),
             *_figures(frame, events, outcome),
             Appendix(),
             *timeline(happened),

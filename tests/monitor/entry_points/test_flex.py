@@ -554,7 +554,7 @@ def test_what_is_refused(change, why):
         inst.remove()
 
 
-ON_DEMAND = {"compared_dq_relative_error", "compared_w_q_push", "repeat_difference", "nonfinite"}
+ON_DEMAND = {"repeat_difference", "nonfinite"}
 
 
 def test_the_indicators_of_a_call_are_numbers():
