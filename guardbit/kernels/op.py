@@ -221,8 +221,8 @@ def _backward_of_create_graph(d_out: Tensor, saved, arguments):
     else:
         engine, _, _, names = read_kernels(kernels, q)
         is_switched = native and set(names) != {"none"}
-    is_math = isinstance(engine, Whole) and engine.backend == SDPBackend.MATH
-    if native and is_math and not is_switched:
+    is_native = native and not is_switched
+    if is_native and isinstance(engine, Whole) and engine.backend == SDPBackend.MATH:
         spec = spec_of(q, mask, causal, scale, dropout_p)
         drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
         return engine.differentiable_backward(Inputs(q, k, v, spec, drawn, wants_mask), d_out)
