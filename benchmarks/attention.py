@@ -54,7 +54,7 @@ SHAPES: list[Shape] = [
     (2, 16, 16, 16384, 128),
 ]
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-OWN = ("none", "compensated", "stochastic", "row_max")
+OWN = ("none", "compensated", "row_max")
 #: In how many heads which stabilizer takes cuDNN's backward; None for all.
 SWITCHED = {
     "one_exact": ("exact_delta", 1),
@@ -386,7 +386,7 @@ def table(rows: list[dict[str, str]]) -> str:
         ]
 
     peers = ["flash", "cudnn", "flex", "none"]
-    costs = ["compensated", "stochastic", "row_max", "shadow"]
+    costs = ["compensated", "row_max", "shadow"]
     return "\n".join(
         [
             *lines(

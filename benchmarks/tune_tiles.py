@@ -57,7 +57,7 @@ CANDIDATES: dict[Pass, list[Tile]] = {
 
 #: What runs with a pass's entries; an entry must serve them all.
 STABILIZERS: dict[Pass, list[str]] = {
-    "forward": ["none", "compensated", "stochastic", "row_max"],
+    "forward": ["none", "compensated", "row_max"],
     "query_gradients": ["none", "compensated"],
     "key_gradients": ["none"],
 }

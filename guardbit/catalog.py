@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: What is measured together, each by the module of this name in `guardbit.monitor.measure`.
-Probe = Literal[
-    "weights", "rows", "keys", "delta", "gradient_audit", "comparison", "repeats", "finite", "run"
-]
+Probe = Literal["weights", "rows", "keys", "delta", "gradient_audit", "repeats", "finite", "run"]
 
 #: What `nonfinite` adds up, in the order in which a training step makes these tensors.
 NONFINITE = {"q": 1, "k": 2, "v": 4, "O": 8, "dO": 16, "dQ": 32, "dK": 64, "dV": 128}
@@ -187,21 +185,6 @@ CATALOG: tuple[Indicator, ...] = (
         meaning="running sum of `w_q_push` over the sampled steps in which the head was audited",
         is_signed=True,
         sum_of="w_q_push",
-    ),
-    Indicator(
-        name="compared_dq_relative_error",
-        probe="comparison",
-        label="dQ relative error, compared",
-        meaning="`dq_relative_error` of the engine that `compare` names, on the same inputs",
-        is_occasional=True,
-    ),
-    Indicator(
-        name="compared_w_q_push",
-        probe="comparison",
-        label="push of rounding, compared",
-        meaning="`w_q_push` of that engine",
-        is_signed=True,
-        is_occasional=True,
     ),
     Indicator(
         name="repeat_difference",

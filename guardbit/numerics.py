@@ -1,8 +1,8 @@
 """Rounding to BF16 and FP16, sums of low-precision parts, and coherent error.
 
-Rounding is to nearest even or stochastic. The stochastic kind takes its bits from Philox 4x32-10
-(Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), the generator of Triton's
-`tl.philox`, so that a kernel and its oracle round the same element the same way.
+Random numbers are those of Philox 4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1,
+2, 3", SC 2011), the generator of Triton's `tl.philox`, so that a kernel and its oracle drop the
+same entries.
 """
 
 from __future__ import annotations
@@ -102,45 +102,6 @@ def philox_4x32(
         low_key = (low_key + _PHILOX_WEYL[0]) & _WORD
         high_key = (high_key + _PHILOX_WEYL[1]) & _WORD
     return first, second, third, fourth
-
-
-def round_stochastic(x: Tensor, dtype: torch.dtype, random_bits: Tensor) -> Tensor:
-    """Rounds to one of the two neighbours, the nearer one more often, so that the mean is x.
-
-    The magnitude is rounded up when its dropped bits plus as many of the highest random bits carry:
-    on hardware, one integer addition and a mask. Values of the target format stay as they are.
-    In the subnormal range of FP16 all 16 bits are compared, and what lies below them is ignored:
-    there the mean is up to 2^-16 of a step too small.
-
-    Args:
-        x: FP32 tensor of any shape.
-        dtype: BF16 or FP16.
-        random_bits: INT64 tensor of x's shape with values in [0, 2^16).
-
-    Returns:
-        Tensor of x's shape in `dtype`. Infinities and NaN pass. Beyond the largest finite value
-        the upper neighbour is the next power of two, which comes out as infinity; from there on
-        the result is always infinite.
-
-    Raises:
-        ValueError: If `dtype` is neither BF16 nor FP16.
-        TypeError: If x is not FP32.
-    """
-    if dtype not in _DROPPED_BITS:
-        raise ValueError(f"Stochastic rounding goes to BF16 or FP16, but dtype is {dtype}.")
-    if x.dtype != torch.float32:
-        raise TypeError(f"Stochastic rounding starts from FP32, but x is {x.dtype}.")
-    dropped = _DROPPED_BITS[dtype]
-    magnitude = x.abs().view(torch.int32).to(torch.int64)
-    carried = (magnitude + (random_bits >> (16 - dropped))) >> dropped << dropped
-    # An infinity or a NaN may overflow INT32 here; it is put back below.
-    rounded = carried.to(torch.int32).view(torch.float32)
-    if dtype == torch.float16:
-        # Below the smallest normal number the step no longer shrinks with the exponent.
-        steps = x.abs().double() * _FP16_SUBNORMALS_PER_UNIT + random_bits.double() * 2.0**-16
-        subnormal = (steps.floor() / _FP16_SUBNORMALS_PER_UNIT).float()
-        rounded = torch.where(x.abs() < _FP16_SMALLEST_NORMAL, subnormal, rounded)
-    return torch.where(x.isfinite(), rounded.copysign(x), x).to(dtype)
 
 
 def split(x: Tensor, dtype: torch.dtype, parts: int) -> tuple[Tensor, ...]:

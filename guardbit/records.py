@@ -19,7 +19,6 @@ STABILIZERS: tuple[str, ...] = (
     "exact_delta",  # the same kernel; its backward gets an exact delta
     "centered_keys",  # the same kernel; its keys are given without their mean
     "compensated",  # our forward keeps what rounding takes from O, for the backward's delta
-    "stochastic",  # our forward rounds O stochastically
     "row_max",  # arXiv 2510.04212, Algorithm 3, made safe
 )
 

@@ -15,7 +15,6 @@ from guardbit.numerics import (
     philox_4x32,
     random_halves,
     round_nearest,
-    round_stochastic,
     split,
 )
 
@@ -142,83 +141,6 @@ def test_random_halves_are_all_of_the_four_words():
     halves = random_halves(0x299F31D0A4093822, tuple(torch.tensor(word) for word in counter))
     words = "fe09 d16c cceb 94fd e420 5001 6ea1 2412"
     assert [f"{half:04x}" for half in halves.tolist()] == words.split()
-
-
-FINITE_FLOAT32 = st.floats(-7e4, 7e4, width=32) | st.floats(-(2.0**-13), 2.0**-13, width=32)
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@given(x=FINITE_FLOAT32, word=st.integers(0, 2**16 - 1))
-def test_stochastic_rounding_goes_to_a_neighbour(dtype, x, word):
-    rounded = round_stochastic(torch.tensor([x]), dtype, torch.tensor([word])).item()
-    below, above = (
-        float(point) if point <= LARGEST[dtype] else float("inf") for point in neighbours(x, dtype)
-    )
-    if below == abs(x):
-        assert rounded == x
-    else:
-        assert abs(rounded) in (below, above)
-        assert rounded == 0 or (rounded > 0) == (x > 0)
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@given(x=FINITE_FLOAT32)
-def test_stochastic_rounding_is_unbiased_over_all_words(dtype, x):
-    # 2^13 numbers evenly spread stand for all 2^16: the threshold is found to 2^-13 of a step, and
-    # that is what FP16 drops from a normal number. BF16 drops 16 bits: 2^-13 of a step is left.
-    words = torch.arange(2**13) << 3
-    rounded = round_stochastic(torch.full((2**13,), x), dtype, words).double()
-    below, above = neighbours(x, dtype)
-    if above > LARGEST[dtype]:
-        return
-    bias = Fraction(rounded.mean().item()) - Fraction(x)
-    assert abs(bias) <= (above - below) * Fraction(2) ** -13
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_stochastic_rounding_has_no_signed_bias_where_nearest_has(dtype, sign):
-    # 0.3 of a step above 1, so that rounding to nearest always errs towards zero.
-    _, bits = FORMATS[dtype]
-    step = 2.0**-bits
-    x = torch.full((2**16,), sign * (1 + 0.3 * step))
-    exact = x.double()
-    zero = torch.tensor(0)
-    words = random_halves(7, (torch.arange(2**13), zero, zero, zero)).flatten()
-    signed = coherent_error(round_stochastic(x, dtype, words), exact, 0).item() / step
-    # One error has deviation sqrt(0.3 x 0.7) = 0.46 of a step, the sum of 2^16 256 times that: 117.
-    assert abs(signed) < 4 * 117
-    nearest = coherent_error(round_nearest(x, dtype), exact, 0).item() / step
-    # FP32 holds 0.3 of a step to 2^-14 of it in FP16, hence the 1e-3.
-    assert nearest == pytest.approx(-sign * 0.3 * 2**16, rel=1e-3)
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_stochastic_rounding_of_special_values(dtype):
-    x = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, LARGEST[dtype]])
-    for word in (0, 2**16 - 1):
-        rounded = round_stochastic(x, dtype, torch.full((6,), word))
-        assert rounded[2].isnan()
-        assert rounded[[0, 1, 3, 4, 5]].tolist() == x[[0, 1, 3, 4, 5]].tolist()
-        assert rounded.signbit().tolist()[3:5] == [False, True]
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_stochastic_rounding_overflows_to_infinity_by_chance(dtype):
-    _, bits = FORMATS[dtype]
-    step = LARGEST[dtype] / (2 ** (bits + 1) - 1)
-    x = torch.full((2,), LARGEST[dtype] + step / 4)
-    words = torch.tensor([0, 2**16 - 1])
-    assert round_stochastic(x, dtype, words).tolist() == [LARGEST[dtype], torch.inf]
-    assert round_stochastic(-x, dtype, words).tolist() == [-LARGEST[dtype], -torch.inf]
-
-
-def test_stochastic_rounding_refuses_other_formats():
-    x, words = torch.ones(1), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"BF16 or FP16, but dtype is torch\.float32"):
-        round_stochastic(x, torch.float32, words)
-    with pytest.raises(TypeError, match=r"FP32, but x is torch\.float64"):
-        round_stochastic(x.double(), torch.bfloat16, words)
 
 
 @given(x=st.floats(-(2.0**100), 2.0**100, width=32).filter(lambda x: not 0 < abs(x) < 2.0**-100))

@@ -32,17 +32,17 @@ NAMES = [
 PARAMETERS = {
     "AttentionMonitor": "every_n_train_steps=50, *, sites=None, indicators=None, num_rows=None,"
     " num_audited_heads=1, image_every_n_samples=None, rules, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "AutoStabilizer": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None, dry_run=False",
     "HuggingFaceMonitor": "every_n_train_steps=50, *, policy=None, dry_run=False, sites=None,"
     " indicators=None, num_rows=None, num_audited_heads=1, rules, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "MonitorSession": "model, *, every_n_train_steps=50, sites=None, indicators=None,"
     " num_rows=None, num_audited_heads=1, rules, policy=None, dry_run=False, dirpath=None,"
-    " snapshot_megabytes=64, compare=None, audit_repeats=False, preflight=False, on_alarm=None,"
+    " snapshot_megabytes=64, audit_repeats=False, preflight=False, on_alarm=None,"
     " strict=False",
     "Policy": "stabilizer='exact_delta', *, scope='layer', always=False, agreeing_rules=1,"
     " agreement_steps=2000, escalate=True, quiet_steps=None, qk_clip=None",
@@ -131,15 +131,13 @@ def test_the_indicators_and_stabilizers_are_these():
         "dq_coherent_error",
         "w_q_push",
         "w_q_push_cumulative",
-        "compared_dq_relative_error",
-        "compared_w_q_push",
         "repeat_difference",
         "nonfinite",
         "loss",
         "grad_norm",
     )
     assert guardbit.STABILIZERS == (
-        "none", "exact_delta", "centered_keys", "compensated", "stochastic", "row_max",
+        "none", "exact_delta", "centered_keys", "compensated", "row_max",
     )  # fmt: skip
 
 

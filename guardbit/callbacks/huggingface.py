@@ -95,8 +95,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
             for `guardbit diagnose`; 0 for nothing.
-        compare: Another engine, such as "flash" or "efficient", that is run on the inputs of the
-            audited heads; its errors are recorded beside those of the one in use. None for none.
         audit_repeats: Whether the backward of sampled calls is run a second time, and differences
             are told: a race, or additions in any order.
         preflight: Whether the attention kernels are examined at the model's own shapes and masks,
@@ -127,7 +125,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
         on_alarm: Callable[[Alarm], object] | None = None,
@@ -142,7 +139,6 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 num_audited_heads=num_audited_heads,
                 rules=rules,
                 snapshot_megabytes=snapshot_megabytes,
-                compare=compare,
                 audit_repeats=audit_repeats,
                 preflight=preflight,
                 on_alarm=on_alarm,

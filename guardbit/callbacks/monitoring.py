@@ -80,8 +80,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             where the logger has none, in the folder of Lightning's checkpoints.
         snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
             for `guardbit diagnose`; 0 for nothing.
-        compare: Another engine, such as "flash" or "efficient", that is run on the inputs of the
-            audited heads; its errors are recorded beside those of the one in use. None for none.
         audit_repeats: Whether the backward of sampled calls is run a second time, and differences
             are told: a race, or additions in any order.
         preflight: Whether the attention kernels are examined at the model's own shapes and masks,
@@ -112,7 +110,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         rules: tuple[Rule, ...] = DEFAULT_RULES,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
         on_alarm: Callable[[Alarm], object] | None = None,
@@ -127,7 +124,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                 num_audited_heads=num_audited_heads,
                 rules=rules,
                 snapshot_megabytes=snapshot_megabytes,
-                compare=compare,
                 audit_repeats=audit_repeats,
                 preflight=preflight,
                 on_alarm=on_alarm,
@@ -142,7 +138,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self.rules = rules
         self.dirpath = dirpath
         self.snapshot_megabytes = snapshot_megabytes
-        self.compare = compare
         self.audit_repeats = audit_repeats
         self.preflight = preflight
         self.on_alarm = on_alarm
@@ -184,7 +179,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
                 dry_run=self.dry_run,
                 dirpath=dirpath if trainer.is_global_zero else None,
                 snapshot_megabytes=self.snapshot_megabytes,
-                compare=self.compare,
                 audit_repeats=self.audit_repeats,
                 preflight=self.preflight,
                 on_alarm=self.on_alarm,

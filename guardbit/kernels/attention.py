@@ -113,12 +113,12 @@ def flash_attention(
         scale: Factor of the scores; None for 1 / sqrt(D).
         stabilizer: One name of `guardbit.STABILIZERS`, or one a head. "none" is plain
             FlashAttention-2; "compensated" keeps the rounding residual of the output for the
-            backward's delta; "stochastic" rounds the output stochastically; "row_max" shifts the
-            row maximum where it is attained more than once (arXiv 2510.04212, Algorithm 3, made
-            safe).
+            backward's delta; "row_max" shifts the row maximum where it is attained more than once
+            (arXiv 2510.04212, Algorithm 3, made safe).
         beta: Strength of the shift of "row_max", > 1.
         eps: Distance from the row maximum, in logits, within which scores count as maxima, > 0.
-        seed: Seed of "stochastic".
+        seed: Has no effect, because no stabilizer draws random numbers. Dropout draws from the
+            device's generator.
         backend: "triton" takes BF16 and FP16 on GPUs of compute capability 8.0 or newer, and on
             the CPU in Triton's interpreter (`TRITON_INTERPRET=1` before triton is imported), which
             is there for tests. "torch" takes everything and is slow. "auto" is "triton" where a GPU
@@ -181,7 +181,6 @@ def flash_attention(
             dropout_p=dropout_p,
             beta=beta,
             eps=eps,
-            seed=seed,
             backend=dispatch.BACKENDS.index(backend),
             native=False,
             training=execution.is_training(q, k, v),

@@ -1,22 +1,76 @@
-"""Launches the kernel that sums the error of delta.
+"""Sums the error of delta, with its sign and without.
 
 Shapes: out, d_out `(B, H, N, D)`; R is the number of queries looked at.
 """
 
-# Triton types launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportCallIssue=false
+# Triton kernels are typed by Triton: constexpr parameters take plain values, launches take options.
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from guardbit.kernels import launch
-from guardbit.kernels.device.delta_bias import delta_bias_kernel
+from guardbit.kernels.device.primitives import head_of, load_rows, load_tile
+from guardbit.kernels.device.rounding import decode_residual, widen
 
 # Rows of a program that sums up the bias of delta.
 _BIAS_BLOCK_M = 64
+
+
+@triton.jit(do_not_specialize=["num_heads", "count", "seqlen_q"])
+def delta_bias_kernel(
+    d_out_pointer,
+    out_pointer,
+    residual_pointer,
+    exact_pointer,
+    query_ids_pointer,
+    bias_pointer,
+    size_pointer,
+    d_out_strides,
+    out_strides,
+    residual_strides,
+    num_heads,
+    count,
+    seqlen_q,
+    HAS_QUERY_IDS: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One program: the part of the two sums from BLOCK_M of the `count` rows of one head."""
+    row_tiles = tl.cdiv(count, BLOCK_M)
+    program = tl.program_id(0)
+    batch_head = program // row_tiles
+    first = program % row_tiles * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    places = first + tl.arange(0, BLOCK_M)
+    positions = places
+    if HAS_QUERY_IDS:
+        chosen = tl.load(query_ids_pointer + places, mask=places < count, other=-1)
+        positions = chosen.to(tl.int32)
+
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    d_out = load_rows(d_out_base, positions, d_out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    rounded = load_rows(out_base, positions, out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    exact_base = exact_pointer + batch_head.to(tl.int64) * count * HEAD_DIM
+    exact = load_tile(exact_base, first, HEAD_DIM, count, BLOCK_M, HEAD_DIM, WIDTH, True)
+    errors = widen(rounded) - exact
+    if COMPENSATED:
+        residual_base = head_of(residual_pointer, residual_strides, batch, head)
+        counts = load_rows(residual_base, positions, residual_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+        errors += decode_residual(rounded, counts)
+    bias = tl.sum(widen(d_out) * errors, 1)
+    tl.store(bias_pointer + program, tl.sum(bias, 0))
+    tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
 
 
 def delta_bias(

@@ -47,7 +47,6 @@ class Request(NamedTuple):
         dropout_p: Probability with which an entry of P is dropped.
         beta: See `guardbit.flash_attention`.
         eps: The same.
-        seed: The same.
         backend: Index in `dispatch.BACKENDS`.
         native: Whether PyTorch's function was called, and not `flash_attention`.
         training: Whether a gradient will be asked for.
@@ -67,7 +66,6 @@ class Request(NamedTuple):
     dropout_p: float = 0.0
     beta: float = 2.0
     eps: float = 1e-3
-    seed: int = 0
     backend: int = 0
     native: bool = True
     training: bool = False
@@ -171,9 +169,7 @@ def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor
     call = Call(
         q, request.k, request.v, spec, state, request.native, request.wants_mask
     )  # fmt: skip
-    options = heads.Options(
-        request.beta, request.eps, request.seed, dispatch.BACKENDS[request.backend]
-    )  # fmt: skip
+    options = heads.Options(request.beta, request.eps, dispatch.BACKENDS[request.backend])
     ran = heads.forward(
         call,
         state.running,

@@ -32,8 +32,6 @@ def forward(
     stabilizers: Sequence[str],
     beta: float = 2.0,
     eps: float = 1e-3,
-    seed: int = 0,
-    offset: int = 0,
     head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
 ) -> Forward:
@@ -52,8 +50,6 @@ def forward(
         stabilizers: One name a computed head, of `guardbit.STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        seed: Key of the random numbers, modulo 2^64.
-        offset: Last word of the random numbers' counter, modulo 2^32.
         head_ids: The query heads to compute, C of them; None for all.
         dropout: What to drop from P-bar; None for nothing.
 
@@ -113,14 +109,11 @@ def forward(
             (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN),
             SHIFT_MIN * math.log2(math.e),
             (shift_max - SHIFT_MIN) * math.log2(math.e),
-            seed=launch.signed(seed),
-            offset=launch.signed_half(offset),
             threshold=0 if dropout is None else dropout.threshold,
             factor=1.0 if dropout is None else dropout.factor,
             CAUSAL=causal is not False,
             NEGATIVE_SCALE=scale < 0,
             COMPENSATED=_share(stabilizers, "compensated"),
-            STOCHASTIC=_share(stabilizers, "stochastic"),
             ROW_MAX=_share(stabilizers, "row_max"),
             DROPOUT=dropout is not None,
             HEAD_DIM=head_dim,

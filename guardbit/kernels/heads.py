@@ -24,7 +24,6 @@ from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
 from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
-from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState, is_recomputing
 
 
@@ -33,7 +32,6 @@ class Options(NamedTuple):
 
     beta: float
     eps: float
-    seed: int
     backend: str
 
 
@@ -122,8 +120,6 @@ def forward(
                 stabilizers=plan.own_names,
                 beta=options.beta,
                 eps=options.eps,
-                seed=options.seed,
-                offset=runtime.random_offset,
                 head_ids=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )

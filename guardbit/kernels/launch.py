@@ -73,16 +73,6 @@ def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
     return device_constant(head_ids, torch.int32, device)
 
 
-def signed(seed: int) -> int:
-    """Returns the seed modulo 2^64 as a signed 64-bit number."""
-    return (seed + 2**63) % 2**64 - 2**63
-
-
-def signed_half(offset: int) -> int:
-    """Returns the offset modulo 2^32 as a signed 32-bit number."""
-    return (offset + 2**31) % 2**32 - 2**31
-
-
 # A scale of 0 would make NaN of the -inf of a masked score; the smallest normal number does not.
 _SMALLEST_SCALE = 2.0**-126
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend
 
 from guardbit import guard
-from guardbit.kernels import dispatch, heads, second_order
+from guardbit.kernels import dispatch, heads
 from guardbit.kernels.alignment import promise_aligned_outputs
+from guardbit.kernels.engines import Drawn, Inputs, Whole
 from guardbit.kernels.engines.random import drawing_once
 from guardbit.kernels.execution import (
     NUM_KERNEL_FACTS,
@@ -28,7 +30,6 @@ from guardbit.kernels.execution import (
     spec_of,
 )
 from guardbit.kernels.native import engine_of_pytorch, is_by_pytorch, run_backward, run_forward
-from guardbit.kernels.plan import Call
 from guardbit.kernels.runtime import runtime
 
 # A replayed CUDA graph would not look the attention module up again: the tag keeps the op out of
@@ -43,7 +44,7 @@ for _name, _tags in (
     _library.define(
         f"attention{_name}(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor site,"
         " int[] stabilizers, int causal, float? scale, float dropout_p, float beta, float eps,"
-        " int seed, int backend, bool native, bool training, bool wants_mask, bool traced,"
+        " int backend, bool native, bool training, bool wants_mask, bool traced,"
         " bool keeps_residual) -> (Tensor out, Tensor lse, Tensor residual, Tensor kernels,"
         " Tensor random, Tensor generator_state)",
         tags=_tags,
@@ -208,44 +209,42 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):
-    """Returns gradients that are as differentiable as PyTorch's own.
+    """Returns gradients that are as differentiable as PyTorch's own, in calls without a stabilizer.
 
     The math kernel's are. All others raise when they are differentiated: the op's outputs would
     otherwise pass for constants.
     """
-    q, k, v, mask, site, _, _, _, kernels, random, generator_state = saved
+    q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments
     if is_by_pytorch(kernels):
-        engine, names = engine_of_pytorch(kernels, q), ("none",) * q.size(1)
+        engine, is_switched = engine_of_pytorch(kernels, q), False
     else:
         engine, _, _, names = read_kernels(kernels, q)
-    graph = None
-    if native and second_order.has_graph(engine):
+        is_switched = native and set(names) != {"none"}
+    is_native = native and not is_switched
+    if is_native and isinstance(engine, Whole) and engine.backend == SDPBackend.MATH:
         spec = spec_of(q, mask, causal, scale, dropout_p)
-        call = Call(q, k, v, spec, runtime.site(int(site)), native, wants_mask)
-        graph = second_order.gradients(call, engine, names, d_out, random, generator_state)
-        if set(names) == {"none"}:
-            return graph
+        drawn = Drawn(random[:2], generator_state) if dropout_p > 0 else None
+        return engine.differentiable_backward(Inputs(q, k, v, spec, drawn, wants_mask), d_out)
     with torch.no_grad():
         gradients = _backward(d_out, *saved, *arguments)
-    if graph is not None:
-        return second_order.with_graph(gradients, graph)
-    return _NotDifferentiable.apply(native, d_out, q, k, v, *gradients)
+    if is_switched:
+        why = "GuardBit: heads with a stabilizer have no second derivative; those without have one"
+    else:
+        what = "fused attention" if native else "guardbit.flash_attention"
+        why = f"{what} has no second derivative; F.scaled_dot_product_attention has one"
+    return _NotDifferentiable.apply(why, d_out, q, k, v, *gradients)
 
 
 class _NotDifferentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, native, d_out, q, k, v, *gradients):
-        ctx.native = native
+    def forward(ctx, why, d_out, q, k, v, *gradients):
+        ctx.why = why
         return tuple(x.detach() for x in gradients)
 
     @staticmethod
     def backward(ctx, *d_gradients):
-        what = "fused attention" if ctx.native else "guardbit.flash_attention"
-        raise RuntimeError(
-            f"{what} has no second derivative; F.scaled_dot_product_attention has one within"
-            " torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
-        )
+        raise RuntimeError(f"{ctx.why} within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)")
 
 
 for _name, _fake in (

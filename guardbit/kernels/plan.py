@@ -21,7 +21,7 @@ from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
-OWN_FORWARD = frozenset({"compensated", "stochastic", "row_max"})
+OWN_FORWARD = frozenset({"compensated", "row_max"})
 
 
 class Plan(NamedTuple):

@@ -57,7 +57,6 @@ class Runtime:
             instrumented module, before it runs.
         keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
             `keep_residuals`.
-        random_offset: Where stochastic rounding's counter starts.
         on_fault: Hears of the errors that the op's doors contain.
     """
 
@@ -71,7 +70,6 @@ class Runtime:
         self.call_listeners: list[Callable[[Tensor, Tensor, Tensor], None]] = []
         self.keeps_residuals = True
         self._wishes: dict[Hashable, bool] = {}
-        self.random_offset = 0
         self.on_fault: Callable[[Exception], None] = _log_fault
 
     def __reduce__(self) -> str:
@@ -228,14 +226,6 @@ class Runtime:
     def tell_fault(self, error: Exception) -> None:
         """Tells whoever wants to know that a part of GuardBit failed in a call."""
         self.on_fault(error)
-
-    def set_random_offset(self, offset: int) -> None:
-        """Sets `random_offset`.
-
-        It must differ between steps and stay the same within one, so that a forward recomputed
-        under activation checkpointing draws the same bits.
-        """
-        self.random_offset = offset
 
 
 def _log_fault(error: Exception) -> None:

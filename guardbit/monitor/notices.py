@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from guardbit.catalog import NONFINITE
-from guardbit.doctor.rival import Rival
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
 from guardbit.monitor.coverage import Coverage
@@ -42,7 +41,6 @@ class Notices:
         exchange: Takes the events of all ranks.
         record: Takes the events that all ranks have alike.
         on_alarm: The user's function, or None.
-        rival: The engine that is compared, or None.
     """
 
     def __init__(
@@ -52,11 +50,10 @@ class Notices:
         exchange: Exchange,
         record: Callable[[Event], None],
         on_alarm: Callable[[Alarm], object] | None,
-        rival: Rival | None,
     ) -> None:
         self._instrumentation = instrumentation
         self._journal, self._exchange, self._record = journal, exchange, record
-        self._on_alarm, self._rival = on_alarm, rival
+        self._on_alarm = on_alarm
         self._coverage = Coverage(instrumentation)
         self._switch_reports = SwitchReports(instrumentation)
         # Of the process: those of before this session, and those that its journal holds.
@@ -151,7 +148,7 @@ class Notices:
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
     def of_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
-        """The first NaN, and backwards that do not repeat; notes what is not compared.
+        """The first NaN, and backwards that do not repeat.
 
         With a scale of the loss, gradients overflow now and then and the scaler skips such steps,
         so NaN in gradients is then left out.
@@ -164,8 +161,6 @@ class Notices:
             if self.first(kind):
                 kernel = kernel_of(sites.get(sample.site))
                 self._record(_not_repeated(step, kind, largest, sample, kernel))
-        if self._rival is not None and self._rival.refused:
-            self._journal.note({"not_compared": list(self._rival.refused)})
 
     def announce(self, alarm: Alarm) -> None:
         """Hands an alarm to the user's function, which may fail without ending anything."""

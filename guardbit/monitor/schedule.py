@@ -10,12 +10,9 @@ from guardbit import guard
 from guardbit.guard import Guarded
 from guardbit.records import Alarm
 
-# Number of micro-batches of one step whose random numbers do not overlap; more than anybody uses.
-_MICRO_BATCHES = 1024
-
 
 class Schedule:
-    """Counts steps and micro-batches.
+    """Counts steps.
 
     Args:
         cadence: Steps 0, n, 2n, ... are sampled. If step numbers jump, the first step at or after
@@ -32,7 +29,6 @@ class Schedule:
         self.step: int | None = None
         self.last_ended: int | None = None
         self.is_sampled = False
-        self._micro_batch = 0
         self._is_first = True
 
     def begin(self, step: int, is_wanted: bool) -> None:
@@ -42,11 +38,9 @@ class Schedule:
             step: The step.
             is_wanted: See `is_due`.
         """
-        if step == self.step:
-            self._micro_batch += 1
-        else:
+        if step != self.step:
             self.is_sampled = self.is_due(step, is_wanted)
-            self.step, self._micro_batch = step, 0
+            self.step = step
 
     def end(self) -> tuple[int, bool] | None:
         """Ends the step; returns it and whether it was sampled, or None if none has begun."""
@@ -65,11 +59,6 @@ class Schedule:
     def is_within_step(self) -> bool:
         """Whether a step has begun and not ended."""
         return self.step is not None and self.step != self.last_ended
-
-    @property
-    def random_offset(self) -> int:
-        """Where random numbers of the micro-batch start, also in a forward that is recomputed."""
-        return (self.step or 0) * _MICRO_BATCHES + self._micro_batch
 
     def is_due(self, step: int, is_wanted: bool) -> bool:
         """Whether a step is to be sampled: the first at or after each multiple of the cadence.

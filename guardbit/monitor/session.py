@@ -22,10 +22,8 @@ from torch import Tensor, nn
 
 from guardbit import guard
 from guardbit.doctor.finding import Preflight
-from guardbit.doctor.rival import Rival
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.runtime import runtime
 from guardbit.monitor import ranks
 from guardbit.monitor.acting import Acting
 from guardbit.monitor.checkpoint import Checkpoint
@@ -155,8 +153,6 @@ class MonitorSession(Guarded):
         dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
         snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
             `guardbit diagnose`; 0 for nothing.
-        compare: Another engine, of `guardbit.doctor.rival.RIVALS`, that is run on the inputs of the
-            audited heads, to record its error beside that of the one in use; None for none.
         audit_repeats: Whether to run the backward of sampled calls a second time, and to tell where
             it differs.
         preflight: Whether the engines are examined at the calls of the first sampled step, when it
@@ -196,7 +192,6 @@ class MonitorSession(Guarded):
         dry_run: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
         snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        compare: str | None = None,
         audit_repeats: bool = False,
         preflight: bool | float = False,
         on_alarm: Callable[[Alarm], object] | None = None,
@@ -212,7 +207,6 @@ class MonitorSession(Guarded):
                 num_audited_heads=num_audited_heads,
                 rules=rules,
                 snapshot_megabytes=snapshot_megabytes,
-                compare=compare,
                 audit_repeats=audit_repeats,
                 preflight=preflight,
                 on_alarm=on_alarm,
@@ -249,14 +243,11 @@ class MonitorSession(Guarded):
         self.instrumentation.keep_residuals(
             self.policy is not None and self.policy.stabilizer == "compensated"
         )
-        with refusing():
-            rival = None if settings.compare is None else Rival(settings.compare)
         self._measurement = Measurement(
             self.instrumentation,
             self.indicators,
             self.num_rows,
             self.num_audited_heads,
-            rival,
             settings.audit_repeats,
         )
         self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
@@ -291,7 +282,6 @@ class MonitorSession(Guarded):
         )
         self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
-            rival,
         )  # fmt: skip
         self._sampling = Sampling(
             self.instrumentation, self._measurement, self._exchange, self.detectors,
@@ -347,8 +337,6 @@ class MonitorSession(Guarded):
         # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
-        offset = self._schedule.random_offset
-        self.attempt("random numbers", lambda: runtime.set_random_offset(offset))
 
     def _begin(self, step: int, is_new: bool) -> None:
         is_resumed = self._schedule.last_ended is not None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from guardbit.catalog import INDICATORS
-from guardbit.doctor.rival import Rival
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
 from guardbit.monitor.detectors.rule import judges_heads, levels_of, reads_of
 from guardbit.monitor.policy import Policy
@@ -38,7 +37,6 @@ class Settings:
     num_audited_heads: int = 1
     rules: tuple[Rule, ...] = DEFAULT_RULES
     snapshot_megabytes: float = SNAPSHOT_MEGABYTES
-    compare: str | None = None
     audit_repeats: bool = False
     preflight: bool | float = False
     on_alarm: Callable[[Alarm], object] | None = None
@@ -74,7 +72,6 @@ class Settings:
             "indicators": list(self.measured),
             "num_rows": self.num_rows,
             "num_audited_heads": self.num_audited_heads,
-            "compare": self.compare,
             "audit_repeats": self.audit_repeats,
             "rules": [str(rule) for rule in self.rules],
             "levels": levels_of(self.rules),
@@ -125,8 +122,6 @@ class Settings:
                 )
 
     def _check_examinations(self) -> None:
-        if self.compare is not None:
-            Rival(self.compare)
         if not isinstance(self.audit_repeats, bool):
             raise ValueError(f"audit_repeats is {self.audit_repeats!r}; it must be True or False")
         preflight = self.preflight

@@ -11,7 +11,7 @@ from torch import nn
 
 from guardbit.kernels.engines import hub_kernel_is_loaded
 
-# Hugging Face's names of attention that GuardBit may not see. It sees "eager" in BLOOM and in
+# Hugging Face's names of attention that GuardBit may not see. It sees "eager" in
 # models that get it from the interface. Kernels of the hub have the name of their repository, with
 # a slash; GuardBit sees those of FlashAttention once they are loaded.
 _UNSEEN_IMPLEMENTATIONS = re.compile(r"eager|.*/")
@@ -72,19 +72,9 @@ def unseen_implementation(module: nn.Module) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _is_eager_seen(kind: type[nn.Module]) -> bool:
-    """Whether modules of a type get attention from Hugging Face's interface, or are BLOOM's."""
-    return "get_interface" in _names_in_forward(kind) or is_bloom(kind)
-
-
-def is_bloom(kind: type) -> bool:
-    """Whether a class is Hugging Face's `BloomAttention`, written as GuardBit knows it."""
-    known = {"_reshape", "baddbmm", "softmax", "bmm", "_merge_heads"}
-    return kind.__name__ == "BloomAttention" and known <= set(_names_in_forward(kind))
-
-
-def _names_in_forward(kind: type) -> tuple[str, ...]:
+    """Whether modules of a type get attention from Hugging Face's interface."""
     forward = inspect.unwrap(getattr(kind, "forward", lambda: None))
-    return getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "get_interface" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:

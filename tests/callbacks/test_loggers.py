@@ -53,7 +53,7 @@ def test_a_picture_is_the_model_map():
     assert run.picture({}, {}) is None
     for step in range(8):
         run.take([sampled(step, (1.0, 1.0, 1.0, 90.0 if step > 5 else 1.0))])
-    picture = run.picture({"h.0": {3}, "elsewhere": {0}}, {"h.0": ["none"] * 3 + ["stochastic"]})
+    picture = run.picture({"h.0": {3}, "elsewhere": {0}}, {"h.0": ["none"] * 3 + ["row_max"]})
     assert picture.dtype == np.uint8 and picture.shape[1:] == (1000, 3)
     assert (picture.sum(axis=2) < 130).mean() > 0.05  # the dark cell
     healthy = LoggedRun()

@@ -157,7 +157,7 @@ def test_always_switches_all_heads_after_the_first_step_without_an_alarm(trains,
 def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path):
     monitor = AttentionMonitor(2, rules=RULES, dirpath=tmp_path / "run", strict=True)
     policy = {
-        "stabilizer": "stochastic", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
+        "stabilizer": "row_max", "scope": "model", "agreeing_rules": 1, "agreement_steps": 70,
         "quiet_steps": 5,
     }  # fmt: skip
     trains.fit(monitor, AutoStabilizer(**policy), max_steps=12)
@@ -165,7 +165,7 @@ def test_of_the_scope_model_all_heads_are_switched_and_go_back(trains, tmp_path)
     assert events_of(tmp_path / "run", "alarm") == [(2, SITE, (1,), "")]
     assert events_of(tmp_path / "run", "switch") == [
         (step, f"net.h.{layer}.attn", (0, 1), stabilizer)
-        for step, stabilizer in ((2, "stochastic"), (8, "none"))
+        for step, stabilizer in ((2, "row_max"), (8, "none"))
         for layer in (0, 1)
     ]
 
@@ -202,7 +202,7 @@ def test_it_needs_a_monitor(trains):
         trains.fit(
             AttentionMonitor(),
             AutoStabilizer("compensated", scope="head"),
-            AutoStabilizer("stochastic", scope="head"),
+            AutoStabilizer("row_max", scope="head"),
         )
 
 
@@ -252,8 +252,8 @@ def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
     "stabilizer, accumulate",
     [
         ("compensated", 1),
-        ("stochastic", 1),
-        ("stochastic", 2),
+        ("row_max", 1),
+        ("row_max", 2),
         ("exact_delta", 2),
         ("centered_keys", 2),
     ],

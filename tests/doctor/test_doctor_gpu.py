@@ -16,15 +16,14 @@ from guardbit.doctor.exact import exactly, units_of
 from guardbit.doctor.examination import Examination
 from guardbit.doctor.flex import Flex
 from guardbit.doctor.inputs import KINDS, make
-from guardbit.doctor.rival import Rival
+from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.engines import Engine, Gradients
 from guardbit.kernels.reference.common import float32_products
-from guardbit.kernels.spec import AttentionSpec, Documents
+from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.finite import FiniteProbe
 from guardbit.monitor.measure.probes import CallView
 from guardbit.monitor.measure.repeats import RepeatProbe
 from tests.doctor.faulty_engines import Written, truncate
-from tests.doctor.test_rival import call_with, exact
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +34,18 @@ BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+
+
+def call_with(spec):
+    """A call of 4 query heads on 2 key heads, of width 16, in BF16."""
+    generator = torch.Generator().manual_seed(0)
+    heads = {"q": 4, "k": 2, "v": 2, "d_out": 4}
+    known = {
+        name: torch.randn(2, number, 40, 16, generator=generator).bfloat16()
+        for name, number in heads.items()
+    }
+    known |= {"spec": spec, "site": 0, "stabilizers": ("none",) * 4}
+    return AttentionCall(**{**dict.fromkeys(AttentionCall.__dataclass_fields__), **known})
 
 
 #: All but those on which cuDNN's backward returns NaN at lengths such as 320, a fault of its own.
@@ -224,22 +235,3 @@ def test_pytorchs_kernels_differ_by_no_more_than_an_order_of_additions(name):
     state = dict(zip(probe.sums, probe.reduce([x[None] for x in found.values]), strict=True))
     (values,) = probe.compute(state, 1.0).values()
     assert values.shape == (1, 4) and float(values.max()) <= 2.0
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn", "math", "varlen_attn"])
-def test_another_engine_on_the_inputs_of_a_call(name, is_packed):
-    starts = torch.tensor([0, 7, 8, 40], dtype=torch.int32)
-    documents = Documents(starts, starts, 32, 32) if is_packed else None
-    call = call_with(AttentionSpec(0.25, True, documents=documents), batch=1 if is_packed else 2)
-    wanted = exact(call)
-    tensors = {name: getattr(call, name).cuda() for name in ("q", "k", "v", "d_out")}
-    if is_packed:
-        starts = starts.cuda()
-        spec = replace(call.spec, documents=Documents(starts, starts, 32, 32))
-        call = replace(call, spec=spec)
-    rival = Rival(name)
-    dq = rival.query_gradient(replace(call, **tensors), (1, 2))
-    if dq is None:
-        pytest.skip(f"it does not serve the call: {next(iter(rival.refused))}")
-    assert (dq.cpu().double() - wanted).norm() < 2.0**-7 * wanted.norm()

@@ -102,8 +102,6 @@ def source_of(kernel, constants, dtype, pointers):
             signature[name] = "*" + pointers.get(stem, dtype)
         elif kind == "strides":
             signature[name] = ("i32",) * (4 if stem == "mask" else 3)
-        elif name == "seed":
-            signature[name] = "i64"
         else:
             signature[name] = "fp32" if name in FLOATS else "i32"
         if kind == "pointer":
@@ -130,7 +128,6 @@ def variants(architecture):
             {
                 "NEGATIVE_SCALE": False,
                 "COMPENSATED": some_heads,
-                "STOCHASTIC": some_heads,
                 "ROW_MAX": some_heads,
                 "DROPOUT": False,
             },

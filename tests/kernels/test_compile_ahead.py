@@ -26,11 +26,9 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 #: the shadow and sm_80 none is known that needs none. The forward needs it where heads of all
 #: stabilizers share a launch, not where all heads have the same.
 SPILLS = {
-    (80, "forward", 256): 24,
     (80, "shadow", 64): 8,
-    (90, "forward", 64): 24,
-    (90, "forward", 128): 8,
-    (90, "forward", 256): 96,
+    (90, "forward", 64): 8,
+    (90, "forward", 256): 104,
     (90, "key_gradients", 32): 48,
     (90, "key_gradients", 64): 160,
     (90, "key_gradients", 128): 248,

@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from guardbit.kernels import forward, launch, reference, tiles
-from guardbit.kernels.plan import OWN_FORWARD
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import coherent_error, decode_residual, round_stochastic
-from guardbit.records import STABILIZERS as ALL_STABILIZERS
+from guardbit.numerics import coherent_error, decode_residual
 from tests.oracle import attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +19,7 @@ pytestmark = [
 ]
 
 #: Those that have a kernel of their own, and none; the others leave it to the engine.
-STABILIZERS = tuple(n for n in ALL_STABILIZERS if n == "none" or n in OWN_FORWARD)
+STABILIZERS = ("none", "compensated", "none", "row_max")
 
 
 def inputs(shape, dtype=torch.bfloat16, seed=0):
@@ -57,13 +53,13 @@ SHAPES = [
 def test_every_stabilizer_in_one_launch(dtype, shape, causal):
     q, k, v = inputs(shape, dtype)
     scale = shape[-1] ** -0.5
-    options = {"causal": causal, "scale": scale, "stabilizers": STABILIZERS, "seed": 5}
+    options = {"causal": causal, "scale": scale, "stabilizers": STABILIZERS}
     ours = forward.forward(q, k, v, **options)
     # P-bar is rounded relative to the maximum so far, which depends on the tile.
     oracle = reference.forward(q, k, v, **options, key_tile=key_tile(q))
     _, lse, *_, truth = attend(q, k, v, AttentionSpec(scale, causal))
     assert ours.out.dtype == dtype
-    # P-bar is rounded by half a step at most, O by half a step, or a whole one if stochastically.
+    # P-bar is rounded by half a step at most, O by half a step.
     bar = 1.5 * SPACING[dtype] * v.abs().max().double()
     assert (ours.out - truth).abs().max() <= bar
     assert torch.equal(ours.lse == -math.inf, lse == -math.inf)
@@ -111,7 +107,7 @@ def test_no_keys_no_rows_no_batch():
 
 def test_a_head_does_not_depend_on_the_others():
     q, k, v = inputs((2, 4, 2, 40, 40, 16))
-    options = {"causal": True, "scale": 0.25, "seed": 3, "offset": 11}
+    options = {"causal": True, "scale": 0.25}
     mix = forward.forward(q, k, v, stabilizers=STABILIZERS, **options)
     for head, name in enumerate(STABILIZERS):
         alone = forward.forward(q, k, v, stabilizers=[name] * 4, **options)
@@ -121,38 +117,6 @@ def test_a_head_does_not_depend_on_the_others():
         assert torch.equal(chosen.out[:, 0], mix.out[:, head])
         if name == "compensated":
             assert torch.equal(chosen.residual[:, 0], mix.residual[:, head])
-
-
-@given(
-    seed=st.integers(-(2**63), 2**64 - 1),
-    offset=st.sampled_from([0, 2**32 - 700, 2**40 + 5]),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
-)
-@settings(max_examples=15, deadline=None)
-def test_stochastic_takes_the_words_of_the_oracle(seed, offset, dtype):
-    q, k, v = inputs((1, 2, 1, 17, 20, 16), dtype)
-    options = {"causal": False, "scale": 0.25, "stabilizers": ["stochastic"] * 2}
-    ours = forward.forward(q, k, v, seed=seed, offset=offset, **options)
-    oracle = reference.forward(q, k, v, seed=seed, offset=offset, **options)
-    # Words decide: with other words half of the elements would differ.
-    assert (ours.out != oracle.out).double().mean() <= 0.02
-
-
-def test_stochastic_rounding_is_that_of_the_oracle_for_single_keys():
-    # One key: O = V exactly, which no rounding changes; a sum of two keys leaves a remainder.
-    q, k, v = inputs((1, 1, 1, 64, 2, 16), torch.float16)
-    k.zero_()
-    v[..., 0, :] = 2.0**-17
-    v[..., 1, :] = 2.0**-23
-    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["stochastic"], seed=1)
-    # The exact mean 2^-18 + 2^-24 is a subnormal FP16 number: it stays.
-    assert (ours.out == 2.0**-18 + 2.0**-24).all()
-    v[..., 1, :] = 2.0**-24
-    ours = forward.forward(q, k, v, causal=False, scale=1.0, stabilizers=["stochastic"], seed=1)
-    heads = torch.tensor([0], device=q.device)
-    words = reference.forward_pass.element_halves(1, q.shape, heads, offset=0)
-    halfway = torch.full((1, 1, 64, 16), 2.0**-18 + 2.0**-25, device=q.device)
-    assert torch.equal(ours.out, round_stochastic(halfway, torch.float16, words))
 
 
 def test_layouts_and_strides():

@@ -39,13 +39,12 @@ def test_our_forward_takes_no_new_field_and_exact_delta_takes_all(monkeypatch, f
     names, _, why = resolved(monkeypatch, spec, "compensated")
     assert names == ("exact_delta", "none")
     assert why == f"exact_delta runs instead of compensated, which takes no {field}"
-    for name in ("stochastic", "row_max"):
-        names, _, why = resolved(monkeypatch, spec, name)
-        assert names == ("none", "none")
-        assert why == f"{name} takes no {field}: exact_delta would work"
-        names, _, why = resolved(monkeypatch, spec, name, "it lies")
-        assert names == ("none", "none")
-        assert why.startswith(f"{name} takes no {field}, and exact_delta is not possible")
+    names, _, why = resolved(monkeypatch, spec, "row_max")
+    assert names == ("none", "none")
+    assert why == f"row_max takes no {field}: exact_delta would work"
+    names, _, why = resolved(monkeypatch, spec, "row_max", "it lies")
+    assert names == ("none", "none")
+    assert why.startswith(f"row_max takes no {field}, and exact_delta is not possible")
     names, shared, why = resolved(monkeypatch, spec, "exact_delta", "it lies")
     assert (names, shared) == (("none", "none"), False)
     assert why.endswith("it lies; no kernel takes its place")

@@ -1,4 +1,4 @@
-"""Switched heads keep the second derivatives that PyTorch's math kernel has."""
+"""Calls without a stabilizer keep the second derivatives of PyTorch's math kernel."""
 
 import pytest
 import torch
@@ -11,11 +11,10 @@ from guardbit.kernels.runtime import runtime
 from guardbit.kernels.switchable import switchable_attention
 
 HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 4, 2, 9, 16, 16
-STABILIZERS = ("exact_delta", "compensated", "centered_keys", "stochastic", "row_max")
+STABILIZERS = ("exact_delta", "compensated", "centered_keys", "row_max")
 #: How far an error may go, relative, in the L2 norm. Sums of up to 16 FP32 numbers, one after the
-#: other, lose up to 16 roundings of 2^-24, and there are several; BF16 rounds what PyTorch keeps
-#: between products, to 2^-9 each, and P, dP, dS and the gradients are that.
-TOLERANCE = {torch.float32: 32 * 2**-24, torch.bfloat16: 4 * 2**-9}
+#: other, lose up to 16 roundings of 2^-24, and there are several.
+TOLERANCE = 32 * 2**-24
 
 
 @pytest.fixture
@@ -25,14 +24,14 @@ def site():
     runtime.remove_site(number)
 
 
-def inputs(dtype=torch.float32):
+def inputs():
     generator = torch.Generator().manual_seed(0)
     shapes = [(HEADS, ROWS), (KEY_HEADS, KEYS), (KEY_HEADS, KEYS), (HEADS, ROWS)]
-    return [torch.randn(2, *shape, WIDTH, generator=generator).to(dtype) for shape in shapes]
+    return [torch.randn(2, *shape, WIDTH, generator=generator) for shape in shapes]
 
 
-def twice(attention, tensors, d_out, forced=True):
-    """The gradients of a loss, and those of a penalty on the sum of their squares."""
+def penalised(attention, tensors, d_out, forced=True):
+    """Leaves, the gradients of a loss in them, and the sum of squares of these."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     torch.manual_seed(3)
     if forced:
@@ -40,9 +39,14 @@ def twice(attention, tensors, d_out, forced=True):
             out = attention(*leaves)
     else:
         out = attention(*leaves)
-    first = torch.autograd.grad((out.float() * d_out).sum(), leaves, create_graph=True)
-    penalty = sum(x.float().square().sum() for x in first)
-    return [x.detach() for x in first], torch.autograd.grad(penalty, leaves)
+    first = torch.autograd.grad((out * d_out).sum(), leaves, create_graph=True)
+    return leaves, [x.detach() for x in first], sum(x.square().sum() for x in first)
+
+
+def twice(attention, tensors, d_out, forced=True):
+    """The gradients of a loss, and those of a penalty on the sum of their squares."""
+    leaves, first, penalty = penalised(attention, tensors, d_out, forced)
+    return first, torch.autograd.grad(penalty, leaves)
 
 
 def once(attention, tensors, d_out):
@@ -50,7 +54,7 @@ def once(attention, tensors, d_out):
     torch.manual_seed(3)
     with sdpa_kernel(SDPBackend.MATH):
         out = attention(*leaves)
-    return torch.autograd.grad((out.float() * d_out).sum(), leaves)
+    return torch.autograd.grad((out * d_out).sum(), leaves)
 
 
 def written_out(kept):
@@ -81,33 +85,36 @@ def errors(found, truth):
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, truth, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [*STABILIZERS, "some"])
-def test_second_derivatives_are_right_and_the_first_stay_stabilized(name, dtype, site):
-    *tensors, d_out = inputs(dtype)
+def test_heads_with_a_stabilizer_have_none_and_the_first_stay_stabilized(name, site):
+    *tensors, d_out = inputs()
     names = ("none", "compensated", "none", "row_max") if name == "some" else (name,) * HEADS
     runtime.site(int(site)).switch(names)
-    first, second = twice(at(site), tensors, d_out)
+    _, first, penalty = penalised(at(site), tensors, d_out)
     stabilized = once(at(site), tensors, d_out)
     assert all(torch.equal(a, b) for a, b in zip(first, stabilized, strict=True))
-    assert max(errors(second, exact(tensors, d_out))) < TOLERANCE[dtype]
     assert {*runtime.site(int(site)).ran} - {"none"}, "the heads were switched"
+    with pytest.raises(RuntimeError, match=r"^GuardBit: heads with a stabilizer have no second"):
+        penalty.backward()
 
 
-@pytest.mark.parametrize("names", [("compensated",) * 4, ("none", "compensated") * 2])
-def test_with_dropout_they_are_those_of_the_entries_that_were_dropped(names, site):
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+def test_heads_without_one_keep_those_of_the_entries_that_were_dropped(dropout_p, site):
     *tensors, d_out = inputs()
-    runtime.site(int(site)).switch(names)
-    attention = at(site, dropout_p=0.25)
+    options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
+    expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
+    attention = at(site, dropout_p=dropout_p)
+    found = twice(attention, tensors, d_out)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
     # Values that make the output the weights themselves show which of them are left.
     ones = torch.eye(KEYS).expand_as(tensors[2])
     torch.manual_seed(3)
-    leaf = tensors[0].clone().requires_grad_()  # a call in training, as the one below
-    shown = attention(leaf, tensors[1], ones).detach()
-    kept = (shown != 0).double() / 0.75
-    assert 0.6 < (shown != 0).sum() / (2 * HEADS * ROWS * (ROWS + 1) / 2) < 0.9
-    _, second = twice(attention, tensors, d_out)
-    assert max(errors(second, exact(tensors, d_out, kept))) < TOLERANCE[torch.float32]
+    leaf = tensors[0].clone().requires_grad_()  # a call in training, as the one above
+    with sdpa_kernel(SDPBackend.MATH):
+        shown = attention(leaf, tensors[1], ones).detach()
+    kept = (shown != 0).double() / (1 - dropout_p)
+    assert max(errors(found[1], exact(tensors, d_out, kept))) < TOLERANCE
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])

@@ -93,6 +93,24 @@ def test_unseen_attention_beside_seen_is_told_once(unseen, tmp_path, caplog):
     assert read_metadata(tmp_path)["unseen"] == ["1"]
 
 
+def test_bloom_s_own_attention_is_named_as_unseen(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=32, n_layer=1, n_head=2)
+
+    class Bloom(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bloom = transformers.BloomModel(config)
+
+        def forward(self, x):
+            return self.bloom(inputs_embeds=x).last_hidden_state
+
+    assert watched(tmp_path, Attention(), Bloom()) == ["0"]
+    ((_, why),) = told(tmp_path)
+    assert "1.bloom.h.0.self_attention (BloomAttention)" in why
+    assert read_metadata(tmp_path)["unseen"] == ["1.bloom.h.0.self_attention"]
+
+
 class Mixer(nn.Module):
     """Attention of another name: projections, and no call that is seen."""
 

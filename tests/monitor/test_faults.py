@@ -106,7 +106,6 @@ BELOW = {
     "begin_batch: sampling": (sites.Instrumentation, "rest"),
     "begin_batch: measuring": (Measurement, "begin"),
     "begin_batch: listening": (sites.Instrumentation, "observe"),
-    "begin_batch: random numbers": (runtime, "set_random_offset"),
     "begin_batch: opening the journal": (journal, "is_run"),
     "begin_batch: the folder": (journal, "RunWriter"),
     "begin_batch: what is remembered": (findings_module.Findings, "events"),

@@ -146,30 +146,3 @@ def test_backwards_that_differ_are_told_once(tmp_path, monkeypatch, rows, size, 
     values = read_run(tmp_path).query("indicator == 'repeat_difference' and head == 3")["value"]
     # Half a unit in the last place of 1 is 2^-8 in BF16.
     assert values.max() == pytest.approx(max(differences) * 2**8, rel=1e-6)
-
-
-@pytest.mark.parametrize("compare", ["math", "flash"])
-def test_another_engine_is_recorded_beside_the_one_in_use(tmp_path, compare):
-    _, plain = run(tmp_path / "plain")
-    _, compared = run(tmp_path / "compared", compare=compare, num_audited_heads=4)
-    assert all(map(torch.equal, plain, compared))
-    frame = read_run(tmp_path / "compared").set_index(["step", "site", "head", "indicator"])[
-        "value"
-    ]
-    errors, others = (frame.xs(name, level=3) for name in
-                      ("dq_relative_error", "compared_dq_relative_error"))  # fmt: skip
-    assert len(errors) == len(others) > 0
-    if compare == "flash":  # the one in use; four heads instead of one call of all
-        assert others.to_numpy() == pytest.approx(errors.to_numpy(), rel=1e-6)
-        pushes = [frame.xs(name, level=3) for name in ("w_q_push", "compared_w_q_push")]
-        assert pushes[0].to_numpy() == pytest.approx(pushes[1].to_numpy(), rel=1e-6)
-    else:
-        assert not others.equals(errors) and others.max() < 0.02
-    assert "compared_dq_relative_error" not in set(read_run(tmp_path / "plain")["indicator"])
-
-
-def test_an_engine_that_serves_nothing_is_told_in_the_metadata(tmp_path):
-    from guardbit import read_metadata
-
-    run(tmp_path, compare="varlen_attn", num_audited_heads=4)
-    assert "runs on GPUs only" in read_metadata(tmp_path)["not_compared"][0]

@@ -122,14 +122,14 @@ def test_two_rules_must_agree_on_a_head_in_time(gap, fires):
 
 
 def test_a_switch_is_undone_after_the_quiet_period_and_only_once():
-    policy = Policy("stochastic", quiet_steps=1000, scope="head")
+    policy = Policy("row_max", quiet_steps=1000, scope="head")
     decide(policy, [alarm(100, heads=(3, 4))], 100)
     decide(policy, [alarm(600, heads=(4,))], 600)
     assert decide(policy, [], 1099) == []
     assert decided(decide(policy, [], 1100)) == [(1100, "h.2", (3,), "none")]
     assert decided(decide(policy, [], 1600)) == [(1600, "h.2", (4,), "none")]
     assert decide(policy, [], 2000) == []
-    assert decided(decide(policy, [alarm(2100)], 2100)) == [(2100, "h.2", (3,), "stochastic")]
+    assert decided(decide(policy, [alarm(2100)], 2100)) == [(2100, "h.2", (3,), "row_max")]
     assert decide(policy, [], 99_000) == []
 
 
@@ -147,7 +147,7 @@ def test_by_default_nothing_is_undone():
 
 
 def test_heads_that_somebody_else_has_switched_are_left_alone():
-    stabilizers = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
+    stabilizers = {**PLAIN, "h.2": ["none"] * 3 + ["row_max"] * 2 + ["none"] * 7}
     alarms = [alarm(100, heads=(3, 5))]
     heads, model = (
         Policy("compensated", quiet_steps=50, scope="head"),
@@ -163,7 +163,7 @@ def test_heads_that_somebody_else_has_switched_are_left_alone():
 
 def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
     policy = Policy("compensated", scope="model")
-    taken = {"h.2": ["stochastic", "none"]}
+    taken = {"h.2": ["row_max", "none"]}
     (switch,) = decide(policy, [alarm(100)], 100, taken)
     assert switch.heads == (1,)
     for names in (["none", "compensated"], ["none", "none"], ["row_max", "none"]):
@@ -172,7 +172,7 @@ def test_of_the_scope_model_a_head_that_somebody_takes_back_is_left_alone():
 
 def test_of_the_scope_model_an_alarm_with_nothing_left_to_switch_counts_for_nothing():
     policy = Policy("compensated", scope="model", quiet_steps=100)
-    assert decide(policy, [alarm(100)], 100, {"h.2": ["stochastic"] * 2}) == []
+    assert decide(policy, [alarm(100)], 100, {"h.2": ["row_max"] * 2}) == []
     # The switch after it is the first, and is undone.
     (switch,) = decide(policy, [alarm(300)], 300, {"h.2": ["none"] * 2})
     (undo,) = decide(policy, [], 400, {"h.2": ["compensated"] * 2})
@@ -259,7 +259,7 @@ def test_of_the_scope_layer_one_alarm_switches_its_site_and_quiet_of_that_undoes
 
 def test_of_the_scope_layer_heads_that_somebody_else_has_switched_are_left_alone():
     policy = Policy("compensated", scope="layer", quiet_steps=50)
-    taken = {**PLAIN, "h.2": ["none"] * 3 + ["stochastic"] * 2 + ["none"] * 7}
+    taken = {**PLAIN, "h.2": ["none"] * 3 + ["row_max"] * 2 + ["none"] * 7}
     (switch,) = decide(policy, [alarm(100)], 100, taken)
     others = (0, 1, 2, *range(5, 12))
     assert (switch.site, switch.heads) == ("h.2", others)

@@ -38,19 +38,6 @@ def test_a_run_that_goes_on_passes_no_multiple_twice():
     assert run(schedule, [31, 39, 44]) == [44]
 
 
-def test_micro_batches_and_steps_draw_numbers_of_their_own_and_the_same_when_run_again():
-    def offsets():
-        schedule, found = Schedule(1), []
-        for step in range(4):
-            for _ in range(3):
-                schedule.begin(step, False)
-                found.append(schedule.random_offset)
-            schedule.end()
-        return found
-
-    assert len(set(offsets())) == 12 and offsets() == offsets()
-
-
 def test_a_step_that_is_abandoned_never_was_and_may_begin_again():
     schedule = Schedule(4)
     schedule.begin(4, False)

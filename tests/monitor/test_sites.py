@@ -171,7 +171,7 @@ def test_calls_of_our_own_function_are_sites(tiny):
         def forward(self, x):
             q = self.q(x).unflatten(-1, (4, 16)).transpose(1, 2)
             k, v = self.kv(x).unflatten(-1, (4, 16)).transpose(1, 2).split(2, dim=1)
-            out = guardbit.flash_attention(q, k, v, causal=True, stabilizer="stochastic")
+            out = guardbit.flash_attention(q, k, v, causal=True, stabilizer="row_max")
             return out.transpose(1, 2).flatten(2)
 
     model, x = nn.Sequential(Ours()), torch.randn(2, 7, 64)
@@ -179,14 +179,12 @@ def test_calls_of_our_own_function_are_sites(tiny):
     inst = guardbit.instrument(model)
     try:
         assert tiny.equal(tiny.step(model, x), before)
-        assert inst.stabilizers() == {"0": ["stochastic"] * 4}
+        assert inst.stabilizers() == {"0": ["row_max"] * 4}
         assert torch.equal(inst.sites["0"].query_weight(1), model[0].q.weight[16:32])
         assert torch.equal(inst.sites["0"].key_weights(), model[0].kv.weight[:32].view(2, 16, 64))
         inst.switch("0", "compensated", heads=[2])
         tiny.step(model, x)
-        assert inst.stabilizers() == {
-            "0": ["stochastic", "stochastic", "compensated", "stochastic"]
-        }
+        assert inst.stabilizers() == {"0": ["row_max", "row_max", "compensated", "row_max"]}
         assert inst.sites["0"].launches["backward", "compensated"] == 1
     finally:
         inst.remove()
@@ -398,13 +396,13 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
         "h.0.attn": ["none"] * 4,
         "h.1.attn": ["none", "compensated", "none", "compensated"],
     }
-    inst.switch("h.*.attn", ["row_max", "stochastic"], heads=[2, 3])
+    inst.switch("h.*.attn", ["row_max", "exact_delta"], heads=[2, 3])
     assert inst.stabilizers() == {
-        "h.0.attn": ["none", "none", "row_max", "stochastic"],
-        "h.1.attn": ["none", "compensated", "row_max", "stochastic"],
+        "h.0.attn": ["none", "none", "row_max", "exact_delta"],
+        "h.1.attn": ["none", "compensated", "row_max", "exact_delta"],
     }
-    inst.switch("h.0.attn", ["none", "row_max", "stochastic", "compensated"])
-    assert inst.stabilizers()["h.0.attn"] == ["none", "row_max", "stochastic", "compensated"]
+    inst.switch("h.0.attn", ["none", "row_max", "exact_delta", "compensated"])
+    assert inst.stabilizers()["h.0.attn"] == ["none", "row_max", "exact_delta", "compensated"]
     inst.switch("*", "none")
     assert inst.stabilizers() == {"h.0.attn": ["none"] * 4, "h.1.attn": ["none"] * 4}
     inst.switch("*", "row_max", heads=iter([0]))
@@ -433,7 +431,7 @@ def test_switch_by_name_by_pattern_and_by_head(inst):
     ],
 )
 def test_bad_switches_are_named_and_change_nothing(arguments, error, message, inst):
-    inst.switch("*", "stochastic", heads=[0])
+    inst.switch("*", "row_max", heads=[0])
     before = inst.stabilizers()
     with pytest.raises(error, match=message):
         inst.switch(*arguments)
@@ -476,7 +474,7 @@ def test_heads_go_back_at_a_site_that_can_no_longer_be_switched(tiny, tokens):
         model.h[0].attn.dtype = torch.float64
         tiny.step(model, tokens)
         with pytest.raises(ValueError, match=r"'h.0.attn' cannot be switched: .*float64"):
-            inst.switch("h.0.attn", "stochastic")
+            inst.switch("h.0.attn", "row_max")
         inst.switch("h.0.attn", "none", heads=[1, 2])
         assert inst.asked()["h.0.attn"] == ["compensated", "none", "none", "compensated"]
         assert inst.stabilizers()["h.0.attn"] == ["none"] * 4, "the mask keeps PyTorch's kernel"

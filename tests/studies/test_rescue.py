@@ -77,10 +77,10 @@ class AtStepTwo:
 def test_what_an_arm_switches_at_an_alarm(common, monkeypatch, arm, heads):
     monitor = partial(train.AttentionMonitor, rules=(AtStepTwo(),))
     monkeypatch.setattr(train, "AttentionMonitor", monitor)
-    events = read_events(train.main([f"--arm={arm}", "--stabilizer=stochastic", *common]))
+    events = read_events(train.main([f"--arm={arm}", "--stabilizer=row_max", *common]))
     switches = events[events["kind"] == "switch"]
     assert switches["heads"].tolist() == heads
-    assert set(switches["stabilizer"]) <= {"stochastic"}
+    assert set(switches["stabilizer"]) <= {"row_max"}
     assert set(switches["step"]) <= {0 if arm == "from_start" else 2}
 
 

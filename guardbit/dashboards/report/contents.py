@@ -28,7 +28,6 @@ from guardbit.dashboards.report.document import (
     Table,
     Tile,
 )
-from guardbit.dashboards.report.rival import beside_another_engine
 from guardbit.records import Event, RunEnd
 
 #: A wider table of heads does not fit the page.
@@ -89,7 +88,6 @@ def document_of(run: Run) -> Document:
         settings=settings(run.metadata),
         effect=_before_and_after(frame, events),
         diagnosed=why_heads_diverge(run.kept),
-        rival=beside_another_engine(frame, run.metadata),
         not_drawn=not_drawn,
         timeline=moments,
         timeline_note=note,

@@ -121,7 +121,6 @@ class Document:
         side_by_side: Of several runs: the numbers of each.
         effect: What switches did, of one run as all below.
         diagnosed: Why heads diverge.
-        rival: The engine in use beside another one.
         not_drawn: Figures that the run has no samples for.
         timeline: The events in their order.
         timeline_note: How many were left out.
@@ -140,7 +139,6 @@ class Document:
     side_by_side: Table | None = None
     effect: Table | None = None
     diagnosed: Diagnosed | None = None
-    rival: Table | None = None
     not_drawn: Sequence[str] = ()
     timeline: Sequence[Moment] = ()
     timeline_note: str = ""

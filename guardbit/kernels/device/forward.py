@@ -25,17 +25,11 @@ from guardbit.kernels.device.primitives import (
     product,
     store_tile,
 )
-from guardbit.kernels.device.rounding import (
-    encode_residual,
-    random_halves,
-    round_nearest,
-    round_stochastic,
-)
+from guardbit.kernels.device.rounding import encode_residual, round_nearest
 from guardbit.records import STABILIZERS
 
 # A head's code in the device array: its place in STABILIZERS.
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
-_STOCHASTIC = tl.constexpr(STABILIZERS.index("stochastic"))
 _ROW_MAX = tl.constexpr(STABILIZERS.index("row_max"))
 
 # How many heads of a launch have a stabilizer. With all or none there is nothing to choose.
@@ -164,8 +158,7 @@ def _attend(
 
 @triton.jit(
     do_not_specialize=[
-        "seqlen_q", "seqlen_k", "shift", "seed", "offset", "num_heads", "computed_heads", "group",
-        "threshold",
+        "seqlen_q", "seqlen_k", "shift", "num_heads", "computed_heads", "group", "threshold"
     ]
 )  # fmt: skip
 def forward_kernel(
@@ -194,14 +187,11 @@ def forward_kernel(
     shift_turns,
     shift_min_log2,
     shift_range_log2,
-    seed: tl.int64,
-    offset,
     threshold,
     factor,
     CAUSAL: tl.constexpr,
     NEGATIVE_SCALE: tl.constexpr,
     COMPENSATED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
     ROW_MAX: tl.constexpr,
     DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -211,9 +201,8 @@ def forward_kernel(
 ):
     """One program: one tile of BLOCK_M queries of one head; heavy causal tiles come first.
 
-    COMPENSATED, STOCHASTIC and ROW_MAX say how many heads of this launch have that stabilizer:
-    none, some or all. With DROPOUT, entries of P-bar that `kept_entries` keeps are multiplied by
-    `factor`.
+    COMPENSATED and ROW_MAX say how many heads of this launch have that stabilizer: none, some or
+    all. With DROPOUT, entries of P-bar that `kept_entries` keeps are multiplied by `factor`.
     """
     row_tiles = tl.cdiv(seqlen_q, BLOCK_M)
     program = tl.program_id(0)
@@ -285,7 +274,6 @@ def forward_kernel(
     exact = accumulator * (1.0 / row_sum)[:, None]
     out = round_nearest(exact, dtype)
     if COMPENSATED != _NO_HEAD:
-        # Before the numbers are drawn: no head is both, and registers are few.
         residual = encode_residual(exact, out)
         if COMPENSATED == _SOME_HEADS:
             residual = tl.where(code == _COMPENSATED, residual, 0)
@@ -293,9 +281,5 @@ def forward_kernel(
         store_tile(
             residual_base, first, out_strides[2], seqlen_q, residual, BLOCK_M, HEAD_DIM, WIDTH
         )
-    if STOCHASTIC != _NO_HEAD and code == _STOCHASTIC:
-        groups = tl.arange(0, WIDTH // 8)[None, :]
-        halves = random_halves(seed, groups, positions[:, None], philox_head, offset)
-        out = round_stochastic(exact, halves, dtype)
     out_base = head_of(out_pointer, out_strides, batch, head)
     store_tile(out_base, first, out_strides[2], seqlen_q, out, BLOCK_M, HEAD_DIM, WIDTH)

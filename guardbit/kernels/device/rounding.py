@@ -1,4 +1,4 @@
-"""How kernels round: to nearest, stochastically, and what rounding took away.
+"""How kernels round to nearest, what rounding took away, and random numbers.
 
 Under Triton's interpreter (TRITON_INTERPRET=1 when this module is imported) the same kernels run on
 the CPU. The interpreter truncates FP32 to BF16, so there rounding is spelled out in integers.
@@ -90,32 +90,6 @@ def random_halves(seed, group, row, place, last):
     words = tl.join(tl.join(first, third), tl.join(second, fourth))
     halves = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(halves, (zero.shape[0], zero.shape[1] * 8))
-
-
-@triton.jit
-def round_stochastic(x, halves, dtype: tl.constexpr):
-    """FP32 to BF16 or FP16 as `guardbit.numerics.round_stochastic` does, bit for bit.
-
-    Args:
-        x: FP32 block.
-        halves: 16 random bits for each element, UINT32.
-        dtype: BF16 or FP16.
-    """
-    DROPPED: tl.constexpr = 16 if dtype == tl.bfloat16 else 13
-    magnitude = tl.abs(x)
-    bits = magnitude.to(tl.uint32, bitcast=True) + (halves >> (16 - DROPPED))
-    rounded = ((bits >> DROPPED) << DROPPED).to(tl.float32, bitcast=True)
-    if dtype == tl.float16:
-        # Below the smallest normal number, 2^-14, steps are 2^-24 wide. Their fraction is exact.
-        steps = magnitude * 16777216.0
-        whole = tl.floor(steps)
-        carry = tl.floor((steps - whole) + halves.to(tl.float32) * (1.0 / 65536.0))
-        subnormal = (whole + carry) * (1.0 / 16777216.0)
-        rounded = tl.where(magnitude < 6.103515625e-05, subnormal, rounded)
-    rounded = tl.where(x < 0, -rounded, rounded)
-    # Infinity and NaN pass.
-    finite = magnitude < float("inf")
-    return tl.where(finite, rounded, x).to(dtype)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ class LibraryEngine(Engine):
     backend = SDPBackend.OVERRIDEABLE
     #: Its name in telemetry.
     label: str
-    #: The module that `guardbit doctor` and `compare` import for it; "" where no name is known.
+    #: The module that `guardbit doctor` imports for it; "" where no name is known.
     home: str = ""
     #: Whether a call with dropout returns where its random numbers came from.
     drops: bool = False

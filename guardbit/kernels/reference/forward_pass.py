@@ -18,11 +18,11 @@ from guardbit.kernels.reference.common import (
     products_of,
 )
 from guardbit.kernels.spec import AttentionSpec, Causal
-from guardbit.numerics import encode_residual, random_halves, round_nearest, round_stochastic
+from guardbit.numerics import encode_residual, round_nearest
 
 #: The stabilizers of `forward`. The last is the paper's Algorithm 3 as published. It shows where
 #: that fails, and no other part of the package offers it.
-FORWARD_STABILIZERS = ("none", "compensated", "stochastic", "row_max", "row_max_published")
+FORWARD_STABILIZERS = ("none", "compensated", "row_max", "row_max_published")
 
 #: Ends of row_max's shift, which is SHIFT_MIN + ((beta - 1) |rm| modulo SHIFT_MAX - SHIFT_MIN).
 #: P-bar is dithered, and its rounding unbiased, only while the shift differs from row to row.
@@ -67,8 +67,6 @@ def forward(
     stabilizers: Sequence[str],
     beta: float = 2.0,
     eps: float = 1e-3,
-    seed: int = 0,
-    offset: int = 0,
     head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
     key_tile: int = 128,
@@ -86,9 +84,6 @@ def forward(
       none / that residual / this one: attention sink 2.5 / 0.029 / 0.002, random scores and values
       of one sign 1.65 / 1.15 / 0.06. That L changes by the same factor scales the rows of dS by
       1 + 2^-9 at most, and leaves their sums 0.
-    - stochastic: O is rounded stochastically. Element (b, h, n, d) takes half d mod 8 of the Philox
-      counter (d // 8, n, b H + h, offset), so that it does not depend on the other heads'
-      stabilizers, nor on the tile.
     - row_max: where a second score lies within eps of the row maximum rm seen so far,
       m = rm + SHIFT_MIN + ((beta - 1) |rm| mod (SHIFT_MAX - SHIFT_MIN)) instead of m = rm (paper,
       section 4, made safe). Helps where rm differs from row to row.
@@ -106,12 +101,9 @@ def forward(
         stabilizers: One name a computed head, of `FORWARD_STABILIZERS`.
         beta: Factor of the row maximum for row_max; above 1.
         eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        seed: Key of the random numbers, modulo 2^64.
-        offset: Last word of the random numbers' counter, modulo 2^32.
-        head_ids: The query heads to compute, C of them; None for all. A head's random numbers do
-            not depend on which others are computed. Nor do its bits, except for N = 1: there,
-            products with one row are summed in another order than with several query heads to a
-            key head.
+        head_ids: The query heads to compute, C of them; None for all. A head's bits do not depend
+            on which others are computed, except for N = 1: there, products with one row are summed
+            in another order than with several query heads to a key head.
         dropout: What to drop from P-bar once it is rounded; l and L take no notice. None for
             nothing.
         key_tile: Keys a tile.
@@ -122,10 +114,7 @@ def forward(
     Raises:
         ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
     """
-    whole_shape = q.shape
-    numbers = torch.arange(q.shape[1], device=q.device)
     if head_ids is not None:
-        numbers = numbers[list(head_ids)]
         q, k, v = select_heads(q, k, v, head_ids)
     batch, num_heads, rows = q.shape[:3]
     keys, kv_heads = k.shape[2], k.shape[1]
@@ -183,10 +172,6 @@ def forward(
     if dropout is not None:
         exact *= dropout.factor
     out = round_nearest(exact, q.dtype)
-    stochastic = _chosen(stabilizers, "stochastic", q.device)
-    if len(stochastic) and q.dtype != torch.float32:
-        halves = element_halves(seed, whole_shape, numbers[stochastic], offset)
-        out[:, stochastic] = round_stochastic(exact[:, stochastic], q.dtype, halves)
     residual = None
     if compensated is not None:
         residual = encode_residual(exact, out).where(compensated[..., None], 0)
@@ -215,28 +200,6 @@ def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:
     return (row_max[..., None] - scores <= eps).sum(-1) > 1
 
 
-def element_halves(seed: int, shape: torch.Size, head_ids: Tensor, offset: int) -> Tensor:
-    """The random number of each element of some heads, see `forward`.
-
-    Args:
-        seed: Key.
-        shape: (B, H, N, D) of the whole tensor.
-        head_ids: INT64 (C,), the chosen heads.
-        offset: Last word of the counter.
-
-    Returns:
-        INT64 (B, C, N, D) in [0, 2^16).
-    """
-    batch, num_heads, rows, width = shape
-    device = head_ids.device
-    place = torch.arange(batch, device=device)[:, None] * num_heads + head_ids
-    row = torch.arange(rows, device=device)[:, None]
-    group = torch.arange(-(-width // 8), device=device)
-    last = torch.tensor(offset % 2**32, dtype=torch.int64, device=device)
-    halves = random_halves(seed, (group, row, place[..., None, None], last))
-    return halves.flatten(-2)[..., :width]
-
-
 def select_heads(
     q: Tensor, k: Tensor, v: Tensor, head_ids: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -254,12 +217,6 @@ def select_heads(
     chosen = torch.tensor(head_ids, dtype=torch.int64, device=q.device)
     key_heads = chosen // (q.shape[1] // k.shape[1])
     return q[:, chosen], k[:, key_heads], v[:, key_heads]
-
-
-def _chosen(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor:
-    """Indices of the heads with this stabilizer, INT64 (C,)."""
-    chosen = [head for head, stabilizer in enumerate(stabilizers) if stabilizer == name]
-    return torch.tensor(chosen, dtype=torch.int64, device=device)
 
 
 def _head_mask(stabilizers: Sequence[str], name: str, device: torch.device) -> Tensor | None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from guardbit.catalog import HEAD_INDICATORS, of_probe
-from guardbit.doctor.rival import Rival
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.gradient_audit import heads_in_turn
@@ -55,7 +54,6 @@ class Measurement:
         wanted: Names of the indicators to measure.
         num_rows: Query rows of each call to recompute in FP32; None for all.
         num_audited_heads: Number of heads of each site whose dQ is audited, in turn.
-        rival: The engine to compare with in these, or None.
         repeats: Whether backwards are run a second time.
 
     Attributes:
@@ -69,19 +67,15 @@ class Measurement:
         wanted: tuple[str, ...],
         num_rows: int | None,
         num_audited_heads: int,
-        rival: Rival | None = None,
         repeats: bool = False,
     ) -> None:
         self._instrumentation = instrumentation
-        unasked = {
-            *(of_probe("comparison") if rival is None else ()),
-            *(() if repeats else of_probe("repeats")),
-        }
+        unasked = () if repeats else of_probe("repeats")
         self._plan = plan_for([name for name in wanted if name not in unasked])
         self._run = RunProbe(self._plan.wanted)
         self._num_rows = num_rows
         self._num_audited_heads = num_audited_heads
-        self._rival, self._repeats = rival, repeats
+        self._repeats = repeats
         self.suspects: dict[str, set[int]] = {}
         self._metric: AttentionMetric | None = None
         self._known: dict[int, KnownSite] = {}
@@ -130,7 +124,6 @@ class Measurement:
             call,
             self._num_rows,
             needs_shadow=self._plan.needs_shadow,
-            rival=self._rival,
             repeats=self._repeats,
         )
         directions = self.directions.get(site.name)

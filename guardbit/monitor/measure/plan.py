@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from guardbit.catalog import Probe, of_probe
-from guardbit.monitor.measure.comparison import ComparisonProbe
 from guardbit.monitor.measure.delta import DeltaProbe
 from guardbit.monitor.measure.finite import FiniteProbe
 from guardbit.monitor.measure.gradient_audit import GradientAudit
@@ -21,7 +20,6 @@ CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
     "keys": KeyProbe,
     "delta": DeltaProbe,
     "gradient_audit": GradientAudit,
-    "comparison": ComparisonProbe,
     "repeats": RepeatProbe,
     "finite": FiniteProbe,
 }
@@ -53,7 +51,7 @@ def plan_for(wanted: Collection[str]) -> Plan:
     def of(probe: Probe) -> frozenset[str]:
         return frozenset(wanted) & frozenset(of_probe(probe))
 
-    audits = bool(of("gradient_audit") | of("comparison"))
+    audits = bool(of("gradient_audit"))
     calls = tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe))
     return Plan(
         frozenset(wanted),

@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from guardbit.doctor.rival import Rival
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
@@ -32,7 +31,6 @@ class CallView:
             the call has `d_out` and `dq`.
         directions: FP32 `(H, D)`, the directions of their coherent errors.
         needs_shadow: Whether any probe reads the shadow; the maxima are then taken from it.
-        rival: The engine to compare with, or None.
         repeats: Whether backwards are run a second time.
     """
 
@@ -41,7 +39,6 @@ class CallView:
     audited: Sequence[int] = ()
     directions: Tensor | None = None
     needs_shadow: bool = True
-    rival: Rival | None = None
     repeats: bool = False
 
     @cached_property

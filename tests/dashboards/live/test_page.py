@@ -110,21 +110,21 @@ def test_a_switch_of_the_whole_model_is_one_line(page, serve, recorder, tmp_path
         writer.alarm(150)  # and a switch of one head
         for layer in range(3):
             event = Event(160, "switch", f"h.{layer}.attn", (0, 1, 2, 3), "alarmed")
-            writer.event(replace(event, stabilizer="stochastic"))
+            writer.event(replace(event, stabilizer="row_max"))
         for layer in (0, 1):
             refusal = Event(170, "refusal", f"h.{layer}.attn", (0,), "a dry run")
-            writer.event(replace(refusal, stabilizer="stochastic"))
+            writer.event(replace(refusal, stabilizer="row_max"))
         page.goto(server.address)
         wait(page, "view.state?.events.length === 7")
         wait(page, "document.body.dataset.version == view.version")
         lines = page.locator("#events li").all_inner_texts()
         assert [" ".join(line.split()) for line in lines] == [
-            "step 170 not switched to stochastic, 2 attention modules, 2 heads a dry run",
-            "step 160 switched to stochastic, 3 attention modules, 12 heads alarmed",
+            "step 170 not switched to row_max, 2 attention modules, 2 heads a dry run",
+            "step 160 switched to row_max, 3 attention modules, 12 heads alarmed",
             "step 150 switched to compensated, h.1.attn, head 2 alarmed",
             "step 150 alarm: norm_growth, h.1.attn, head 2 <b>left</b> its trend",
         ]
-        assert "Last switch at step 160: 3 attention modules, 12 heads to stochastic." in text(
+        assert "Last switch at step 160: 3 attention modules, 12 heads to row_max." in text(
             page, "#lede"
         )
 

@@ -39,7 +39,7 @@ def test_the_page_is_told_what_each_indicator_is_called(tmp_path):
     assert catalog["attention_entropy"]["label"] == "attention entropy (nats)"
     signed = {name for name, one in catalog.items() if one["is_signed"]}
     deltas, audits = {"delta_bias", "delta_bias_cumulative"}, {"dq_coherent_error"}
-    assert signed == deltas | audits | {"w_q_push", "w_q_push_cumulative", "compared_w_q_push"}
+    assert signed == deltas | audits | {"w_q_push", "w_q_push_cumulative"}
 
 
 def test_each_look_brings_what_is_new_and_reads_nothing_twice(recorder, tmp_path, monkeypatch):

@@ -477,7 +477,7 @@ def test_what_it_cannot_run_is_said():
         "compensated": ("exact_delta", f"exact_delta runs instead of compensated: {own}"),
         **{
             name: ("none", f"{name} is not possible, {own}: exact_delta would work")
-            for name in ("centered_keys", "stochastic", "row_max")
+            for name in ("centered_keys", "row_max")
         },
     }
 
@@ -554,7 +554,7 @@ def test_what_is_refused(change, why):
         inst.remove()
 
 
-ON_DEMAND = {"compared_dq_relative_error", "compared_w_q_push", "repeat_difference", "nonfinite"}
+ON_DEMAND = {"repeat_difference", "nonfinite"}
 
 
 def test_the_indicators_of_a_call_are_numbers():

@@ -105,9 +105,9 @@ def test_compiled_hugging_face(tiny, instrument):
     assert tiny.equal(tiny.step(model, **batch, run=compiled), before)
     weight = model.model.layers[1].self_attn.q_proj.weight
     assert torch.equal(inst.sites["model.layers.1.self_attn"].query_weight(2), weight[32:48])
-    # While PyTorch 2.11 compiles transformers always makes a mask, which stochastic does not take.
+    # While PyTorch 2.11 compiles transformers always makes a mask, which row_max does not take.
     has_mask = torch.__version__ < "2.12"
-    way, stabilizer = ("backward", "exact_delta") if has_mask else ("forward", "stochastic")
+    way, stabilizer = ("backward", "exact_delta") if has_mask else ("forward", "row_max")
     inst.switch("*", stabilizer)
     tiny.step(model, **batch, run=compiled)
     assert inst.sites["model.layers.0.self_attn"].launches[way, stabilizer] == 1

@@ -156,12 +156,12 @@ def test_what_comes_between_a_forward_and_its_recomputation_waits(
 
 def test_an_alarm_says_of_switched_heads_that_they_are(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
+    loop = Loop(dirpath=tmp_path, policy=Policy("row_max", scope="head"), **settings)
     # A rule keeps silent about a head for 1,000 steps after it has fired.
     loop.run([0, 1, 1000, 1001])
     first, second = events_of(tmp_path, "alarm")["why"]
     assert "already" not in first
-    assert second.endswith("; head 1 runs stochastic already")
+    assert second.endswith("; head 1 runs row_max already")
 
 
 def test_a_closed_session_watches_nothing_and_still_knows_the_switch(tmp_path, caplog):
@@ -209,7 +209,7 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
 
     loop = Loop(
         every_n_train_steps=2, rules=(Once(),), dirpath=tmp_path, strict=True,
-        policy=Policy("stochastic", scope="model", quiet_steps=6),
+        policy=Policy("row_max", scope="model", quiet_steps=6),
     )  # fmt: skip
     layers = loop.model.layers
     loop.model.layers = nn.ModuleList([nn.Identity(), layers[1]])
@@ -218,8 +218,8 @@ def test_of_the_scope_model_a_site_called_later_is_switched_too_and_goes_back(tm
     loop.run(range(4, 10))
     events = read_events(tmp_path).query("kind == 'switch'")
     assert list(zip(events.step, events.site, events.heads, events.stabilizer, strict=True)) == [
-        (2, SITES[1], (0, 1, 2, 3), "stochastic"),
-        (4, SITES[0], (0, 1), "stochastic"),
+        (2, SITES[1], (0, 1, 2, 3), "row_max"),
+        (4, SITES[0], (0, 1), "row_max"),
         (8, SITES[0], (0, 1), "none"),
         (8, SITES[1], (0, 1, 2, 3), "none"),
     ]
@@ -247,11 +247,11 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
         policy=Policy("compensated", scope=scope, quiet_steps=6),
     )  # fmt: skip
     loop.run(range(3), close=False)
-    loop.session.instrumentation.switch(SITES[1], "stochastic", heads=[1])
+    loop.session.instrumentation.switch(SITES[1], "row_max", heads=[1])
     loop.run(range(3, 8), close=False)
     left = loop.session.instrumentation.stabilizers()
     loop.session.close()
-    assert left == {SITES[0]: ["none"] * 2, SITES[1]: ["none", "stochastic", "none", "none"]}
+    assert left == {SITES[0]: ["none"] * 2, SITES[1]: ["none", "row_max", "none", "none"]}
     undone = [heads for step, heads in zip(
         events_of(tmp_path, "switch").step, events_of(tmp_path, "switch").heads, strict=True
     ) if step == 6]  # fmt: skip

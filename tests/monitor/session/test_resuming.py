@@ -14,7 +14,7 @@ from guardbit.store import RunWriter
 from tests.monitor.session.plain_loop import SITES, Always, Loop, LossAtStep, events_of, sampled
 
 
-@pytest.mark.parametrize("stabilizer", ["stochastic", "exact_delta", "centered_keys"])
+@pytest.mark.parametrize("stabilizer", ["compensated", "exact_delta", "centered_keys"])
 def test_the_state_resumes_the_run_to_the_bit(tmp_path, stabilizer):
     settings = {"every_n_train_steps": 3, "rules": (Always(2),), "strict": True}
 
@@ -59,20 +59,18 @@ def test_a_resumed_run_knows_what_its_first_alarms_were_about():
 
 def test_a_run_resumed_in_a_new_folder_begins_with_what_it_remembers(tmp_path):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(dirpath=tmp_path / "first", policy=Policy("stochastic", scope="head"), **settings)
+    first = Loop(dirpath=tmp_path / "first", policy=Policy("row_max", scope="head"), **settings)
     first.run(range(3), close=False)
     state = first.session.state_dict()
     first.session.close()
     for folder in ("first", "second"):
-        loop = Loop(
-            dirpath=tmp_path / folder, policy=Policy("stochastic", scope="head"), **settings
-        )
+        loop = Loop(dirpath=tmp_path / folder, policy=Policy("row_max", scope="head"), **settings)
         loop.session.load_state_dict(state)
         loop.run([3, 4])
     told = read_events(tmp_path / "second")
     assert told[["step", "kind", "site", "heads", "stabilizer"]].to_numpy().tolist() == [
         [0, "alarm", SITES[1], (1,), ""],
-        [3, "switch", SITES[1], (1,), "stochastic"],
+        [3, "switch", SITES[1], (1,), "row_max"],
         [3, "verdict", "", (), ""],
     ]
     assert told["rule"].tolist() == ["always", "", ""]
@@ -107,19 +105,19 @@ def test_a_run_resumed_after_its_first_step_keeps_that_step(tmp_path):
 @pytest.mark.parametrize("before", ["nothing but a first try", "another run"])
 def test_what_a_used_folder_lacks_of_a_resumed_run_is_told(tmp_path, before):
     settings = {"every_n_train_steps": 1, "rules": (Always(),)}
-    first = Loop(policy=Policy("stochastic", scope="head"), **settings).run(range(3), close=False)
+    first = Loop(policy=Policy("row_max", scope="head"), **settings).run(range(3), close=False)
     state = first.session.state_dict()
     first.session.close()
     if before == "another run":
         Loop(every_n_train_steps=1, dirpath=tmp_path, rules=()).run(range(2))
     else:
         RunWriter(tmp_path).close()
-    loop = Loop(dirpath=tmp_path, policy=Policy("stochastic", scope="head"), **settings)
+    loop = Loop(dirpath=tmp_path, policy=Policy("row_max", scope="head"), **settings)
     loop.session.load_state_dict(state)
     loop.run([3, 4])
     told = read_events(tmp_path)[["step", "kind", "heads", "stabilizer"]].to_numpy().tolist()
     assert told == [
-        [0, "alarm", (1,), ""], [3, "switch", (1,), "stochastic"], [3, "verdict", (), ""]
+        [0, "alarm", (1,), ""], [3, "switch", (1,), "row_max"], [3, "verdict", (), ""]
     ]  # fmt: skip
 
 

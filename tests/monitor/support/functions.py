@@ -18,7 +18,6 @@ from guardbit import MonitorSession
 from tests.monitor.entry_points import (
     library_models,
     test_observing,
-    test_transformers_bloom,
     test_transformers_eager,
 )
 
@@ -123,14 +122,6 @@ def of_eager(name: str) -> Callable[[nn.Module], Tensor]:
     return lambda m: rows(m[0].model.get_submodule(f"{site}.{name}").weight, 0, 1)
 
 
-def of_bloom(part: int) -> Callable[[nn.Module], Tensor]:
-    def slice_(model: nn.Module) -> Tensor:
-        attention = model[0].model.get_submodule(test_transformers_bloom.SITE)
-        return attention.query_key_value.weight.unflatten(0, (HEADS, 3, HEAD))[:, part]
-
-    return slice_
-
-
 def of_library(part: int) -> Callable[[nn.Module], Tensor]:
     def slice_(model: nn.Module) -> Tensor:
         kv = model[0].kv_heads
@@ -195,10 +186,6 @@ CASES = [
     Case(
         "transformers' eager attention", eager_tokens(llama), of_eager("q_proj"),
         of_eager("k_proj"), "transformers on the CPU",
-    ),
-    Case(
-        "transformers' BLOOM", eager_tokens(test_transformers_bloom.build), of_bloom(0),
-        of_bloom(1), "transformers on the CPU",
     ),
     Case(
         "torch.nn.attention.flex_attention.flex_attention", lambda: seeded(lambda: Own(Flex())),

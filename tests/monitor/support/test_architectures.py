@@ -516,11 +516,11 @@ ZOO: dict[str, Architecture] = {
     ),
     "BLOOM": Architecture(
         hugging_face("Bloom", n_head=4, **SMALL),
-        layers("transformer.h.{}.self_attention"),
-        at(INTERLEAVED, "query_key_value", "weight"),
-        at(tuple(start + 16 for start in INTERLEAVED), "query_key_value", "weight"),
+        (),
+        UNSEEN,
+        UNSEEN,
         language,
-        WRITTEN_OUT,
+        UNSEEN,
     ),
     "MPT": Architecture(
         hugging_face("Mpt", d_model=64, n_heads=4, n_layers=2, vocab_size=32),
