@@ -160,17 +160,7 @@ class StandardLibrary(Dataset[Tensor]):
 
 
 def make_head_diverge(model: SmallGPT, batch: Tensor) -> None:
-    """Turns one head into what a failing head looks like: a sink with large, tied logits.
-
-    The first positions are given one large embedding, so that their keys come out alike. The
-    head's W_Q is aligned with what all tokens have in common, its W_K with what sets the first
-    positions apart, and both are made large. Then every query's largest scores, in the thousands,
-    lie on the same few keys and tie: the condition of arXiv 2510.04212, section 3.3.2.
-
-    Args:
-        model: The model, changed in place.
-        batch: Tokens `(B, N)`, as examples of the head's inputs.
-    """
+    """Turns one head into what a failing head looks like: a sink with large, tied logits."""
     block = cast(Block, model.h[BAD_LAYER])
     inputs: list[Tensor] = []
     handle = block.ln_1.register_forward_hook(lambda module, args, x: inputs.append(x.float()))
@@ -205,12 +195,7 @@ class Diverge(pl.Callback):
 
 
 def run_demo(healthy: bool, run_dir: Path) -> None:
-    """Trains the small GPT with the monitor and the stabilizer attached, and prints what happened.
-
-    Args:
-        healthy: Whether to leave all heads alone; the run must then raise no alarm.
-        run_dir: Folder of the telemetry and the report. An earlier run in it is superseded.
-    """
+    """Trains the small GPT with the monitor and the stabilizer, and prints what happened."""
     console = Console(highlight=False)
     console.print(HEALTHY_INTRODUCTION if healthy else INTRODUCTION)
     _quieten()

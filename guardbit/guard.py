@@ -58,12 +58,7 @@ class Guarded:
     _is_void: bool = False
 
     def _contain(self, error: Exception, where: str) -> None:
-        """Takes an error that has come to a door; it may raise this very error, and nothing else.
-
-        Args:
-            error: The error.
-            where: Name of the method.
-        """
+        """Takes an error that reached the guard; it may raise this very error only."""
         raise NotImplementedError
 
 
@@ -125,13 +120,7 @@ def _is_no_object(method: Callable[..., Any], given: object) -> str:
 def method(
     otherwise: Callable[[Any], Any], at_last: Callable[[Any], None] | None = None
 ) -> Callable[[F], F]:
-    """Makes a method of a `Guarded` a door.
-
-    Args:
-        otherwise: Makes what the caller gets after an error, from the object.
-        at_last: Called with the object in the end, even if `KeyboardInterrupt` passes; a second
-            time if it raises. It must do no harm when all is done already.
-    """
+    """Makes a method of a `Guarded` a door."""
 
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
@@ -166,12 +155,7 @@ def _end(ended: Guarded, at_last: Callable[[Any], None]) -> None:
 def function(
     contain: Contain, otherwise: Callable[..., Any] = lambda *_, **__: None
 ) -> Callable[[F], F]:
-    """Makes a function a door.
-
-    Args:
-        contain: Takes the error.
-        otherwise: Makes what the caller gets after an error, from the arguments.
-    """
+    """Makes a function a door."""
 
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
@@ -190,13 +174,7 @@ def function(
 
 
 def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
-    """Makes a function a door that tries a second time.
-
-    Args:
-        contain: Takes the error.
-        is_needed: Whether the result is needed; the second error is then raised. Otherwise the
-            caller gets None.
-    """
+    """Makes a function a door that tries a second time."""
 
     def decorate(inside: Any) -> Any:
         @functools.wraps(inside)
@@ -219,13 +197,7 @@ def again(contain: Contain, is_needed: bool = True) -> Callable[[F], F]:
 def hook(
     eager: Callable[..., None], traced: Callable[..., None], contain: Contain
 ) -> Callable[..., None]:
-    """Makes a module's hook a door.
-
-    Args:
-        eager: Runs in eager calls.
-        traced: A compiler traces it.
-        contain: Takes the error of an eager call.
-    """
+    """Makes a module's hook a door."""
 
     def door(*args: Any, **kwargs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -249,16 +221,7 @@ def stand_in(
     contain: Contain,
     give_up: Contain,
 ) -> Callable[..., Any]:
-    """Makes a door that stands in for another function.
-
-    Args:
-        place: Holds the original; it is not found before its library is imported.
-        before: Takes the arguments of an eager call and says what to do instead of calling the
-            original with them; None to do just that.
-        traced: A compiler traces it; None for the original.
-        contain: Takes an error, after which the same is tried again.
-        give_up: Takes the last error. The original is called in spite of it.
-    """
+    """Makes a door that stands in for another function."""
 
     def door(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -300,13 +263,7 @@ def stand_in(
 def between(
     function: Callable[..., Any], begin: Callable[[], Any], end: Callable[[], Any]
 ) -> Callable[..., Any]:
-    """Puts two doors around a function of the user's.
-
-    Args:
-        function: The function.
-        begin: A door, called before it.
-        end: A door, called after it, whether or not it raises.
-    """
+    """Puts two doors around a function of the user's."""
 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         begin()
@@ -319,11 +276,7 @@ def between(
 
 
 def undo_all(to_undo: list[Callable[[], Any]]) -> None:
-    """Calls functions, the last one first, and takes each out of the list.
-
-    All of them are called, whatever one raises. Those that raise are called once more, and stay in
-    the list for another try if they raise again. The first error is raised at the end.
-    """
+    """Calls functions, the last one first, and takes each out of the list."""
     first: BaseException | None = None
     for _ in range(_TRIES):
         failed: list[Callable[[], Any]] = []
@@ -350,16 +303,7 @@ def then_undo(function: Callable[[], T], undo: Callable[[], Any]) -> T:
 
 
 def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain: Contain) -> T:
-    """Calls a function and then another with what it returned, of which only that is tried twice.
-
-    A checkpoint counts the tensors that are saved, so a call that has saved some is not run again
-    for an error that comes after it.
-
-    Args:
-        function: The function.
-        finish: Makes the result from what it returned.
-        contain: Takes the first error of `finish`; the second is raised.
-    """
+    """Calls a function, then another with its result; only the latter is tried twice."""
     made = function()
     try:
         return finish(made)
@@ -371,10 +315,7 @@ def then_finish(function: Callable[[], Any], finish: Callable[[Any], T], contain
 
 
 def within(context: AbstractContextManager[Any], function: Callable[[], T]) -> T:
-    """Calls a function inside a context manager.
-
-    Unlike the end of a `with` statement elsewhere, the end of this one is no place of an error.
-    """
+    """Calls a function inside a context manager."""
     with context:
         return function()
 

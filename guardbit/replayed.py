@@ -23,16 +23,7 @@ RUNS = {
 
 
 def show_recorded(run_dir: Path) -> Path:
-    """Writes the reports of the recorded runs, says what became of each, and opens the comparison.
-
-    A browser is opened only where a person is at the terminal.
-
-    Args:
-        run_dir: Folder the reports are written to.
-
-    Returns:
-        The comparison's path.
-    """
+    """Writes reports of the recorded runs, prints their outcomes, opens the comparison."""
     recorded = resources.files("guardbit").joinpath("recorded")
     runs: list[Run] = []
     for name in RUNS:

@@ -43,11 +43,7 @@ def refusing(*errors: type[Exception]) -> Iterator[None]:
 
 
 def read_samples(path: Path) -> pd.DataFrame:
-    """Returns the samples of a run.
-
-    Raises:
-        ValueError: If there are none yet.
-    """
+    """Returns the samples of a run."""
     from guardbit.store import read_run
 
     frame = read_run(path)

@@ -113,11 +113,7 @@ def replay(
 def _outcome_of_replay(
     path: Path, frame: pd.DataFrame, result: Replay, metadata: dict[str, Any]
 ) -> Outcome:
-    """The outcome by the alarms of a replay, and by the switches that the run recorded.
-
-    A run that was resumed in a folder of its own begins that with the alarms of before. Its samples
-    do not reach back to these, so they cannot be replayed, and count as they were recorded.
-    """
+    """The outcome by the alarms of a replay, and by the switches that the run recorded."""
     import pandas as pd
 
     from guardbit.dashboards.outcome import outcome_of

@@ -16,18 +16,7 @@ SAMPLES_AVERAGED = 5
 
 
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None) -> pd.DataFrame:
-    """What the switch did: indicators of a diverging head and of the run, before it and after it.
-
-    Only switched heads that had alarmed before their switch count; where none had, all switched
-    heads do. Each indicator is shown for one head, the one of largest magnitude before the switch,
-    because a look at whichever head is worst would hide what happened to it. "Before" is the head's
-    last sample up to its first switch. "After" is its last sample after that; of a head that was
-    switched back, its last one up to then.
-
-    Indicators of the run are means of `SAMPLES_AVERAGED` samples, because single losses are noisy.
-    They are taken before the earliest switch and after it; where all heads were switched back,
-    up to the last time that happened.
-    """
+    """Compares a diverging head and the run before and after the switch."""
     switched = first_events(frame, events, "switch")
     ends = {
         head: event.step if mark_of(event) == "undo" else math.inf

@@ -39,17 +39,7 @@ _LARGEST = 1e30
 
 
 def times_baseline(values: Values, floor: float = 0.0) -> Values:
-    """Returns each head's excess at the last sample.
-
-    Args:
-        values: One indicator, (samples, heads), oldest first; NaN where a head was not measured,
-            in which case its last measured value counts.
-        floor: Added to every value before ratios are taken.
-
-    Returns:
-        (heads,), at least 1; 1 where there are too few samples for a baseline, NaN for a head
-        that was never measured (a value at or below zero is no measurement).
-    """
+    """Returns each head's excess at the last sample."""
     if not len(values):
         return np.full(values.shape[1], np.nan)
     raised = np.minimum(values + floor, _LARGEST)
@@ -78,10 +68,7 @@ def _without_gaps(values: Values) -> Values:
 
 
 def _quantile(values: Values, quantile: float) -> tuple[Values, npt.NDArray[np.intp]]:
-    """Lower quantile along the first axis and the count behind it, NaN left out.
-
-    NumPy's nanquantile goes through the columns one by one in Python, 100 times as long.
-    """
+    """Lower quantile along the first axis and the count behind it, NaN left out."""
     if not len(values):
         return np.full(values.shape[1:], np.nan), np.zeros(values.shape[1:], dtype=np.intp)
     count = np.isfinite(values).sum(axis=0)

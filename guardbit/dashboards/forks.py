@@ -51,11 +51,7 @@ def departure(loss: pd.Series, other: pd.Series) -> int | None:
 def against_each_other(
     outcomes: Mapping[str, Outcome], losses: Mapping[str, pd.Series]
 ) -> dict[str, Outcome]:
-    """The outcomes of copies of one run, with the departures that only the copies show.
-
-    A run is held against the copies whose own loss has not left. It is lost from where its loss
-    leaves one of theirs. Without a head's alarm it is unclear, as nothing says why.
-    """
+    """The outcomes of copies of one run, with the departures that only the copies show."""
     if fork_of(losses) is None:
         return dict(outcomes)
     left = {

@@ -27,10 +27,6 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 class History:
     """The known indicators of every head, and those of the whole run.
 
-    Args:
-        buckets: Number of buckets, even. With 80 layers of 64 heads and all indicators recorded,
-            400 buckets take 200 MB.
-
     Attributes:
         steps: (buckets,), the last recorded step of each bucket, -1 while it has none.
         num_layers: One more than the largest layer recorded.

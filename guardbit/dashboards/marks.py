@@ -75,12 +75,7 @@ def what_of(event: Event) -> str:
 
 
 def marked(events: Iterable[Event]) -> list[tuple[Event, Mark]]:
-    """The events that figures mark, in their order: first alarms, and all switches and undoings.
-
-    An alarm is the first one if it names a head that no earlier alarm has named. One on the whole
-    run, such as that on the loss, is the first one of its rule. A run that has failed has thousands
-    of later alarms, which say nothing new.
-    """
+    """The events that figures mark, in their order: first alarms, and all switches and undoings."""
     seen: set[tuple[str, int | str]] = set()
     marked: list[tuple[Event, Mark]] = []
     for event in events:
@@ -104,11 +99,7 @@ def marked_steps(events: pd.DataFrame | None, mark: Mark) -> list[int]:
 def heads_of_events(
     frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> list[tuple[Event, list[Head]]]:
-    """Each event with the heads it concerns, ordered by step.
-
-    An event that lists no heads concerns every recorded head of its attention module. An event
-    without a recorded module (an alarm on the loss) concerns no head.
-    """
+    """Each event with the heads it concerns, ordered by step."""
     layers, recorded = layer_of_site(frame), heads_of_layer(frame)
     concerned: list[tuple[Event, list[Head]]] = []
     for event in events_of(events):

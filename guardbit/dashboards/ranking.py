@@ -34,16 +34,7 @@ def worst_layer(frame: pd.DataFrame, indicator: str = "w_q_spectral_norm") -> in
 
 
 def excess(frame: pd.DataFrame, step: int | None = None) -> pd.DataFrame:
-    """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`).
-
-    Args:
-        frame: The samples.
-        step: The last step taken into account; None for all.
-
-    Returns:
-        Index MultiIndex (layer, head), ascending, every recorded head; columns excess (float64; NaN
-        without any of the indicators), indicator (the worst one's name) and value (its latest).
-    """
+    """How far each head's worst indicator is above its baseline (`guardbit.dashboards.excess`)."""
     samples = check_samples(frame)
     samples = rows_of(samples, samples["site"] != "")
     pairs = cast(pd.DataFrame, samples[["layer", "head"]].drop_duplicates())
@@ -78,11 +69,7 @@ def notable_heads(
     smallest: bool = False,
     layer: int | None = None,
 ) -> list[Head]:
-    """The heads a figure highlights: those of the story, then the figure's own extreme.
-
-    So no figure greys out its own peak. Only the second half of the run counts for that, so that
-    no head stands out for its warm-up.
-    """
+    """The heads a figure highlights: those of the story, then the figure's own extreme."""
     table = by_head(frame, indicator)
     if layer is not None:
         table = table.loc[:, table.columns.get_level_values("layer") == layer]
@@ -95,11 +82,7 @@ def notable_heads(
 
 
 def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 3) -> list[Head]:
-    """The heads that all figures of a run are about, each in one colour.
-
-    The first to alarm come first, then those that are farthest above their baseline at the first
-    alarm, or at the end of a run without.
-    """
+    """The heads that all figures of a run are about, each in one colour."""
     alarmed = first_events(frame, events, "alarm")
     if len(alarmed) >= count:
         return list(alarmed)[:count]
@@ -114,12 +97,7 @@ def heads_of_story(frame: pd.DataFrame, events: pd.DataFrame | None, count: int 
 def heads_to_watch(
     frame: pd.DataFrame, events: pd.DataFrame | None, count: int = 10
 ) -> pd.DataFrame:
-    """The heads a person should look at, worst first, with their latest values.
-
-    Heads with an alarm come first, in the order of their first alarm. The others follow by how far
-    they are above their baseline (`excess`), and where that is the same, by the latest magnitude of
-    the first recorded indicator of `HEAD_INDICATORS`.
-    """
+    """The heads a person should look at, worst first, with their latest values."""
     latest = latest_values(frame)
     alarms = first_events(frame, events, "alarm")
     stabilizers = current_stabilizers(frame, events)

@@ -53,13 +53,7 @@ def rows_of(table: pd.DataFrame, chosen: object) -> pd.DataFrame:
 
 
 def by_head(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
-    """One indicator with a row a step and a column a head; NaN where a head was not measured.
-
-    A step recorded twice, as a resumed run may do, keeps its later value.
-
-    Returns:
-        Index `step`, columns a MultiIndex (layer, head), both ascending; values float64.
-    """
+    """One indicator with a row a step and a column a head; NaN where a head was not measured."""
     samples = check_samples(frame)
     samples = rows_of(samples, (samples["indicator"] == indicator) & (samples["site"] != ""))
     samples = samples.drop_duplicates(["step", "layer", "head"], keep="last")
@@ -76,11 +70,7 @@ def of_run(frame: pd.DataFrame, indicator: str) -> pd.Series:
 
 
 def by_layer(frame: pd.DataFrame, indicator: str) -> pd.DataFrame:
-    """The worst head of each layer: the value of largest magnitude, with its sign.
-
-    Returns:
-        Index `step`, columns `layer`; values float64, NaN where no head was measured.
-    """
+    """The worst head of each layer: the value of largest magnitude, with its sign."""
     layers = by_head(frame, indicator).T.groupby(level="layer")
     largest = cast(pd.DataFrame, layers.max()).T
     smallest = cast(pd.DataFrame, layers.min()).T
@@ -118,10 +108,7 @@ def heads_of_layer(frame: pd.DataFrame) -> dict[int, list[int]]:
 
 
 def head_label(layer: int, head: int, heads_in_layer: int) -> str:
-    """The name of a head in figures and tables.
-
-    The single value of a layer may be the largest over its heads, so no head is named then.
-    """
+    """The name of a head in figures and tables."""
     return f"layer {layer}" if heads_in_layer <= 1 else f"layer {layer} · head {head}"
 
 
@@ -130,12 +117,7 @@ def recorded_indicators(frame: pd.DataFrame) -> set[str]:
 
 
 def latest_values(frame: pd.DataFrame) -> pd.DataFrame:
-    """The last recorded value of every head.
-
-    Returns:
-        Index MultiIndex (layer, head), ascending; a float64 column for each recorded indicator of
-        `HEAD_INDICATORS`, in that order.
-    """
+    """The last recorded value of every head."""
     samples = check_samples(frame)
     known = samples["indicator"].isin(HEAD_INDICATORS) & (samples["site"] != "")
     samples = rows_of(samples, known).sort_values(["step"], kind="stable")

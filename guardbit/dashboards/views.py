@@ -50,9 +50,6 @@ CATALOG_OF_PAGES: Json = {
 class RunViews:
     """The samples and events of a run, and the views of them that the live page asks for.
 
-    Args:
-        buckets: Resolution in steps, as in `History`.
-
     Attributes:
         events: The events, ordered by step.
         metadata: What describes the run.
@@ -396,11 +393,7 @@ def thinned(series: pd.Series, most: int = 400) -> pd.Series:
 def seconds_at(
     steps: Sequence[int], clock: Sequence[tuple[int, float]]
 ) -> list[float | None] | None:
-    """When steps were, in seconds since the first time that is known.
-
-    Between two times steps are taken as evenly spread; before the first and after the last one
-    nothing is known. None where no two times are.
-    """
+    """When steps were, in seconds since the first time that is known."""
     if len(clock) < 2:
         return None
     known, times = (np.array(column, dtype=float) for column in zip(*clock, strict=True))

@@ -68,12 +68,7 @@ EXACT = Arithmetic()
 
 
 def truncate(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounds towards zero.
-
-    Args:
-        x: FP32 or FP64, of any shape.
-        dtype: BF16 or FP16.
-    """
+    """Rounds towards zero."""
     nearest = round_nearest(x, dtype)
     # One less in the bits, which hold sign and magnitude, is one step towards zero.
     too_large = (nearest.to(x.dtype).abs() > x.abs()).to(torch.int16)

@@ -78,11 +78,7 @@ class Chunk:
 
     @cached_property
     def natural_size(self) -> Tensor:
-        """About the norm of a row of dQ if attention were even, FP64 `(S, R)`.
-
-        It is scale * the standard deviation of dP over the keys that the row sees * the root mean
-        square of the keys' norms: dS has that size where no key has much of the attention.
-        """
+        """About the norm of a row of dQ if attention were even, FP64 `(S, R)`."""
         seen = (self.added > -math.inf).double()
         count = seen.sum(-1).clamp(min=1)
         dp = self.d_probabilities
@@ -122,13 +118,7 @@ class Chunk:
         return numerators, total.masked_fill(total == 0, 1.0), top
 
     def run(self, arithmetic: Arithmetic, out: Tensor | None = None) -> Pass:
-        """Runs forward and backward.
-
-        Args:
-            arithmetic: What is rounded.
-            out: FP64 `(S, R, E)`, the output that the backward takes delta from; None for the
-                forward's own.
-        """
+        """Runs forward and backward."""
         dtype = self.head.q.dtype
         _, _, p = self._probabilities(arithmetic)
         if out is None:
@@ -181,12 +171,7 @@ def thinned(head: HeadInputs) -> HeadInputs:
 
 
 def chunks(head: HeadInputs, chunk_bytes: int = _CHUNK_BYTES) -> Iterator[Chunk]:
-    """Cuts the rows of a head, so that memory stays bounded.
-
-    Args:
-        head: The head.
-        chunk_bytes: Of an FP64 matrix of scores, if one row is not more.
-    """
+    """Cuts the rows of a head, so that memory stays bounded."""
     sequences, rows = head.q.shape[:2]
     size = max(1, chunk_bytes // (8 * max(1, sequences * head.k.size(1))))
     for start in range(0, rows, size):

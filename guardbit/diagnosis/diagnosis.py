@@ -82,15 +82,7 @@ class Diagnosis:
 
 @torch.no_grad()
 def diagnose(samples: Sequence[HeadInputs]) -> Diagnosis:
-    """Diagnoses a head; what adds up is looked for over all samples together.
-
-    Args:
-        samples: The same head at one step or more, the last one last. Of long sequences so many
-            rows are looked at that it takes some seconds a sample.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Diagnoses a head; what adds up is looked for over all samples together."""
     if not samples:
         raise ValueError("there is no sample of the head to diagnose")
     samples = [thinned(sample) for sample in samples]

@@ -106,11 +106,7 @@ def top_direction(head: HeadInputs) -> Tensor:
 
 
 class Measuring:
-    """Adds up an error of dQ, chunk of rows by chunk of rows.
-
-    Args:
-        head: The whole head.
-    """
+    """Adds up an error of dQ, chunk of rows by chunk of rows."""
 
     def __init__(self, head: HeadInputs) -> None:
         self._along = top_direction(head)
@@ -120,13 +116,7 @@ class Measuring:
         self._matrices = torch.zeros(size, dtype=torch.float64, device=head.q.device)
 
     def add(self, rows: HeadInputs, dq: Tensor, exact: Tensor) -> None:
-        """Takes some rows.
-
-        Args:
-            rows: Of the head.
-            dq: FP64 `(S, R, D)`.
-            exact: FP64 `(S, R, D)`.
-        """
+        """Takes some rows."""
         error, q = dq - exact, rows.q.double()
         q_along = q @ self._along
         push = -(error @ self._along) * q_along

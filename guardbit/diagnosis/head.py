@@ -97,26 +97,7 @@ def head_of_call(
     direction: Tensor | None = None,
     x: Tensor | None = None,
 ) -> HeadInputs:
-    """Takes one head out of an attention call, with copies of its tensors.
-
-    Args:
-        q: `(B, H, N, D)`.
-        k: `(B, H_kv, M, D)`.
-        v: `(B, H_kv, M, E)`.
-        d_out: `(B, H, N, E)`.
-        spec: What the call asks for.
-        head: The query head.
-        sequences: Which of the B sequences; None for all.
-        rows: INT64 `(R,)`, which queries; None for all N.
-        out: `(B, H, N, E)`.
-        dq: `(B, H, N, D)`.
-        direction: See `HeadInputs`.
-        x: `(B, N, C)`.
-
-    Raises:
-        ValueError: If the call drops entries of P, or has a mask or scores by a function: what
-            these do cannot be written down.
-    """
+    """Takes one head out of an attention call, with copies of its tensors."""
     if spec.dropout_p > 0:
         raise ValueError("a call with dropout cannot be diagnosed: what was dropped is not known")
     if spec.has_functions:

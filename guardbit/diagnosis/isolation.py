@@ -50,10 +50,7 @@ class Isolation:
 
     @property
     def exact_part(self) -> float:
-        """Norm of the exact dQ over what it would be if attention were even.
-
-        Next to 0 where one key of each row has all the attention, whatever the scores.
-        """
+        """Norm of the exact dQ over what it would be if attention were even."""
         return math.sqrt(self.together.exact_squares / (self.natural_squares or math.inf))
 
     @property
@@ -68,10 +65,7 @@ class Isolation:
 
     @property
     def operation(self) -> Operation:
-        """The operation without which least of the summed error is left.
-
-        What reaches dQ through delta counts as delta, see `root`.
-        """
+        """The operation without which least of the summed error is left."""
         hidden = THROUGH_DELTA if "delta" in self.without else ()
         return self._worst(name for name in self.without if name not in hidden)
 
@@ -93,12 +87,7 @@ class Isolation:
 
 
 def isolate(head: HeadInputs, arithmetic: Arithmetic) -> Isolation:
-    """Takes out each rounding of an arithmetic in turn, and puts in each alone.
-
-    Args:
-        head: The head.
-        arithmetic: How its kernel rounds.
-    """
+    """Takes out each rounding of an arithmetic in turn, and puts in each alone."""
     names: list[Operation] = [*arithmetic.roundings]
     if arithmetic.delta != "probabilities" and "delta" not in names:
         names.append("delta")

@@ -106,15 +106,7 @@ def recognize(head: HeadInputs) -> Recognition:
 
 
 def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
-    """Returns which rows of the kernel's dQ are further from an arithmetic than roundings reach.
-
-    Args:
-        head: A head whose `dq` is known.
-        arithmetic: How its kernel is taken to round.
-
-    Returns:
-        Boolean `(S, R)`.
-    """
+    """Returns which rows of the kernel's dQ are further from an arithmetic than roundings reach."""
     u = torch.finfo(head.q.dtype).eps / 2
     found = []
     for chunk in chunks(head):
@@ -147,15 +139,7 @@ def _nearest(
     others: Callable[[Arithmetic], list[Arithmetic]],
     compute: Callable[[Chunk, Arithmetic], Tensor],
 ) -> Arithmetic:
-    """Goes from an arithmetic to others, one operation at a time, as long as each is far nearer.
-
-    Args:
-        head: Some rows.
-        start: The arithmetic to begin with.
-        name: The tensor of the head to explain.
-        others: The arithmetics one step away.
-        compute: The tensor by an arithmetic.
-    """
+    """Goes from an arithmetic to others, one operation at a time, as long as each is far nearer."""
     parts, best = list(chunks(head)), start
     target = torch.cat([chunk.wide(name) for chunk in parts], 1)
     unit = torch.finfo(head.q.dtype).eps / 2

@@ -20,12 +20,7 @@ _TIED, _FACTOR = 1e-3, 1.0
 
 
 def try_remedies(head: HeadInputs) -> dict[str, Measures]:
-    """Computes dQ with FlashAttention-2's roundings and each remedy.
-
-    Returns:
-        What is left of the error, by name of the stabilizer; "none" without any, and "FP32", all of
-        it in FP32.
-    """
+    """Computes dQ with FlashAttention-2's roundings and each remedy."""
     found = {name: Measuring(head) for name in _REMEDIES}
     centred = shift_keys(head.k[:, None], ("centered_keys",)).k[:, 0]
     for chunk in chunks(head):

@@ -86,16 +86,7 @@ class Roots(NamedTuple):
 
 
 def find_roots(head: HeadInputs, arithmetic: Arithmetic, most: int = 5) -> Roots:
-    """Takes the push apart by rows, by keys and by columns of V.
-
-    The push of a row is -(error of dQ . u)(q . u). The error of dQ is a sum over keys of the error
-    of dS times the key; that of delta is a sum over columns of dO times the error of O.
-
-    Args:
-        head: The head.
-        arithmetic: How its kernel rounds.
-        most: How many rows, keys and columns to name.
-    """
+    """Takes the push apart by rows, by keys and by columns of V."""
     u = top_direction(head)
     along_keys = head.k.double() @ u * head.scale
     row_push, errors, largest, maxima = [], [], [], []
@@ -154,11 +145,7 @@ def find_roots(head: HeadInputs, arithmetic: Arithmetic, most: int = 5) -> Roots
 
 
 def common_mode(k: Tensor) -> float:
-    """Returns the norm of the mean key over the root mean square of the keys' norms.
-
-    Args:
-        k: `(S, M, D)`; the mean is that of a sequence.
-    """
+    """Returns the norm of the mean key over the root mean square of the keys' norms."""
     wide = k.double()
     means, squares = wide.mean(1).square().sum(), wide.square().sum(-1).mean(1).sum()
     return float((means / squares.clamp(min=1e-300)).sqrt())

@@ -40,14 +40,7 @@ class RowError(NamedTuple):
 
 
 def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
-    """Takes one row of a head apart.
-
-    Args:
-        head: The head.
-        arithmetic: How its kernel rounds.
-        sequence: Number of the sequence.
-        row: Which of the head's rows.
-    """
+    """Takes one row of a head apart."""
     chunk = Chunk(rows_of(head, slice(row, row + 1)), slice(row, row + 1))
     out = chunk.forward(arithmetic) if head.out is None else chunk.wide("out")
     error = (out - chunk.exact.out)[sequence, 0]

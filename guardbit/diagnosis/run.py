@@ -34,18 +34,7 @@ class Diagnosed(NamedTuple):
 
 
 def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
-    """Reads the snapshots of a run, head by head, the first that was kept first.
-
-    Of a head that was switched in between, the snapshots before the switch count.
-
-    Args:
-        folder: Of the run.
-        wanted: Heads as "site:number"; empty for all.
-
-    Raises:
-        ValueError: If there are none, not of a wanted head, or `folder` is a file.
-        OSError: If they cannot be read.
-    """
+    """Reads the snapshots of a run, head by head, the first that was kept first."""
     if folder.is_file():
         raise ValueError(
             f"cannot read a run from the file {folder}: the run's folder is needed, which holds the"

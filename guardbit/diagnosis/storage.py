@@ -42,11 +42,7 @@ class KeptHead(NamedTuple):
 
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
-    """Writes the snapshots of one step, or nothing at all.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Writes the snapshots of one step, or nothing at all."""
     heads = [
         {
             "site": one.site,
@@ -73,12 +69,7 @@ def snapshot_files(folder: Path) -> dict[int, Path]:
 
 
 def read_snapshots(folder: Path) -> list[KeptHead]:
-    """Reads the snapshots of a run, in the order of their steps.
-
-    Raises:
-        ValueError: If a file is none of this version's.
-        OSError: If one cannot be read.
-    """
+    """Reads the snapshots of a run, in the order of their steps."""
     names = [field.name for field in fields(HeadInputs)]
     found = []
     for step, path in snapshot_files(folder).items():

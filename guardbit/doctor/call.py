@@ -65,11 +65,7 @@ class Call(NamedTuple):
 
 
 def parse_shape(text: str) -> Shape:
-    """Reads "B,H,H_kv,N,D".
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Reads "B,H,H_kv,N,D"."""
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
     except (TypeError, ValueError):
@@ -87,11 +83,7 @@ def parse_shape(text: str) -> Shape:
 
 
 def parse_window(mask: str) -> int | None:
-    """Returns the number of keys of a window, None for the other masks.
-
-    Raises:
-        ValueError: If it is no mask.
-    """
+    """Returns the number of keys of a window, None for the other masks."""
     name, _, number = mask.partition(":")
     if name == "window":
         if not number.isdecimal() or int(number) < 1:
@@ -119,20 +111,7 @@ def document_lengths(length: int) -> tuple[int, ...]:
 
 
 def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> AttentionSpec:
-    """Returns a mask as `F.scaled_dot_product_attention` takes it.
-
-    Args:
-        shape: Of the call.
-        mask: One of `MASKS`. "documents" are packed sequences, causal; "window:N" is causal, a
-            query sees N keys, its own among them. "padding" hides the last keys of all but the
-            first sequence, of the last one all, so that its queries see none. "additive" adds a
-            number to each score.
-        dtype: Of q.
-        device: Where.
-
-    Raises:
-        ValueError: If it is no mask.
-    """
+    """Returns a mask as `F.scaled_dot_product_attention` takes it."""
     scale = 1 / math.sqrt(shape.head_dim)
     window = _window(shape, mask)
     if mask == "full":
@@ -160,16 +139,7 @@ def dense_spec(shape: Shape, mask: str, dtype: torch.dtype, device: str) -> Atte
 
 
 def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Shape] | None:
-    """Returns a mask as functions for packed sequences take it, and the shape of that call.
-
-    Args:
-        shape: See `dense_spec`.
-        mask: One of `MASKS`.
-        device: Where.
-
-    Returns:
-        None where no packed sequences say the same.
-    """
+    """Returns a mask as functions for packed sequences take it, and the shape of that call."""
     scale, window = 1 / math.sqrt(shape.head_dim), _window(shape, mask)
     if mask in ("padding", "additive"):
         return None

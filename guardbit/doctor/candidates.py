@@ -73,13 +73,7 @@ class OwnKernels(Engine):
 
 
 def sdpa_candidates(call: Call, own: bool) -> Candidates:
-    """Returns the engines of `F.scaled_dot_product_attention` that PyTorch says serve a call.
-
-    Args:
-        call: The call.
-        own: Whether to add GuardBit's own kernels, which are compiled first: some seconds for each
-            head size.
-    """
+    """Returns the engines of `F.scaled_dot_product_attention` that PyTorch says serve a call."""
     engines: list[Engine] = []
     refused: dict[str, str] = {}
     for backend in BACKENDS:
@@ -93,11 +87,7 @@ def sdpa_candidates(call: Call, own: bool) -> Candidates:
 
 
 def sdpa_engine(backend: SDPBackend, call: Call) -> Engine:
-    """Returns the engine of one of PyTorch's backends.
-
-    Raises:
-        ValueError: If it does not serve the call, with PyTorch's own reason.
-    """
+    """Returns the engine of one of PyTorch's backends."""
     with warnings.catch_warnings(record=True) as said, sdpa_kernel(backend):
         warnings.simplefilter("always")
         try:

@@ -92,11 +92,7 @@ class Exact(NamedTuple):
     largest: float
 
     def dq_bound(self, delta_error: Tensor) -> Tensor:
-        """How far dQ may be off where delta is.
-
-        Args:
-            delta_error: (G, N), of the delta that the kernel used.
-        """
+        """How far dQ may be off where delta is."""
         error = delta_error.abs() + self.delta_noise
         return self.bounds["dq"] + error[..., None] * self.push_size
 
@@ -116,13 +112,7 @@ def units_of(call: Call, most: int | None) -> list[Unit]:
 
 @torch.no_grad()
 def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
-    """Computes a unit of a call in FP64.
-
-    Args:
-        call: The call; of its spec `causal`, `mask`, `window`, `documents` and `softcap` count.
-        unit: Which part.
-        chunk_bytes: About how much memory to take at a time.
-    """
+    """Computes a unit of a call in FP64."""
     batch, heads, rows, keys = call.sizes
     group = heads // call.k.size(1)
     own = slice(unit.kv_head * group, (unit.kv_head + 1) * group)
@@ -238,13 +228,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
 
 
 def parts_of(results: dict[str, Tensor], unit: Unit, group: int) -> Iterator[tuple[str, Tensor]]:
-    """Yields a unit's part of each tensor that an engine returned, in FP64.
-
-    Args:
-        results: By `TENSORS`, of all heads; lse may be missing.
-        unit: Which.
-        group: Query heads that share a key head.
-    """
+    """Yields a unit's part of each tensor that an engine returned, in FP64."""
     own = slice(unit.kv_head * group, (unit.kv_head + 1) * group)
     for name in TENSORS:
         if name in results:

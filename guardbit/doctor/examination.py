@@ -40,16 +40,7 @@ class _Noted:
 
 
 class Examination:
-    """One engine at one shape, mask and dtype.
-
-    Args:
-        engine: The engine.
-        name: What findings call it.
-        shape: B,H,H_kv,N,D in words.
-        mask: What its mask is, in words.
-        dtype: Format of the inputs, in words.
-        advice: What to do if it is broken, a sentence.
-    """
+    """One engine at one shape, mask and dtype."""
 
     def __init__(
         self, engine: Engine, name: str, shape: str, mask: str, dtype: str, advice: str
@@ -67,14 +58,7 @@ class Examination:
         self._carrier: tuple[str, bool] | None = None
 
     def look(self, kind: str, call: Call, exacts: Sequence[Exact], units: str) -> None:
-        """Runs the engine twice on a kind of inputs and notes what is wrong.
-
-        Args:
-            kind: Its name.
-            call: The inputs.
-            exacts: What to compare with.
-            units: How many units these are of how many, in words.
-        """
+        """Runs the engine twice on a kind of inputs and notes what is wrong."""
         try:
             results, second = run(self.engine, call), run(self.engine, call)
         except torch.OutOfMemoryError:
@@ -283,11 +267,7 @@ class Examination:
 
     @property
     def delta(self) -> str:
-        """Where the backward takes delta from.
-
-        "rounded output" is rowsum(dO O); "rounded" is rounded itself; "unknown" where dQ is wrong
-        in another way or was not looked at.
-        """
+        """Where the backward takes delta from."""
         fit = self._delta_fit
         if fit is None:
             return "unknown"
@@ -387,11 +367,7 @@ class Examination:
 
 
 def tiles_of(engine: Engine, call: Call) -> tuple[int, int]:
-    """Returns after how many tiles of queries, and of keys, an engine rounds its sums.
-
-    Most keep them in FP32 to the end. PyTorch's kernel for CPUs adds gradients up in the format of
-    the inputs, tile by tile (`cpu_flash_attention_backward` in FlashAttentionKernel.cpp).
-    """
+    """Returns after how many tiles of queries, and of keys, an engine rounds its sums."""
     if call.q.is_cuda or engine.backend != SDPBackend.FLASH_ATTENTION:
         return 1, 1
     rows, keys = call.q.size(2), call.k.size(2)

@@ -59,10 +59,7 @@ def slope(gap: Gap, exact: Exact) -> Slope:
 
 
 def shrinkage(gap: Gap, exact: Exact) -> Slope:
-    """Returns by which multiple of themselves rows are off, on average; all rows weigh the same.
-
-    So that a few rows of large results, whose P is 1 and needs no rounding, do not decide.
-    """
+    """Returns by which multiple of themselves rows are off, on average; all rows weigh the same."""
     values = exact.values[gap.tensor]
     sizes = values.square().sum(-1)
     counted = sizes > 1e-4 * sizes.mean()
@@ -79,10 +76,7 @@ def is_truncation(found: Slope, dtype: torch.dtype) -> bool:
 
 
 def factor(gap: Gap, exact: Exact) -> float | None:
-    """Returns the factor that makes a tensor wrong by itself, or None if there is none.
-
-    It explains the error where nine tenths of it, in squares, are gone with it.
-    """
+    """Returns the factor that makes a tensor wrong by itself, or None if there is none."""
     found = slope(gap, exact)
     left = gap.error - found.share * exact.values[gap.tensor]
     if not found.is_sure or not left.square().sum() < 0.1 * gap.error.square().sum():
@@ -91,13 +85,7 @@ def factor(gap: Gap, exact: Exact) -> float | None:
 
 
 def scale_used(call: Call, exact: Exact, out: Tensor) -> float | None:
-    """Returns the factor of the scale that explains an output, or None if none does.
-
-    Args:
-        call: What was run.
-        exact: The unit in FP64.
-        out: FP64 (G, N, D), the engine's.
-    """
+    """Returns the factor of the scale that explains an output, or None if none does."""
     rows = torch.linspace(
         0, out.size(1) - 1, min(_ROWS, out.size(1)), dtype=torch.float32, device=out.device
     ).int()
@@ -147,17 +135,7 @@ class Reading(NamedTuple):
 
 @torch.no_grad()
 def read_mask(engine: Engine, call: Call, unit: Unit, of_backward: bool) -> Reading | None:
-    """Reads off which keys the queries of a unit see, by equal scores and values 1 at one place.
-
-    Args:
-        engine: The engine.
-        call: What is asked for; its tensors give sizes only.
-        unit: Which part to look at.
-        of_backward: Whether to read the mask that dV is made with.
-
-    Returns:
-        None where all is as asked for, or it would take too many calls.
-    """
+    """Reads off which keys the queries of a unit see, by equal scores and values 1 at one place."""
     _, heads, rows, keys = call.sizes
     group, width = heads // call.k.size(1), call.q.size(-1)
     length = rows if of_backward else keys
@@ -218,17 +196,7 @@ class DeltaFit(NamedTuple):
 
 
 def fit_delta(call: Call, exacts: Sequence[Exact], gaps: Sequence[Gap], out: Results) -> DeltaFit:
-    """Finds from the error of dQ which delta was used.
-
-    Too large a delta adds `Exact.push` to dQ, row by row; the part of the error along it is the
-    error of delta.
-
-    Args:
-        call: What was run, with keys that have much in common.
-        exacts: Units in FP64.
-        gaps: Theirs of dq, in the same order.
-        out: The engine's results.
-    """
+    """Finds from the error of dQ which delta was used."""
     group = call.q.size(1) // call.k.size(1)
     info = torch.finfo(call.q.dtype)
     used, rounded, units, explained, total = [], [], [], 0.0, 0.0

@@ -114,11 +114,7 @@ class Preflight:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left out, see `left_out`.
-
-        The math kernel, which is left out of calls that are too large for it, does not count, nor
-        do calls of a model that cannot be examined at all.
-        """
+        """Whether nothing is left out, see `left_out`."""
         return not self.left_out
 
     def as_json(self) -> dict[str, Any]:

@@ -18,11 +18,7 @@ from guardbit.kernels.mask.geometry import mask_tile
 
 
 class Flex(Engine):
-    """FlexAttention with a mask that is looked up, so that one kernel serves all masks.
-
-    Args:
-        is_compiled: Whether to compile it; otherwise it is written out in PyTorch.
-    """
+    """FlexAttention with a mask that is looked up, so that one kernel serves all masks."""
 
     backend = SDPBackend.OVERRIDEABLE
     name = "flex_attention"  # pyright: ignore[reportAssignmentType]

@@ -97,11 +97,7 @@ def peaked(draw: _Drawing, spec: AttentionSpec) -> Call:
 
 
 def tied(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """Keys twice, so that maxima tie; keys, values and gradients that have much in common.
-
-    Rows then round the same way, and a wrong delta shows: it is multiplied by what the keys have in
-    common, which a right one cancels.
-    """
+    """Keys twice, so that maxima tie; keys, values and gradients that have much in common."""
     heads, kv_heads = draw.shape.heads, draw.shape.kv_heads
     k = 2 + 0.5 * draw.normal(kv_heads)
     k[:, :, 1::2] = k[:, :, : k.size(2) - 1 : 2]
@@ -141,11 +137,7 @@ def tiny(draw: _Drawing, spec: AttentionSpec) -> Call:
 
 
 def keys_counted(draw: _Drawing, spec: AttentionSpec) -> Call:
-    """Equal scores and keys and values that are 1 at one place: out and dQ count visible keys.
-
-    A place of out is the share of visible keys whose place it is. One key more or less shows up to
-    about D / (4 u) keys, u half a unit in the last place of 1.
-    """
+    """Equal scores and keys and values that are 1 at one place: out and dQ count visible keys."""
     kv_heads = draw.shape.kv_heads
     places = draw.one_hot(kv_heads)
     features = draw.normal(draw.shape.heads)[:, :, :1].sign()
@@ -163,10 +155,7 @@ def rows_counted(draw: _Drawing, spec: AttentionSpec) -> Call:
 
 
 def _seen(draw: _Drawing, spec: AttentionSpec) -> Tensor:
-    """How many keys each query sees, FP32 (B or 1, H or 1, N, 1), 1 where none.
-
-    With it the gradients of rows that see many keys weigh as much as those of rows that see few.
-    """
+    """How many keys each query sees, FP32 (B or 1, H or 1, N, 1), 1 where none."""
     s = draw.shape
     sizes = (s.batch, s.heads, s.length, s.length)
     if spec.mask is None:
@@ -208,13 +197,5 @@ KINDS: dict[str, Callable[[_Drawing, AttentionSpec], Call]] = {
 
 
 def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
-    """Makes the inputs of a kind.
-
-    Args:
-        kind: Of `KINDS`.
-        shape: Of the call.
-        spec: What the call asks for; fits the shape.
-        dtype: BF16 or FP16.
-        device: Where.
-    """
+    """Makes the inputs of a kind."""
     return KINDS[kind](_Drawing(shape, dtype, device, seed=list(KINDS).index(kind)), spec)

@@ -26,12 +26,7 @@ class KnownFault:
     capability: tuple[str, ...] = ()
 
     def concerns(self, versions: Mapping[str, str], capability: str | None) -> bool:
-        """Whether a machine has these versions; without a GPU none of these engines runs.
-
-        Args:
-            versions: What is installed, by the names of `versions`.
-            capability: Compute capability of its GPU, None without one.
-        """
+        """Whether a machine has these versions; without a GPU none of these engines runs."""
         if capability is None or (self.capability and capability not in self.capability):
             return False
         return all(

@@ -67,14 +67,7 @@ class OwnCall(NamedTuple):
 
 
 class Examiner:
-    """Examines calls one after the other.
-
-    Args:
-        device: Where.
-        seconds: After how long nothing more is begun.
-        all_units: Whether to compare all heads of all sequences instead of some, and to examine
-            GuardBit's own kernels too.
-    """
+    """Examines calls one after the other."""
 
     def __init__(
         self,
@@ -88,11 +81,7 @@ class Examiner:
         self._seconds, self._end = seconds, time.monotonic() + seconds
 
     def shape(self, shape: Shape, mask: str, dtype_name: str) -> None:
-        """Examines the engines for a shape and a mask, those of packed sequences too.
-
-        Raises:
-            ValueError: If there is no such mask or dtype.
-        """
+        """Examines the engines for a shape and a mask, those of packed sequences too."""
         if dtype_name not in DTYPES:
             raise ValueError(f"dtypes are {' and '.join(DTYPES)}, but it is {dtype_name!r}")
         dtype = DTYPES[dtype_name]
@@ -122,11 +111,7 @@ class Examiner:
         self._examine(candidates, packed_calls(), str(shape), mask, dtype_name)
 
     def flex(self, shape: Shape, mask: str, dtype_name: str, softcap: float = 0.0) -> None:
-        """Examines FlexAttention, which is compiled for it on a GPU.
-
-        Raises:
-            ValueError: If there is no such mask.
-        """
+        """Examines FlexAttention, which is compiled for it on a GPU."""
         dtype = DTYPES[dtype_name]
         said = f"{mask} softcap:{softcap:g}" if softcap else mask
         spec = replace(dense_spec(shape, mask, dtype, self.device), softcap=softcap)

@@ -85,16 +85,7 @@ def gaps(
     delta_is_exact: bool = False,
     tiles: tuple[int, int] = (1, 1),
 ) -> Iterator[Gap]:
-    """Compares the units, tensor by tensor.
-
-    Args:
-        call: What was run.
-        results: What came.
-        exacts: Units in FP64.
-        delta_is_exact: Whether the backward was given an exact delta, instead of what follows from
-            its own output.
-        tiles: After how many tiles of queries, and of keys, sums are rounded to the format.
-    """
+    """Compares the units, tensor by tensor."""
     group = call.q.size(1) // call.k.size(1)
     u = torch.finfo(call.q.dtype).eps / 2
     # A partial sum is no larger than the sum of the sizes of all terms.
@@ -121,13 +112,7 @@ def gaps(
 
 
 def delta_error(call: Call, exact: Exact, out: Tensor) -> Tensor:
-    """Returns by how much rowsum(dO O) of an engine's own output is too large.
-
-    Args:
-        call: What was run.
-        exact: The unit in FP64.
-        out: FP64 (G, N, D), the engine's.
-    """
+    """Returns by how much rowsum(dO O) of an engine's own output is too large."""
     group = out.size(0)
     first = exact.unit.kv_head * group
     d_out = call.d_out[exact.unit.batch, first : first + group].double()

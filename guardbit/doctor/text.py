@@ -22,11 +22,7 @@ def describe_machine(machine: Machine) -> Iterator[str]:
 
 
 def table(preflight: Preflight) -> Iterator[str]:
-    """Yields a heading and a line for each engine at each call, in columns.
-
-    The figures are relative errors of out, dQ, dK and dV on the first kind of inputs, the largest
-    part of their bounds that errors use on all, and where delta comes from.
-    """
+    """Yields a heading and a line for each engine at each call, in columns."""
     lines: list[tuple[str, ...]] = [
         ("", "engine", "B,H,H_kv,N,D", "mask", "out", "dQ", "dK", "dV", "of bound", "delta", "is")
     ]

@@ -32,11 +32,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def promise_aligned_outputs(*ops: OpOverload) -> None:
-    """Lets Inductor load the outputs of some ops 16 bytes at a time; does nothing without Inductor.
-
-    Call it whenever the ops are traced: only then is it known that Inductor is in use. The ops must
-    return tensors that went through `aligned`.
-    """
+    """Lets Inductor, if there, load the outputs of some ops 16 bytes at a time."""
     if _LOWERINGS not in sys.modules or _promised.issuperset(ops):
         return
     _promised.update(ops)

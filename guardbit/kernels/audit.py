@@ -33,29 +33,7 @@ def exact_query_gradient(
     spec: AttentionSpec,
     head_ids: Sequence[int],
 ) -> Tensor:
-    """DQ of a few heads to FP32 accuracy, from the inputs a kernel got; O(N) memory.
-
-    S and dP of BF16 or FP16 numbers are exact to FP32 on tensor cores; dS is FP32 and goes into its
-    product as three BF16 parts, which hold all 24 bits. delta is rowsum(P dP), as in
-    `guardbit.kernels.reference.exact_query_gradient`. No atomics: the same bits every run.
-
-    Args:
-        d_out: (B, H, N, E), gradient of the output; any strides.
-        q: (B, H, N, D), BF16 or FP16.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, E).
-        spec: What the call asks for.
-        head_ids: The query heads wanted, C of them.
-
-    Returns:
-        FP32 (B, C, N, D).
-
-    Raises:
-        IndexError: If a head does not exist.
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
-            is not on a CUDA device.
-    """
+    """DQ of a few heads to FP32 accuracy, from the inputs a kernel got; O(N) memory."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
     check_heads(head_ids, q.shape[1])
     d_out, q, k, v = (launch.rows_adjacent(x) for x in (d_out, q, k, v))

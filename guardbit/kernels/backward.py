@@ -35,33 +35,7 @@ def backward(
     stabilizers: Sequence[str],
     dropout: Dropout | None = None,
 ) -> Gradients:
-    """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2).
-
-    Two launches: delta and dQ over tiles of queries, dK and dV over tiles of keys. Both compute S
-    and dP, seven products instead of five, which spares the atomics.
-
-    Args:
-        d_out: (B, H, N, D), gradient of `out`; any strides.
-        q: (B, H, N, D), BF16 or FP16.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        out: (B, H, N, D), from the forward.
-        lse: FP32 (B, H, N), from the forward.
-        residual: From the forward; None if no head is compensated.
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
-        stabilizers: The forward's, one name a head.
-        dropout: The forward's.
-
-    Returns:
-        See `Gradients`; dq, dk and dv lie in memory as q, k and v do. Rows with no allowed key have
-        gradient 0.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If a head is compensated and no residual came, `stabilizers` has not one known
-            name a head, or `causal` is unknown.
-    """
+    """Backward with the roundings of FlashAttention-2 (paper, Algorithm 2)."""
     launch.check_tensors(d_out=d_out, q=q, k=k, v=v, out=out)
     d_out, q, k, v, out = (launch.rows_adjacent(x) for x in (d_out, q, k, v, out))
     batch, computed_heads, seqlen_q, head_dim = q.shape

@@ -70,19 +70,7 @@ def carry_kernel(
 def carry_compensated_delta(
     d_out: Tensor, out: Tensor, residual: Tensor, into: Tensor, *, head_ids: Sequence[int]
 ) -> None:
-    """Writes O' of some heads, see `guardbit.kernels.reference.write_carrier`.
-
-    Args:
-        d_out: Gradient of the output, BF16 or FP16; any strides.
-        out: The output.
-        residual: INT8, what rounding took from it.
-        into: Where O' goes, rows adjacent in memory; may be `out`.
-        head_ids: The C heads.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If a tensor is not on a CUDA device.
-    """
+    """Writes O' of some heads, see `guardbit.kernels.reference.write_carrier`."""
     launch.check_tensors(d_out=d_out, out=out)
     d_out, out, residual = (launch.rows_adjacent(x) for x in (d_out, out, residual))
     batch, _, seqlen_q, head_dim = out.shape

@@ -12,13 +12,7 @@ from torch import Tensor
 @lru_cache(maxsize=4096)
 @torch.inference_mode(False)
 def device_constant(values: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns the values as a tensor `(len(values),)` on the device; the host does not wait.
-
-    Args:
-        values: Whole numbers that fit the dtype.
-        dtype: An integer dtype.
-        device: Where to.
-    """
+    """Returns the values as a tensor `(len(values),)` on the device; the host does not wait."""
     # From pageable memory the copy would be synchronous.
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

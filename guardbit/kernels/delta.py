@@ -50,30 +50,7 @@ def exact_delta(
     spec: AttentionSpec,
     head_ids: Sequence[int],
 ) -> Tensor:
-    """Delta of a few heads as a backward needs it, from unrounded probabilities.
-
-    See `guardbit.kernels.reference.delta.exact_delta`. Products of BF16 and FP16 numbers are exact
-    to FP32 on tensor cores; P is FP32 and multiplies dP in FP32. One launch, memory proportional to
-    the rows, no atomics: the same bits every run.
-
-    Args:
-        d_out: (B, H, N, E), gradient of the output, BF16 or FP16; any strides.
-        q: (B, H, N, D).
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, E).
-        lse: FP32 (B, H, N), natural logarithm, from the kernel's forward, sinks in it; any strides.
-        spec: What the call asks for.
-        head_ids: The query heads wanted, C of them.
-
-    Returns:
-        FP32 (B, C, N); 0 for a row that sees no key.
-
-    Raises:
-        IndexError: If a head does not exist.
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), or a tensor
-            is not on a CUDA device.
-    """
+    """Delta of a few heads as a backward needs it, from unrounded probabilities."""
     return _launch(d_out, q, k, v, None, lse, spec, head_ids, None)
 
 
@@ -89,33 +66,7 @@ def carry_exact_delta(
     head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Carried:
-    """The O' with which a kernel's backward uses the exact delta of some heads, in one launch.
-
-    See `exact_delta`, and `guardbit.kernels.reference.delta.write_carrier` for the rows of O'. A
-    row that sees no key keeps its O.
-
-    Args:
-        d_out: See `exact_delta`.
-        q: See `exact_delta`.
-        k: See `exact_delta`.
-        v: See `exact_delta`.
-        out: (B, H, N, E), as the kernel's forward returned it.
-        lse: See `exact_delta`.
-        spec: What the call asks for.
-        head_ids: The C query heads whose rows are to carry their delta.
-        into: Where O' is written, in these heads' rows only; may be `out` itself. None for a new
-            tensor, in memory as `out` is, whose other heads are copied from `out`.
-
-    Returns:
-        See `Carried`.
-
-    Raises:
-        IndexError: If a head does not exist.
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If the mask, or another field of `spec`, does not fit (B, H, N, M), a tensor is
-            not on a CUDA device, or neighbouring elements of a row of `into` are not adjacent in
-            memory.
-    """
+    """The O' with which a kernel's backward uses the exact delta of some heads, in one launch."""
     check_heads(head_ids, q.shape[1])
     if into is None:
         into = launch.empty_as(out)

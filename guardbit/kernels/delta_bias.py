@@ -81,25 +81,7 @@ def delta_bias(
     residual: Tensor | None = None,
     query_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a).
-
-    One launch sums 64 rows a program; their sums are added up in FP64, in one order.
-
-    Args:
-        d_out: (B, H, N, D), gradient of the output, BF16 or FP16; any strides.
-        out: (B, H, N, D), as the kernel in use returned it.
-        exact: FP32 (B, H, R, D), `Shadow.out` of the same rows.
-        residual: INT8 (B, H, N, D), the forward's, which the backward's delta uses too; None if no
-            head is compensated.
-        query_ids: INT64 (R,), see `shadow`; None for all N.
-
-    Returns:
-        FP64 (H,), sum over batch and rows of delta_lp - delta_hp, and of its absolute value.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If a tensor is not on a CUDA device.
-    """
+    """The error of delta = rowsum(dO * O) that adds up (paper, equation 3 and figure 5a)."""
     launch.check_tensors(d_out=d_out, out=out)
     d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
     batch, num_heads, seqlen_q, head_dim = out.shape

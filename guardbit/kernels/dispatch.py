@@ -37,15 +37,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def on_triton(backend: str, q: Tensor) -> bool:
-    """Whether a call runs the Triton kernels; otherwise it runs plain torch.
-
-    Args:
-        backend: One of `BACKENDS`.
-        q: Queries of the call; keys and values have the same dtype and device.
-
-    Raises:
-        ValueError: If `backend` is "triton" and they cannot run it.
-    """
+    """Whether a call runs the Triton kernels; otherwise it runs plain torch."""
     if backend == "torch" or (backend == "auto" and not q.is_cuda):
         return False
     obstacle = _triton_obstacle(q)
@@ -93,10 +85,7 @@ def shadow(
     query_ids: Tensor | None,
     dropout: Dropout | None,
 ) -> Shadow:
-    """Computes O and row statistics to FP32 accuracy, see `reference.shadow`.
-
-    With dropout it always runs in plain torch: the Triton kernel drops nothing.
-    """
+    """Computes O and row statistics to FP32 accuracy, see `reference.shadow`."""
     settings: dict[str, Any] = {"spec": spec, "eps": eps, "query_ids": query_ids}
     if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import shadow as kernels
@@ -155,10 +144,7 @@ def exact_query_gradient(
     head_ids: Sequence[int],
     dropout: Dropout | None,
 ) -> Tensor:
-    """Computes dQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`.
-
-    With dropout it always runs in plain torch, as `shadow` does.
-    """
+    """Computes dQ of a few heads to FP32 accuracy, see `reference.exact_query_gradient`."""
     settings: dict[str, Any] = {"spec": spec, "head_ids": head_ids}
     if _is_audited_by_triton(q, k, v, spec, dropout):
         from guardbit.kernels import audit
@@ -198,19 +184,7 @@ def carry_exact_delta(
     head_ids: Sequence[int],
     into: Tensor | None = None,
 ) -> Tensor:
-    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`.
-
-    Args:
-        d_out: Gradient of the output.
-        q: Queries.
-        k: Keys.
-        v: Values.
-        out: The output.
-        lse: The forward's.
-        spec: What the call asks for.
-        head_ids: The heads whose rows carry their delta.
-        into: Where their rows are written; None for a copy of `out`.
-    """
+    """Returns an O' that carries the exact delta of some heads, see `reference.write_carrier`."""
     if not spec.has_functions and on_triton("auto", q):
         from guardbit.kernels import delta
 
@@ -228,17 +202,7 @@ def carry_exact_delta(
 def carry_compensated_delta(
     d_out: Tensor, out: Tensor, residual: Tensor, *, head_ids: Sequence[int], into: Tensor | None
 ) -> Tensor:
-    """Returns an O' whose rows carry the compensated delta of some heads.
-
-    That is the delta of O and its rounding residual, see `reference.write_carrier`.
-
-    Args:
-        d_out: Gradient of the output.
-        out: The output.
-        residual: The rounding residual of all heads, INT8.
-        head_ids: The heads whose rows carry their delta.
-        into: Where their rows are written; None for a copy of `out`.
-    """
+    """Returns an O' whose rows carry the compensated delta of some heads."""
     triton = on_triton("auto", out)
     carried = torch.empty_like(out) if into is None else into
     # The Triton kernel writes all rows of its heads; torch only those that can carry their delta.
@@ -257,10 +221,7 @@ def carry_compensated_delta(
 
 
 def is_direct(*tensors: Tensor) -> bool:
-    """Whether an op's implementation may be called directly: no mode or subclass intercepts it.
-
-    This saves the dispatcher's conversion of each of 18 arguments.
-    """
+    """Whether an op's implementation may be called directly: no mode or subclass intercepts it."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()

@@ -136,22 +136,7 @@ def _nothing(dtype: torch.dtype, device: torch.device | str) -> Tensor:
 
 
 def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Runs the forward; arguments as in `Request`.
-
-    A compiled graph fixes every shape and stride when it is traced, before anyone knows whether a
-    head will be switched. So in a traced call `residual` is always allocated if `keeps_residual`,
-    and the output is laid out as q, as PyTorch's flash kernels lay it out. Elsewhere `residual` is
-    empty unless a head needs it, and the output keeps the layout of the kernel that ran, because
-    models may depend on it.
-
-    Returns:
-        out, lse and residual, and three outputs for the backward, so that forward and backward
-        agree whatever is switched in between: `kernels`, INT64 `(3 + H,)` on the CPU, holds
-        PyTorch's backend, whether its backward serves all heads, whether our kernels ran in Triton,
-        and one stabilizer for each head. With dropout, `random`, INT64 `(3,)`, holds seed and
-        offset of PyTorch's kernel and the Philox key of ours, and `generator_state`, UINT8 on the
-        CPU, is as in `engines.Drawn`.
-    """
+    """Runs the forward; arguments as in `Request`."""
     request = Request(*arguments)
     q, traced = request.q, request.traced
     spec = spec_of(q, request.mask, request.causal, request.scale, request.dropout_p)

@@ -106,20 +106,7 @@ class _Shared(NamedTuple):
 def _begin(
     blocks: Tensor, q: Tensor, site: Tensor, obstacle: str, training: bool
 ) -> tuple[Tensor, Tensor]:
-    """Begins a call.
-
-    Args:
-        blocks: A small input of the kernel.
-        q: Queries.
-        site: Number of the site, 0-d CPU tensor.
-        obstacle: Why no head can be switched, or "".
-        training: Whether a gradient will be asked for.
-
-    Returns:
-        A copy of `blocks`, and what each head runs, INT64 `(H,)` on the CPU, indices in
-        `STABILIZERS`. The kernel reads the copy: otherwise the compiler would move this op to the
-        backward.
-    """
+    """Begins a call."""
     state = runtime.site(int(site))
     state.requested = ("none",) * q.size(1)
     state.native_dropout_p, state.is_masked = 0.0, False
@@ -183,17 +170,7 @@ def _lse_gradient(*arguments: Any) -> Tensor:
 
 @guard.function(runtime.tell_fault)
 def _observe(dq: Tensor, d_lse: Tensor, given: Tensor | None, *arguments: Any) -> None:
-    """Reports a call to the observer of its attention module.
-
-    The schema says that `dq` is written to, though it is not: the compiler drops an op whose
-    results nobody uses.
-
-    Args:
-        dq: Gradient of q.
-        d_lse: What `_lse_gradient` returned.
-        given: The gradient of LSE that came from the loss, or None.
-        arguments: See `_Shared`.
-    """
+    """Reports a call to the observer of its attention module."""
     call = _Shared(*arguments)
     state = runtime.site(int(call.site))
     state.launches["backward", KERNEL] += 1

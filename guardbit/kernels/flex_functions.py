@@ -52,17 +52,7 @@ _first = int.from_bytes(os.urandom(6))
 def register(
     score: Any, mask: Any, score_closed: Sequence[Closed], mask_closed: Sequence[Closed]
 ) -> int | None:
-    """Keeps two functions.
-
-    Args:
-        score: `score_mod` as the compiler recorded it.
-        mask: `mask_mod` likewise.
-        score_closed: What `score` closes over.
-        mask_closed: What `mask` closes over.
-
-    Returns:
-        Their number, the same for the same functions; None if they were not recorded.
-    """
+    """Keeps two functions."""
     if not (isinstance(score, GraphModule) and isinstance(mask, GraphModule)):
         return None
     are_tensors = tuple(isinstance(x, Tensor) for x in (*score_closed, *mask_closed))
@@ -87,15 +77,7 @@ def register(
 def specification(
     number: int, scale: float, batch: int, tensors: Sequence[Tensor], numbers: Sequence[int]
 ) -> AttentionSpec:
-    """Returns what a call with functions asks for.
-
-    Args:
-        number: The number of the functions, see `register`.
-        scale: Factor of Q K^T.
-        batch: B.
-        tensors: The tensors that the functions close over, those of `score` first.
-        numbers: The numbers, likewise.
-    """
+    """Returns what a call with functions asks for."""
     program = _programs[number]
     rest = iter(tensors), iter(numbers)
     closed = [next(rest[0] if is_tensor else rest[1]) for is_tensor in program.are_tensors]

@@ -35,31 +35,7 @@ def forward(
     head_ids: Sequence[int] | None = None,
     dropout: Dropout | None = None,
 ) -> Forward:
-    """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head.
-
-    What each stabilizer does, up to the rounding of FP32 exponents and sums, is said in
-    `guardbit.kernels.reference.forward`. A masked score is -inf whatever its inputs, and tiles that
-    no row of a tile sees are skipped: NaN in a forbidden key need not reach the output.
-
-    Args:
-        q: (B, H, N, D), BF16 or FP16; any strides.
-        k: (B, H_kv, M, D).
-        v: (B, H_kv, M, D).
-        causal: See `Causal`.
-        scale: Factor of Q K^T.
-        stabilizers: One name a computed head, of `guardbit.STABILIZERS`.
-        beta: Factor of the row maximum for row_max; above 1.
-        eps: How near the row maximum a score counts as another maximum, in units of the scores.
-        head_ids: The query heads to compute, C of them; None for all.
-        dropout: What to drop from P-bar; None for nothing.
-
-    Returns:
-        See `Forward`, with C for H; out and residual lie in memory as q does.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16.
-        ValueError: If `stabilizers` has not one known name a head, or `causal` is unknown.
-    """
+    """Attention as FlashAttention-2 rounds it (paper, Algorithm 1), with a stabilizer a head."""
     launch.check_tensors(q=q, k=k, v=v)
     q, k, v = launch.rows_adjacent(q), launch.rows_adjacent(k), launch.rows_adjacent(v)
     batch, num_heads, seqlen_q, head_dim = q.shape

@@ -69,18 +69,7 @@ def forward(
     random: Tensor,
     generator_state: Tensor,
 ) -> Ran:
-    """Runs a call forward.
-
-    Args:
-        call: The call.
-        asked: One stabilizer for each head.
-        options: Those of our forward.
-        training: Whether a gradient will be asked for.
-        keeps_residual: Whether there is memory for the residual of `compensated`.
-        random: With dropout INT64 `(3,)`; is filled with seed and offset of PyTorch's kernel and
-            the Philox key of ours.
-        generator_state: With dropout UINT8; is filled, see `engines.Drawn`.
-    """
+    """Runs a call forward."""
     q, v, spec, state = call.q, call.v, call.spec, call.state
     engine = call.library
     if engine is None and call.native:
@@ -196,19 +185,7 @@ def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
 def backward(
     call: Call, d_out: Tensor, ran: Ran, random: Tensor, generator_state: Tensor
 ) -> tuple[Gradients, Tensor, tuple[str, ...]]:
-    """Runs a call backward.
-
-    Args:
-        call: The call.
-        d_out: Gradient of its output.
-        ran: What its forward left.
-        random: See `forward`.
-        generator_state: See `forward`.
-
-    Returns:
-        The gradients; O, or the O' that carries the deltas in use; and the stabilizer that each
-        head ran.
-    """
+    """Runs a call backward."""
     state, engine = call.state, ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)

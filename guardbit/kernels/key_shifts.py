@@ -19,10 +19,7 @@ from guardbit.kernels.constants import device_constant
 
 
 def _mean(k: Tensor) -> Tensor:
-    """The mean key of each sequence of this call.
-
-    It depends on later tokens, so under a causal mask they change the last bits of the output.
-    """
+    """The mean key of each sequence of this call."""
     return k.mean(2, keepdim=True)
 
 
@@ -45,17 +42,7 @@ class ShiftedKeys(NamedTuple):
 
 
 def shift_keys(k: Tensor, names: tuple[str, ...]) -> ShiftedKeys:
-    """Subtracts from the keys what the stabilizers of the query heads ask for.
-
-    Query heads share key heads: if one query head asks for a shift, its whole group gets it.
-
-    Args:
-        k: Keys `(B, H_kv, M, D)`.
-        names: One stabilizer for each query head; those that are not in `KEY_SHIFTS` do nothing.
-
-    Returns:
-        See `ShiftedKeys`; k itself if no head asks, else a new tensor in memory as k.
-    """
+    """Subtracts from the keys what the stabilizers of the query heads ask for."""
     keys = ShiftedKeys(k, [])
     if KEY_SHIFTS.keys().isdisjoint(names) or k.size(2) == 0:
         return keys

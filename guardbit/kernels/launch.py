@@ -27,12 +27,7 @@ COMPILER_OPTIONS = {"enable_fp_fusion": True}
 
 
 def check_tensors(**tensors: Tensor) -> None:
-    """Raises for tensors that the kernels cannot take.
-
-    Raises:
-        TypeError: If a dtype is neither BF16 nor FP16, or two differ.
-        ValueError: If a tensor is not on a CUDA device, unless kernels are interpreted.
-    """
+    """Raises for tensors that the kernels cannot take."""
     dtypes = {name: x.dtype for name, x in tensors.items()}
     if len(set(dtypes.values())) > 1 or next(iter(dtypes.values())) not in DTYPES:
         came = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
@@ -43,11 +38,7 @@ def check_tensors(**tensors: Tensor) -> None:
 
 
 def check_count(stabilizers: Sequence[str], heads: int) -> None:
-    """Raises unless there is one name for each head.
-
-    Raises:
-        ValueError: Saying how many came.
-    """
+    """Raises unless there is one name for each head."""
     if len(stabilizers) != heads:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
@@ -56,11 +47,7 @@ def check_count(stabilizers: Sequence[str], heads: int) -> None:
 
 @lru_cache(maxsize=1024)
 def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
-    """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once.
-
-    Raises:
-        ValueError: If a name is unknown.
-    """
+    """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
     unknown = sorted(set(stabilizers) - set(STABILIZERS))
     if unknown:
         raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
@@ -83,10 +70,7 @@ def size_of_scale(scale: float) -> float:
 
 
 def factors(spec: AttentionSpec) -> tuple[float, float]:
-    """Returns the factor of products q k before the soft cap's tanh, and that of scores after it.
-
-    Without a soft cap there is no tanh: the first is 1, the second the scale.
-    """
+    """Returns the factors of q k before the soft cap's tanh and of scores after it."""
     if spec.softcap > 0:
         return spec.scale / spec.softcap, spec.softcap
     return 1.0, spec.scale
@@ -149,19 +133,7 @@ def capability_of(x: Tensor) -> tuple[int, int] | None:
 def mask_arguments(
     spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
 ) -> tuple[Tensor, tuple[int, ...], int]:
-    """Returns what a kernel needs to load the dense mask of a call.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        unused: Any tensor, given where there is no mask.
-
-    Returns:
-        The mask, booleans as bytes, its four strides, and the kernel's MASK.
-
-    Raises:
-        ValueError: If the mask does not broadcast to `shape`.
-    """
+    """Returns what a kernel needs to load the dense mask of a call."""
     if spec.mask is None:
         return unused, (0, 0, 0, 0), NO_MASK.value
     mask = dense_mask(spec.mask, shape)
@@ -173,15 +145,7 @@ def mask_arguments(
 def call_constants(
     spec: AttentionSpec, kind: int, is_ranged: bool, widths: tuple[int, int], tile: Tile
 ) -> dict[str, Any]:
-    """Returns the compile-time arguments and options that kernels of any call share.
-
-    Args:
-        spec: What the call asks for.
-        kind: The kernel's MASK, see `mask_arguments`.
-        is_ranged: The kernel's RANGED, see `range_arguments`.
-        widths: Head dimension of keys and of values.
-        tile: How the kernel works.
-    """
+    """Returns the compile-time arguments and options that kernels of any call share."""
     head_dim, value_dim = widths
     return {
         "CAUSAL": spec.causal is not False and not is_ranged,
@@ -203,19 +167,7 @@ def call_constants(
 def range_arguments(
     spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
 ) -> tuple[Tensor, bool]:
-    """Returns what a kernel needs to load the keys that each query sees, and checks the call.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        unused: Any tensor on the device, given where `causal` says it all.
-
-    Returns:
-        INT32 (2, N), first keys and ends, and the kernel's RANGED.
-
-    Raises:
-        ValueError: If a field of `spec` does not fit `shape`.
-    """
+    """Returns what a kernel needs to load the keys that each query sees, and checks the call."""
     if spec.is_ranged:
         return torch.stack(visible_range(spec, shape, unused.device)), True
     spec.check_shape(shape)

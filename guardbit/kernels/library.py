@@ -92,24 +92,7 @@ class Numbers(NamedTuple):
 def library_attention(
     q: Tensor, k: Tensor, v: Tensor, site: Tensor, spec: AttentionSpec, engine: LibraryEngine
 ) -> tuple[Tensor, Tensor]:
-    """Computes a library's attention, with heads that can be switched.
-
-    Until a head is switched, the result equals that of the library's own function bit for bit.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        site: Number of the site, 0-d CPU tensor.
-        spec: What the call asks for besides.
-        engine: The library.
-
-    Returns:
-        out and lse.
-
-    Raises:
-        ValueError: If the call asks for what `Numbers` has no field for.
-    """
+    """Computes a library's attention, with heads that can be switched."""
     if spec.causal == "top-left" or spec.mask is not None or spec.has_functions:
         raise ValueError(
             f"{engine.title} takes documents, a window and a causal mask aligned to the bottom"
@@ -172,14 +155,7 @@ def _draws(arguments: tuple[Any, ...]) -> bool:
 
 
 def _attend(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes the outputs.
-
-    The last two outputs are for the backward, so that both agree whatever is switched in between.
-    `kernels`, INT64 `(1 + H,)` on the CPU, says whether the engine takes another delta, and the
-    stabilizer of each head. With dropout, `random`, INT64 `(2,)`, holds seed and offset.
-
-    To a compiler, the op promises an output that is contiguous in the library's layout.
-    """
+    """Computes the outputs."""
     numbers = Numbers(*arguments[7:])
     call = _call(arguments[:7], numbers)
     q, spec, state = call.q, call.spec, call.state

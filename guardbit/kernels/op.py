@@ -86,11 +86,7 @@ def _attention_with_dropout_fake(*arguments: Any) -> tuple[Tensor, ...]:
 
 @lru_cache
 def _forbid_merging() -> None:
-    """Keeps the compiler from merging two equal calls, which the tag does not prevent.
-
-    Its elimination of common subexpressions has its own list of random ops (`fx_graph_cse` of torch
-    2.11 to 2.13). This runs when the op is first traced, because the import takes 0.4 s.
-    """
+    """Keeps the compiler from merging two equal calls, which the tag does not prevent."""
     from torch._functorch.compile_utils import rand_ops
 
     rand_ops.append(torch.ops.guardbit.attention_with_dropout)
@@ -209,11 +205,7 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_of_create_graph(d_out: Tensor, saved, arguments):
-    """Returns gradients that are as differentiable as PyTorch's own, in calls without a stabilizer.
-
-    The math kernel's are. All others raise when they are differentiated: the op's outputs would
-    otherwise pass for constants.
-    """
+    """Returns gradients of calls without stabilizer, as differentiable as PyTorch's."""
     q, k, v, mask, _, _, _, _, kernels, random, generator_state = saved
     causal, scale, dropout_p, native, wants_mask, _ = arguments
     if is_by_pytorch(kernels):

@@ -48,12 +48,7 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def plan_of(names: tuple[str, ...], native: bool) -> Plan:
-    """Groups the heads of a call by what they run.
-
-    Args:
-        names: One stabilizer a head.
-        native: Whether an engine serves heads that do not need our forward.
-    """
+    """Groups the heads of a call by what they run."""
 
     def heads(*kinds: str) -> tuple[int, ...]:
         return tuple(head for head, name in enumerate(names) if name in kinds)
@@ -96,21 +91,7 @@ class Call:
 def resolve(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
-    """Settles what each head runs, with a substitute where a stabilizer cannot run in this call.
-
-    Args:
-        call: The call.
-        asked: One stabilizer for each head.
-        engine: The engine of the call; None if our kernels serve all heads.
-        keeps_residual: Whether there is memory for the residual of `compensated`.
-
-    Returns:
-        One stabilizer for each head; whether the engine's backward may serve all heads; and why a
-        head does not run what it was asked for, or "".
-
-    Raises:
-        ValueError: If our kernels serve all heads and do not take what the call asks for.
-    """
+    """Settles what each head runs, with a substitute where a stabilizer cannot run in this call."""
     if engine is None and call.spec.extras:
         raise ValueError(f"GuardBit's own kernels take {_none_of(call.spec.extras)}.")
     asked, unshifted = _without_shifts(call.spec, asked)

@@ -79,12 +79,7 @@ class Runtime:
     # --- the attention modules -------------------------------------------------------------------
 
     def add_site(self, name: str = "", clock: Clock | None = None) -> int:
-        """Registers an attention module and returns its number, unique in this process.
-
-        Args:
-            name: What messages call it.
-            clock: Counts the steps of the module's model; None for one of its own.
-        """
+        """Registers an attention module and returns its number, unique in this process."""
         number = self._next_number
         self._next_number += 1
         self._sites[number] = SiteState(name, clock=clock or Clock())
@@ -100,10 +95,7 @@ class Runtime:
         return self._sites.get(number) or self._sites[NO_SITE]
 
     def here(self) -> Tensor:
-        """Number by which the op knows an eager call: of a state without observer if none may hear.
-
-        That state runs what the module's own runs.
-        """
+        """Number of the state for an eager call: one without observer if none may hear."""
         number = int(self.current)
         state = self.site(number)
         if state.is_heard:
@@ -115,11 +107,7 @@ class Runtime:
     # --- which of them are running ---------------------------------------------------------------
 
     def enter(self, site: Tensor) -> None:
-        """Records that a module begins to run.
-
-        Args:
-            site: Its number, 0-d CPU tensor.
-        """
+        """Records that a module begins to run."""
         self.running.append(site)
 
     def leave(self) -> None:
@@ -127,11 +115,7 @@ class Runtime:
         self.running.pop()
 
     def begin(self, caller: FrameType) -> None:
-        """Records whose modules run from now on, before the outermost that runs eagerly.
-
-        Args:
-            caller: The Python frame that calls it.
-        """
+        """Records whose modules run from now on, before the outermost that runs eagerly."""
         self._owner = _Owner(threading.get_ident(), caller)
 
     def end(self) -> None:
@@ -143,13 +127,7 @@ class Runtime:
         self.running.clear()
 
     def apart(self, site: Tensor, caller: FrameType, function: Callable[[], Any]) -> None:
-        """Runs one module by itself, whatever else is running.
-
-        Args:
-            site: Its number, 0-d CPU tensor.
-            caller: The Python frame in which it is to run.
-            function: What runs it.
-        """
+        """Runs one module by itself, whatever else is running."""
         depth, owner = len(self.running), self._owner
 
         def run() -> None:
@@ -176,18 +154,11 @@ class Runtime:
         )
 
     def is_other_thread(self) -> bool:
-        """Whether the caller's thread is not the one whose modules are running.
-
-        Another thread may run another model meanwhile. Autograd's own threads, which recompute
-        under activation checkpointing, count as the model's.
-        """
+        """Whether the caller's thread is not the one whose modules are running."""
         return threading.get_ident() != self._owner.thread and not is_recomputing()
 
     def is_owner_running(self) -> bool:
-        """Whether the outermost module is still running.
-
-        PyTorch runs no hooks after KeyboardInterrupt, so a module that it interrupts is never left.
-        """
+        """Whether the outermost module is still running."""
         thread, outermost = self._owner
         if thread == threading.get_ident():
             frame = sys._getframe()
@@ -209,14 +180,7 @@ class Runtime:
             self.call_listeners.remove(listener)
 
     def keep_residuals(self, asker: Hashable, is_wanted: bool | None) -> None:
-        """Says whether compiled calls may be asked for "compensated".
-
-        Memory is reserved if any asker says so, or if none has said; with dropout always.
-
-        Args:
-            asker: Who says it.
-            is_wanted: Whether they may be; None takes back what was said, if it was.
-        """
+        """Says whether compiled calls may be asked for "compensated"."""
         if is_wanted is None:
             self._wishes.pop(asker, None)
         else:
@@ -233,11 +197,7 @@ def _log_fault(error: Exception) -> None:
 
 
 def number_of(site: Tensor) -> int:
-    """Returns the number of a site, unseen by dispatch modes.
-
-    Selective checkpointing numbers all operations of a forward and of its recomputation, and these
-    read unequally many numbers of sites.
-    """
+    """Returns the number of a site, unseen by dispatch modes."""
     with torch._C._DisableTorchDispatch():
         return int(site)
 

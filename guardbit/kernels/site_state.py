@@ -124,15 +124,7 @@ class SiteState:
         self._failed_for_good = self._failure_told = False
 
     def begin_forward(self, is_first: bool = False) -> None:
-        """Lets a switch take effect, unless this forward is a recomputation in a backward.
-
-        Under activation checkpointing a recomputation must save the same tensors as the last
-        ordinary forward, whatever is switched in between. If several forwards wait for their
-        backwards, the last one counts, so no switch may come between them.
-
-        Args:
-            is_first: Whether no forward of this step has saved tensors that depend on the switch.
-        """
+        """Lets a switch take effect, unless this forward is a recomputation in a backward."""
         if self._setting is None or is_first or not is_recomputing():
             stabilizers = None if self._failed_for_good else self.stabilizers
             self._setting = _Setting(stabilizers, self.at_rest)
@@ -188,12 +180,7 @@ class SiteState:
             self.launches = before
 
     def note(self, names: tuple[str, ...], why: str) -> None:
-        """Records what the heads of a call ran; logs once why that is not what was asked for.
-
-        Args:
-            names: One stabilizer a head.
-            why: Why it is not what was asked for, or "".
-        """
+        """Records what the heads of a call ran; logs once why that is not what was asked for."""
         self.ran, self.substituted = names, why
         if why:
             self.last_substituted = (self.clock.now, why)
@@ -212,11 +199,7 @@ class SiteState:
         self.failure = None
 
     def fall_back(self, error: Exception) -> None:
-        """Records that PyTorch's kernel takes over a call, and logs it once for each switch.
-
-        After a lack of memory the next call tries again. Any other error would come again, and
-        compiling a kernel in vain takes seconds, so PyTorch's kernel stays until the next switch.
-        """
+        """Records that PyTorch's kernel takes over a call, and logs it once for each switch."""
         passes = isinstance(error, torch.OutOfMemoryError | MemoryError)
         what = (str(error).strip() or "no message").splitlines()[0]
         self.failure = f"{type(error).__name__}: {what}"

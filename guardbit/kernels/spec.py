@@ -70,13 +70,6 @@ class AttentionSpec:
         mask_function: A mask that is known tile by tile; None for none.
         score_function: Is applied to scores after the scale and the soft cap and before masks; None
             for none.
-
-    Raises:
-        ValueError: If `causal` is none of the three, a number of `window` is no whole number from
-            -1 on, `softcap` is negative or not finite, or the tensors of `documents` or `sinks`
-            have no possible shape.
-        TypeError: If `mask` is neither boolean nor floating, `documents` not INT32, or `sinks` not
-            floating.
     """
 
     scale: float
@@ -137,14 +130,7 @@ class AttentionSpec:
         return tuple(name for name, is_there in fields.items() if is_there)
 
     def check_shape(self, shape: tuple[int, int, int, int]) -> None:
-        """Raises for what does not fit a call's tensors. Values on another device are not read.
-
-        Args:
-            shape: (B, H, N, M).
-
-        Raises:
-            ValueError: Saying what came.
-        """
+        """Raises for what does not fit a call's tensors. Values on another device are not read."""
         batch, heads, rows, keys = shape
         if self.sinks is not None and len(self.sinks) != heads:
             raise ValueError(
@@ -193,10 +179,6 @@ def _check_documents(documents: Documents) -> None:
 
 
 def check_causal(causal: Causal) -> None:
-    """Raises for what is no `Causal`.
-
-    Raises:
-        ValueError: Saying what came.
-    """
+    """Raises for what is no `Causal`."""
     if causal not in (False, True, "top-left"):
         raise ValueError(f'`causal` takes False, True or "top-left", but it is {causal!r}.')

@@ -30,24 +30,7 @@ def switchable_attention(
     scale: float | None,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Computes `F.scaled_dot_product_attention`, with heads that can be switched.
-
-    Until a head is switched, the result equals that of PyTorch's own function bit for bit, and the
-    same random numbers are drawn.
-
-    Args:
-        q: Queries `(B, H, N, D)`.
-        k: Keys `(B, H_kv, M, D)`.
-        v: Values, shape of k.
-        site: Number of the site, 0-d CPU tensor.
-        attn_mask: Boolean (True: may attend) or additive, broadcasts to `(B, H, N, M)`.
-        is_causal: Whether the top-left aligned causal mask applies.
-        scale: Factor of the scores; None for 1 / sqrt(D).
-        dropout_p: Probability with which an entry of the softmax is dropped, 0 <= p < 1.
-
-    Returns:
-        The output `(B, H, N, D)`.
-    """
+    """Computes `F.scaled_dot_product_attention`, with heads that can be switched."""
     scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
     spec = AttentionSpec(scale, "top-left" if is_causal else False, attn_mask, dropout_p)
     return attention_at_site(q, k, v, site, spec)[0]
@@ -61,19 +44,7 @@ def attention_at_site(
     spec: AttentionSpec,
     library: LibraryEngine | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention with heads that can be switched; see `switchable_attention`.
-
-    Args:
-        q: Queries `(B, H, N, D)`.
-        k: Keys `(B, H_kv, M, D)`.
-        v: Values, shape of k.
-        site: Number of the site, 0-d CPU tensor.
-        spec: Mask, scale and the like of the call.
-        library: The engine of the library that was called, which casts nothing; None for PyTorch's.
-
-    Returns:
-        The output `(B, H, N, D)` and lse `(B, H, N)`.
-    """
+    """Computes attention with heads that can be switched; see `switchable_attention`."""
     if library is not None:
         return library_attention(q, k, v, site, spec, library)
     q, k, v = autocast_tensors(q, k, v)

@@ -212,14 +212,5 @@ TILES[10, 0] = {
 
 
 def tile(capability: tuple[int, int] | None, width: int, kernel: Pass) -> Tile:
-    """Looks up how a kernel works on a device.
-
-    Args:
-        capability: Compute capability, (major, minor); None for no GPU.
-        width: Padded head dimension: 16, 32, 64, 128 or 256.
-        kernel: One of `PASSES`.
-
-    Returns:
-        The device's entry, or that of `FALLBACK`.
-    """
+    """Looks up how a kernel works on a device."""
     return TILES.get(capability or (0, 0), FALLBACK)[kernel][width]

@@ -20,20 +20,7 @@ MOST_ADVISED = 2
 
 
 class Acting:
-    """Acts on alarms.
-
-    Args:
-        instrumentation: The instrumented model.
-        measurement: Audits the alarmed heads from now on.
-        snapshots: Keeps inputs of the alarmed heads.
-        detectors: Know which heads must stay switched.
-        findings: Remembers alarms and the verdict.
-        switching: Switches heads.
-        policy: Decides what alarms lead to; None to watch only.
-        dry_run: Whether to record decisions without carrying them out.
-        record: Takes the events.
-        announce: Takes each alarm that is recorded, advisories apart.
-    """
+    """Acts on alarms."""
 
     def __init__(
         self,
@@ -56,10 +43,7 @@ class Acting:
         self._record, self._announce = record, announce
 
     def tell(self, found: list[Alarm]) -> None:
-        """Records alarms and advisories; their heads are audited at each sampled step from now.
-
-        Of advisories only a few: many heads may be named in a sound run, and an audit costs time.
-        """
+        """Records alarms and advisories; their heads are audited at each sampled step from now."""
         for alarm in found:
             suspects = self._measurement.suspects.setdefault(alarm.site, set())
             room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
@@ -71,13 +55,7 @@ class Acting:
                 self._announce(alarm)
 
     def decide(self, alarms: list[Alarm], step: int, ended: int) -> None:
-        """Lets the policy decide, and switches.
-
-        Args:
-            alarms: Those of a sampled step.
-            step: That step.
-            ended: The last step that has ended, from which a switch counts.
-        """
+        """Lets the policy decide, and switches."""
         self._switching.decide(
             alarms, step, ended, self._detectors.restless(), self._findings.way_back
         )

@@ -44,12 +44,7 @@ class Checkpoint:
     def state_dict(
         self, switched: dict[str, list[str]], measurement: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes; plain Python only.
-
-        Args:
-            switched: The stabilizers asked for, one name a head, by module.
-            measurement: State of `measurement`; None if it cannot be collected.
-        """
+        """Returns what `load_state_dict` takes; plain Python only."""
         self.findings.state_is_taken(self.schedule.last_ended)
         return {
             "format": _FORMAT,
@@ -65,14 +60,7 @@ class Checkpoint:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Continues from the state of a session; see `MonitorSession.load_state_dict`.
-
-        Returns:
-            Whether it does; if not, detectors and sums begin anew.
-
-        Raises:
-            ValueError: If the state belongs to other rules or another model.
-        """
+        """Continues from the state of a session; see `MonitorSession.load_state_dict`."""
         if "stabilizers" not in state:
             raise ValueError(
                 "this is no state of GuardBit's: pass what `state_dict` of a session returned"

@@ -32,9 +32,6 @@ _NAMED = 3
 class Coverage:
     """Compares the modules that ran, and look like attention, with those that called it.
 
-    Args:
-        instrumentation: The instrumented model.
-
     Attributes:
         unseen: Names of the modules that look like attention and were not seen to call it.
         table: For the run's metadata: function that was called -> number of its modules, how many
@@ -110,11 +107,7 @@ class Coverage:
         )
 
     def count_again(self, why_passed_by: Callable[[str], str | None]) -> bool:
-        """Counts the modules that were called since, too; returns whether the table has changed.
-
-        Args:
-            why_passed_by: Returns for a module why sampled steps pass it by, or None.
-        """
+        """Counts the modules that were called since, too; returns whether the table has changed."""
         before, called = self.table, self._instrumentation.sites
         unseen = [site for site in self._unseen if site.name not in called]
         self.table = _table(list(called.values()), unseen, why_passed_by)
@@ -177,9 +170,6 @@ class MissedModules:
 
     Where two networks take turns, G in even steps and D in odd ones, each multiple of an even
     cadence is a step of G.
-
-    Args:
-        cadence: Steps from one sampled step to the next.
     """
 
     def __init__(self, cadence: int) -> None:
@@ -193,15 +183,7 @@ class MissedModules:
         self._replaced = set(replaced({}))
 
     def take(self, sites: Mapping[str, Site], now: int) -> str | None:
-        """Takes a sampled step that has ended.
-
-        Args:
-            sites: The modules that have called attention so far.
-            now: Number of the step, as `StepCalls` counts.
-
-        Returns:
-            A sentence if none of the modules that are watched was called in it, else None.
-        """
+        """Takes a sampled step that has ended."""
         previous, self._previous = self._previous, now
         # Where nothing is watched anyway, as in calls that a CUDA graph replays, none is missed.
         called = {n: site.trained_in for n, site in sites.items() if site.unwatched is None}
@@ -257,11 +239,7 @@ class MissedModules:
 
 
 def replaced(called: Mapping[str, Site]) -> Iterator[str]:
-    """Yields a sentence for each attention function in whose place another one stands.
-
-    Args:
-        called: The modules that called attention.
-    """
+    """Yields a sentence for each attention function in whose place another one stands."""
     for name, other in interception.replaced().items():
         watches = any(site.entry == name for site in called.values())
         yield (

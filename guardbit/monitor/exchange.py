@@ -66,11 +66,6 @@ class Whole(NamedTuple):
 class Exchange:
     """Puts together what the ranks know of their parts of the model.
 
-    Args:
-        instrumentation: The instrumentation of this rank's model.
-        stages: Guards what may fail without harm.
-        record: Takes the events.
-
     Attributes:
         metadata: What the run's metadata says of this rank's attention modules.
     """
@@ -101,10 +96,7 @@ class Exchange:
                 log.warning("rank %d: %s", ranks.rank(), why)
 
     def are_parts(self) -> bool:
-        """Whether ranks hold different parts of a model; found out once, by all ranks together.
-
-        Ranks that merely call fewer modules, as with dropped layers, hold the same part.
-        """
+        """Whether ranks hold different parts of a model; found out once, by all ranks together."""
         if self._are_compared:
             return False
         self._are_compared = True
@@ -115,12 +107,7 @@ class Exchange:
         return not any(same)
 
     def share(self, samples: list[Sample], step: int) -> Whole:
-        """Returns what the ranks know, and records the other parts' events; all ranks call it.
-
-        Args:
-            samples: What this rank measured.
-            step: Step of the events.
-        """
+        """Returns what the ranks know, and records the other parts' events; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
         refusals = attempt("refusals", self._lasting_refusals) or {}
         asked = attempt("stabilizers", self._instrumentation.asked) if several else None

@@ -56,13 +56,7 @@ class Findings:
         )
 
     def judge(self, alarms: Sequence[Alarm], num_sites: int, step: int) -> Event | None:
-        """Returns the verdict, where it is to be recorded.
-
-        Args:
-            alarms: Those of the sampled step, which were added.
-            num_sites: Number of attention modules of the model.
-            step: Of the event.
-        """
+        """Returns the verdict, where it is to be recorded."""
         verdict, why = judge(self.alarms, num_sites)
         # The sentence says what became of the loss: it is said again when that has changed.
         departed = any(
@@ -92,11 +86,7 @@ class Findings:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run stood.
-
-        Args:
-            state: What `state_dict` returned, and more.
-        """
+        """Goes on where another run stood."""
         alarms = [
             Alarm(step, site, tuple(heads), rule, why, Role(*role))
             for step, site, heads, rule, why, role in state["first_alarms"]

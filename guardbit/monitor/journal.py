@@ -56,13 +56,7 @@ class _Start(NamedTuple):
 
 
 class Journal:
-    """Logs a run's events and writes its folder, if it has one; the stage "store".
-
-    Args:
-        dirpath: Folder of the telemetry; None for none (on other ranks than 0).
-        settings: The monitor's settings, for the run's metadata.
-        stages: Take the errors of writing.
-    """
+    """Logs a run's events and writes its folder, if it has one; the stage "store"."""
 
     def __init__(
         self,
@@ -94,22 +88,7 @@ class Journal:
         is_resumed: bool,
         try_again: bool = True,
     ) -> str | None:
-        """Opens the folder, unless it is open or the run has none.
-
-        While the folder cannot be opened, what is recorded stays pending for a later try.
-
-        Args:
-            first_step: The step that the run goes on from.
-            remembered: Makes the events of the steps before. The journal records those that the
-                folder lacks. It also records an undoing for each head that is switched according to
-                the folder, but not in this run.
-            is_resumed: Whether the run goes on from a checkpoint.
-            try_again: Whether to try again if an earlier call could not open the folder.
-
-        Returns:
-            The last verdict in the folder, "stable" if it holds none. None if no folder was opened,
-            or only a later try has opened it.
-        """
+        """Opens the folder, unless it is open or the run has none."""
         if self._dirpath is None or self._writer is not None:
             return None
         is_first = self._start is None
@@ -312,12 +291,7 @@ def kernel_of(site: Site | None) -> str:
 def metadata_of(
     sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None] = lambda _: None
 ) -> dict[str, dict[str, Any]]:
-    """Returns the metadata of attention modules: kernels, what is unavailable, and why.
-
-    Args:
-        sites: The modules.
-        why_passed_by: Returns for a module why sampled steps pass it by, or None.
-    """
+    """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
     return {
         name: {
             "heads": site.num_heads,
@@ -370,13 +344,7 @@ def _recorded(dirpath: str | os.PathLike[str], first_step: int) -> list[Event]:
 
 
 def _missing(remembered: Iterable[Event], recorded: Sequence[Event], step: int) -> list[Event]:
-    """Returns the events that a folder lacks: what rules found, switches, undoings of earlier ones.
-
-    Args:
-        remembered: The alarms so far, and the switches that hold now.
-        recorded: The events in the folder.
-        step: Step of the undoings.
-    """
+    """Returns the events that a folder lacks: alarms, switches and undoings."""
     remembered = list(remembered)
     found = {(event.step, event.site, event.rule) for event in recorded if event.rule}
     runs = {

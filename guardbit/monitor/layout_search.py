@@ -31,25 +31,7 @@ _BELOW_EPSILON = 2.0**-55
 
 
 def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
-    """Finds the rows of W_Q and W_K that belong to each head of an attention module.
-
-    Costs one run of the module with gradients, one backward pass a head and side, and about
-    `4 log2(H)` runs without gradients; a batch of one short sequence is enough. Neither the
-    parameters nor the global random state are touched.
-
-    Args:
-        project: Runs the module on recorded inputs with the parameters it is given (references
-            that require grad, or changed copies) and returns q `(B, H, N, D)` and k
-            `(B, H_kv, M, D)` as attention receives them, with their autograd history. It has to
-            give the same q and k for the same parameters.
-        parameters: The module's own parameters by name. Frozen ones are fine.
-
-    Returns:
-        The layout. Where only the keys are unsettled, it holds the reason in their place.
-
-    Raises:
-        LayoutUnavailable: The rows of W_Q could not be settled.
-    """
+    """Finds the rows of W_Q and W_K that belong to each head of an attention module."""
     generator = torch.Generator().manual_seed(0)
     leaves = _leaves(parameters)
     with torch.enable_grad():
@@ -62,25 +44,7 @@ def find_layout(project: Project, parameters: Mapping[str, Tensor]) -> Layout:
 def find_latent_layout(
     project: Project, parameters: Mapping[str, Tensor], unavailable: NotOneMatrix
 ) -> Layout:
-    """Finds W_Q where one of several matrices is applied to the normalised result of the others.
-
-    A head's scores grow with that matrix alone, because the norm removes the size of the others.
-    All effect of the others has to pass through it; where two projections are added, it does not.
-    A norm behind the matrix, as in DeepSeek-V4, hides whether there is one before it; that shows
-    where the matrix is so small that the later norm's epsilon outweighs what it normalises.
-
-    Args:
-        project: See `find_layout`.
-        parameters: See `find_layout`.
-        unavailable: The error that `find_layout` raised.
-
-    Returns:
-        The layout, whose queries are latent.
-
-    Raises:
-        NotOneMatrix: `unavailable`, if none or several of the matrices are applied so, or if a norm
-            behind the matrix hides it.
-    """
+    """Finds W_Q where one of several matrices is applied to the normalised result of the others."""
     generator = torch.Generator().manual_seed(0)
     leaves = _leaves(parameters)
     found: list[Layout] = []
@@ -163,11 +127,7 @@ def _find_keys(
 def _is_normalised(
     states: Tensor, found: HeadRows, leaves: dict[str, Tensor], project: Project
 ) -> bool:
-    """Whether the first head's queries stay the same when its rows of W_Q double.
-
-    The rows are made very large first, so that neither a bias nor the norm's epsilon counts. A norm
-    over the full width does not count: under it one head grows while the others shrink.
-    """
+    """Whether the first head's queries stay the same when its rows of W_Q double."""
     weight = leaves[found.parameter].detach()
     features = [size for axis, size in enumerate(weight.shape) if axis != found.input_axis]
     own = torch.zeros(features, dtype=torch.bool, device=weight.device)

@@ -54,33 +54,11 @@ class HeadRows:
     rows: Tensor
 
     def weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """Gathers every head's rows from the current parameters.
-
-        Args:
-            parameters: The module's parameters by name, as `named_parameters` gives them.
-
-        Returns:
-            `(heads, d_head, d_model)`, FP32, detached.
-
-        Raises:
-            ValueError: The parameter is missing.
-            LayoutUnavailable: It has another shape than when its rows were found.
-        """
+        """Gathers every head's rows from the current parameters."""
         return self._matrix(parameters)[self.rows].float()
 
     def weight(self, parameters: Mapping[str, Tensor], head: int) -> Tensor:
-        """Gathers the rows of one head: `(d_head, d_model)`, FP32, detached.
-
-        Args:
-            parameters: As for `weights`.
-            head: Index of the head, from 0.
-
-        Raises:
-            IndexError: There is no such head.
-            TypeError: The head is no whole number.
-            ValueError: The parameter is missing.
-            LayoutUnavailable: It has another shape than when its rows were found.
-        """
+        """Gathers the rows of one head: `(d_head, d_model)`, FP32, detached."""
         heads = self.rows.shape[0]
         try:
             head = operator.index(head)
@@ -99,15 +77,7 @@ class HeadRows:
         )
 
     def spread(self, factors: Tensor, parameter: Tensor) -> Tensor:
-        """Lays one factor a head out along the features of a parameter.
-
-        Args:
-            factors: `(heads,)`.
-            parameter: The parameter, or the bias of its features.
-
-        Returns:
-            What multiplies `parameter` element by element; 1 for features of no head.
-        """
+        """Lays one factor a head out along the features of a parameter."""
         is_bias = parameter.dim() < len(self.shape)
         features = [n for axis, n in enumerate(self.shape) if axis != self.input_axis]
         flat = parameter.new_ones(math.prod(features))
@@ -160,24 +130,11 @@ class Layout:
         return self.query.weight(parameters, head)
 
     def key_weights(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """W_K of all heads of k, `(H_kv, d_head, d_model)`; see `HeadRows.weights`.
-
-        Raises:
-            LayoutUnavailable: The key rows could not be settled.
-        """
+        """W_K of all heads of k, `(H_kv, d_head, d_model)`; see `HeadRows.weights`."""
         return self.key_rows.weights(parameters)
 
     def key_weight(self, parameters: Mapping[str, Tensor], head: int) -> Tensor:
-        """W_K of one head of k, `(d_head, d_model)`; see `HeadRows.weight`.
-
-        Args:
-            parameters: As for `HeadRows.weights`.
-            head: Index of the head in k as attention received it: grouped keys that were not
-                expanded have fewer heads than q.
-
-        Raises:
-            LayoutUnavailable: The key rows could not be settled.
-        """
+        """W_K of one head of k, `(d_head, d_model)`; see `HeadRows.weight`."""
         return self.key_rows.weight(parameters, head)
 
     @property

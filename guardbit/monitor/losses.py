@@ -16,15 +16,7 @@ from guardbit.records import Sample
 
 
 class Losses:
-    """Takes these numbers; what is no single number is left out, and told once.
-
-    Args:
-        measurement: Keeps those of the current step.
-        journal: Takes those that belong to no step.
-        schedule: Where the run stands in its steps.
-        stages: Runs what may fail.
-        tell: Takes one line.
-    """
+    """Takes these numbers; what is no single number is left out, and told once."""
 
     def __init__(
         self,

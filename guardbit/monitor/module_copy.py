@@ -65,17 +65,7 @@ _ABSENT = object()
 def runnable_copy(
     module: nn.Module, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[nn.Module]:
-    """Yields a copy of a module that may be run, eagerly and without autocast.
-
-    Args:
-        module: The module; it is only read.
-        tensors: The copy's tensors in place of parameters, by name. They are not copied.
-        dtype: Dtype of all other real tensors in the copy.
-
-    Raises:
-        LayoutUnavailable: If the module reaches something that cannot be copied, or a profiler is
-            running, which would see the run.
-    """
+    """Yields a copy of a module that may be run, eagerly and without autocast."""
     device = next(module.parameters()).device
     with ExitStack() as stack:
         for context in (
@@ -160,11 +150,7 @@ def _module_of(x: Any) -> str:
 
 
 class _Clones(TorchFunctionMode):
-    """Copies tensors without their history, also such as deepcopy refuses.
-
-    Args:
-        dtype: Dtype of the copies of real tensors.
-    """
+    """Copies tensors without their history, also such as deepcopy refuses."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._bytes = dtype, 0

@@ -33,15 +33,7 @@ _WHENCE = {
 
 
 class Notices:
-    """Tells what is unseen, what ran, what is odd, and hands alarms to the user's function.
-
-    Args:
-        instrumentation: The instrumented model.
-        journal: Takes notes.
-        exchange: Takes the events of all ranks.
-        record: Takes the events that all ranks have alike.
-        on_alarm: The user's function, or None.
-    """
+    """Tells what is unseen, what ran, what is odd, and hands alarms to the user's function."""
 
     def __init__(
         self,
@@ -105,13 +97,7 @@ class Notices:
             self._journal.note({"coverage": self._coverage.table})
 
     def none_called(self, step: int, why: str, what: str = "none called") -> None:
-        """Tells once of a sampled step in which no watched module called attention, and notes all.
-
-        Args:
-            step: The step.
-            why: What is said of it.
-            what: What is said once, see `first`.
-        """
+        """Reports, once, a sampled step without attention; notes how many there were."""
         if not self._num_without:
             self._first_without = step
         if self.first(what):
@@ -122,11 +108,7 @@ class Notices:
         )
 
     def who_is_passed_by(self, why_passed_by: Callable[[str], str | None]) -> None:
-        """Notes how much is watched, once modules are known that sampled steps pass by.
-
-        Args:
-            why_passed_by: Returns for a module why sampled steps pass it by, or None.
-        """
+        """Notes how much is watched, once modules are known that sampled steps pass by."""
         if self._coverage.table and self._coverage.count_again(why_passed_by):
             self._journal.note({"coverage": self._coverage.table})
 
@@ -148,11 +130,7 @@ class Notices:
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
     def of_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
-        """The first NaN, and backwards that do not repeat.
-
-        With a scale of the loss, gradients overflow now and then and the scaler skips such steps,
-        so NaN in gradients is then left out.
-        """
+        """The first NaN, and backwards that do not repeat."""
         sites = self._instrumentation.sites
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found[1] in _FORWARD) and self.first("nonfinite"):
@@ -175,11 +153,7 @@ class Notices:
 
 
 def first_nonfinite(samples: Iterable[Sample]) -> tuple[Sample, str, tuple[int, ...]] | None:
-    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in.
-
-    A step runs the layers forward, then backward; so the first layer whose q, k, v or O is not
-    finite counts, and if there is none the last one with a gradient that is not.
-    """
+    """Returns the module, tensor and heads that a sampled step's first NaN or infinity is in."""
     found = sorted(
         (sample for sample in samples if sample.indicator == "nonfinite"),
         key=lambda sample: sample.layer,

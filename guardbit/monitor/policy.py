@@ -359,14 +359,7 @@ class Policy:
         stabilizers: Mapping[str, Sequence[str]],
         restless: Mapping[str, Collection[int]],
     ) -> Iterator[Decision]:
-        """Decides about heads that are switched, and switched back, together.
-
-        Args:
-            group: Name of the attention module, or "" for the model.
-            step: The current step.
-            stabilizers: Those of the group's modules.
-            restless: See `decide`.
-        """
+        """Decides about heads that are switched, and switched back, together."""
         what = f"the heads of {group} are" if group else "the model is"
         sites = [group] if group else list(self._alarmed)
         alarmed = [rules for site in sites for rules in self._alarmed.get(site, {}).values()]

@@ -43,15 +43,7 @@ class OwnCalls:
         return len(self._kinds) + len(self._refused)
 
     def take(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, kernel: str) -> None:
-        """Takes a call; only its mask is kept, and no other tensor.
-
-        Args:
-            q: `(B, H, N, D)`.
-            k: `(B, H_kv, M, D)`.
-            v: `(B, H_kv, M, E)`.
-            spec: What it asks for.
-            kernel: Name of the engine that runs it, "" where it is not known.
-        """
+        """Takes a call; only its mask is kept, and no other tensor."""
         shape = Shape(q.size(0), q.size(1), k.size(1), q.size(2), q.size(3))
         mask = describe(spec)
         key = (*shape, k.size(2), v.size(3), q.dtype, mask, spec.scale, kernel)
@@ -106,16 +98,7 @@ def describe(spec: AttentionSpec) -> str:
 
 
 def calls_of(model: nn.Module, batch: Any) -> OwnCalls:
-    """Runs a model forward on a batch, without gradients, and returns the calls it makes.
-
-    Afterwards its buffers and its modules' attributes are as before, and the generators of Python,
-    NumPy and PyTorch, with those of PyTorch that modules have as attributes. What it changes
-    elsewhere, such as a list in place, it changes as any forward does.
-
-    Args:
-        model: The model, instrumented.
-        batch: Keyword arguments as a mapping, arguments as a tuple or a list, or the only one.
-    """
+    """Runs a model forward on a batch, without gradients, and returns the calls it makes."""
     calls = OwnCalls()
     recorders.append(calls.take)
     try:
@@ -190,17 +173,7 @@ def _putting_back(table: dict[str, Any]) -> Callable[[], None]:
 
 
 class Examinations:
-    """Has the doctor examine a model's own calls, and tells in a line what it found.
-
-    Args:
-        model: The model.
-        instrumentation: Of the model.
-        schedule: Says whether a step has begun.
-        journal: Takes a note of what was found.
-        record: Takes events.
-        seconds: After how long the examination of the first sampled step begins nothing more; 0
-            for none.
-    """
+    """Has the doctor examine a model's own calls, and tells in a line what it found."""
 
     def __init__(
         self,

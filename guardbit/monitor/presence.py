@@ -19,11 +19,6 @@ from guardbit.monitor.stages import Stages
 class Presence:
     """Changes how calls run between steps only, and takes the instrumentation out in the end.
 
-    Args:
-        instrumentation: The instrumented model.
-        schedule: Where the run stands in its steps.
-        stages: Runs what may fail.
-
     Attributes:
         is_closed: Whether the session is closed: nothing more is watched or switched.
     """
@@ -65,10 +60,7 @@ class Presence:
             self._let_go()
 
     def give_up(self) -> None:
-        """Leaves the model alone for good, after an error.
-
-        Switched heads stay switched, and the hooks that this needs with them.
-        """
+        """Leaves the model alone for good, after an error."""
         is_within = not self.is_closed and self._schedule.is_within_step
         if is_within and not self._instrumentation.switched:
             self._wants_out = True

@@ -50,15 +50,7 @@ class _Affine(NamedTuple):
 
 
 class Weights:
-    """The matrices that a module multiplies by: its parameters, or its submodules' matrices.
-
-    Args:
-        module: The module.
-        widths: Submodule that counts as one matrix -> the number of features it takes. The matrix
-            has the submodule's name.
-        is_shared: Whether ranks share the heads. Then only the part of each parameter on this rank
-            counts, otherwise the whole.
-    """
+    """The matrices that a module multiplies by: its parameters, or its submodules' matrices."""
 
     def __init__(
         self, module: nn.Module, widths: Mapping[str, int], is_shared: bool = False
@@ -70,26 +62,14 @@ class Weights:
         self._biases = {name: self._measured(name).bias for name in widths}
 
     def of(self, name: str) -> dict[str, Tensor]:
-        """Returns one current matrix by name, detached; empty if the module has none of that name.
-
-        Raises:
-            LayoutUnavailable: If the submodule of that name is not affine (any more).
-        """
+        """Returns a current matrix by name, detached; empty if there is none."""
         if name in self._widths:
             return {name: self._measured(name).weight}
         found = dict(self._module.named_parameters()).get(name)
         return {} if found is None else {name: self._here(found)}
 
     def grams_of_shards(self, rows: HeadRows, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Returns the heads' Gram matrices of a current matrix, from the ranks' shards of it.
-
-        Args:
-            rows: The heads' rows.
-            of: See `HeadShards.gram_matrices`.
-
-        Returns:
-            See `HeadShards.gram_matrices`; None for a matrix that is read as a whole, see `of`.
-        """
+        """Returns the heads' Gram matrices of a current matrix, from the ranks' shards of it."""
         found = dict(self._module.named_parameters()).get(rows.parameter)
         if rows.parameter in self._widths or not isinstance(found, DTensor):
             return None
@@ -115,11 +95,7 @@ class Weights:
             vars(module.get_submodule(name))["forward"] = forward
 
     def plain(self, name: str) -> list[nn.Parameter]:
-        """Returns a parameter of that name as it is trained, and the bias that belongs to it.
-
-        Raises:
-            LayoutUnavailable: If the matrix is no parameter that this process holds whole.
-        """
+        """Returns a parameter of that name as it is trained, and the bias that belongs to it."""
         parameters = dict(self._module.named_parameters())
         if name in self._widths or name not in parameters:
             raise LayoutUnavailable(f"'{name}' is made of several parameters")
@@ -131,10 +107,7 @@ class Weights:
         return [found] if bias is None or not name.endswith("weight") else [found, bias]
 
     def as_used(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Turns replacements of parameters into what the module multiplies by.
-
-        Where ranks share the heads, that is a DTensor of which only the local part is ever read.
-        """
+        """Turns replacements of parameters into what the module multiplies by."""
         if not self._is_shared:
             return dict(parameters)
         own = dict(self._module.named_parameters())
@@ -181,22 +154,7 @@ class Weights:
 
 
 def settle(module: nn.Module, rerun: RerunAll, is_shared: bool = False) -> tuple[Layout, Weights]:
-    """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices.
-
-    All calls of one forward must come from the same rows, as in a vision tower that calls attention
-    once an image.
-
-    Args:
-        module: The attention module.
-        rerun: Passes a copy of the module to its second argument, runs the copy eagerly with the
-            given parameters, and returns q `(B, H, N, D)` and k `(B, H_kv, M, D)` of each call,
-            with their history.
-        is_shared: Whether ranks share the heads; the rows are then those of the heads here.
-
-    Raises:
-        LayoutUnavailable: If the rows of W_Q could not be settled, or calls of one forward have
-            queries of different weights.
-    """
+    """Finds the rows of W_Q and W_K in a module's parameters, or in its submodules' matrices."""
     if is_shared or ranks.world_size() > 1:
         rerun = _by_itself(rerun)
     num_calls = 1
@@ -310,11 +268,7 @@ def _width(plain: Weights, name: str, rerun: Rerun) -> int:
 
 
 def why_sharded(modules: Sequence[nn.Module]) -> str | None:
-    """Returns why a module's weights are absent between forwards, or None.
-
-    Args:
-        modules: The module and those around it, innermost first.
-    """
+    """Returns why a module's weights are absent between forwards, or None."""
     parameters = list(modules[0].parameters())
     if any(hasattr(p, "ds_id") and p.numel() == 0 for p in parameters):
         return (
@@ -355,10 +309,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _part(parameter: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter under tensor parallelism, detached.
-
-    Other ranks are asked only if FSDP has sharded the part once more.
-    """
+    """Returns this rank's part of a parameter under tensor parallelism, detached."""
     parameter = parameter.detach()
     if not isinstance(parameter, DTensor):
         return parameter

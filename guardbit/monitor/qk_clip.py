@@ -43,10 +43,7 @@ class _Clipped(NamedTuple):
     in_vain: int
 
     def in_vain_now(self, logit: float, norm: float) -> int:
-        """Returns `in_vain` with this clip, from what the next sample shows.
-
-        Weights that grew back until then, or were written back, do not count.
-        """
+        """Returns `in_vain` with this clip, from what the next sample shows."""
         if self.in_vain == MOST_IN_VAIN:
             return self.in_vain
         # Less than half of the way, in logarithms; W_Q has the square root of the scale.
@@ -56,24 +53,7 @@ class _Clipped(NamedTuple):
 
 
 def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
-    """Scales the heads of an attention module that are above the bound, in place.
-
-    Where query heads share a key head, the key is scaled for the one that needs it most; the
-    queries of the others make up for that, so that their logits stay.
-
-    Args:
-        site: The module; between optimizer steps.
-        max_logits: The largest logit of each query head, after softmax's scale; NaN where it is
-            unknown.
-        bound: The largest logit that is left alone.
-
-    Returns:
-        Head -> by how much its logits were scaled; empty if no head is above the bound.
-
-    Raises:
-        LayoutUnavailable: If the module's weights cannot be scaled, with the reason; nothing is
-            changed then.
-    """
+    """Scales the heads of an attention module that are above the bound, in place."""
     scales = [bound / s if bound < s < float("inf") else 1.0 for s in max_logits]
     clipped = {head: scale for head, scale in enumerate(scales) if scale < 1}
     if clipped:
@@ -82,12 +62,7 @@ def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, flo
 
 
 class Clipping:
-    """Clips the heads that sampled steps find above a bound, and records it.
-
-    Args:
-        is_dry_run: Whether to record what would be clipped, and to scale nothing.
-        record: Takes the events.
-    """
+    """Clips the heads that sampled steps find above a bound, and records it."""
 
     def __init__(self, is_dry_run: bool, record: Callable[[Event], None]) -> None:
         self._is_dry_run, self._record = is_dry_run, record
@@ -98,14 +73,7 @@ class Clipping:
     def act(
         self, sites: Mapping[str, Site], samples: Iterable[Sample], bound: float, why: str
     ) -> None:
-        """Clips by the samples of one step; called between steps.
-
-        Args:
-            sites: The attention modules on this rank.
-            samples: What the step measured, of all ranks.
-            bound: See `clip`.
-            why: Why heads are clipped at all, a clause.
-        """
+        """Clips by the samples of one step; called between steps."""
         samples = list(samples)
         logits = [sample for sample in samples if sample.indicator == "max_logit"]
         norms = {s.site: s.values for s in samples if s.indicator == "w_q_spectral_norm"}

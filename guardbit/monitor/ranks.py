@@ -43,15 +43,7 @@ def rank() -> int:
 
 
 def all_agree(holds: bool, about: object) -> bool:
-    """Whether something holds on every rank, and about the same thing.
-
-    Args:
-        holds: Whether it holds here.
-        about: What it is about; compared by its `repr`.
-
-    Raises:
-        RanksLostError: If another rank does not answer in time.
-    """
+    """Whether something holds on every rank, and about the same thing."""
     if world_size() == 1:
         return holds
     mine = torch.tensor([int(holds), zlib.crc32(repr(about).encode())], dtype=torch.int64)
@@ -60,11 +52,7 @@ def all_agree(holds: bool, about: object) -> bool:
 
 
 def extremes(*values: float) -> list[tuple[float, float]]:
-    """Returns the smallest and the largest of each value over all ranks.
-
-    Raises:
-        RanksLostError: If another rank does not answer in time.
-    """
+    """Returns the smallest and the largest of each value over all ranks."""
     if world_size() == 1:
         return [(value, value) for value in values]
     everyone = torch.stack(_exchanged("extremes", torch.tensor(values, dtype=torch.float64)))
@@ -73,17 +61,7 @@ def extremes(*values: float) -> list[tuple[float, float]]:
 
 
 def of_each_part(value: T, part: object) -> list[T]:
-    """Returns one value for each part of a model, on all ranks.
-
-    Of the ranks with the same part the lowest one's counts; rank 0's value comes first.
-
-    Args:
-        value: This rank's value.
-        part: This rank's part; compared by its `repr`.
-
-    Raises:
-        RanksLostError: If another rank does not answer in time.
-    """
+    """Returns one value for each part of a model, on all ranks."""
     if world_size() == 1:
         return [value]
     mine = torch.tensor([zlib.crc32(repr(part).encode())], dtype=torch.int64)
@@ -99,24 +77,12 @@ def of_each_part(value: T, part: object) -> list[T]:
 
 
 def gathered(x: Tensor, group: object = None) -> list[Tensor]:
-    """Returns a tensor of each rank, all of one shape.
-
-    Args:
-        x: This rank's.
-        group: Not used; torchmetrics hands it over.
-
-    Raises:
-        RanksLostError: If another rank does not answer in time.
-    """
+    """Returns a tensor of each rank, all of one shape."""
     return [other.to(x.device) for other in _exchanged("tensors", x.detach().cpu().contiguous())]
 
 
 def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
-    """Returns a tensor of each rank.
-
-    Each exchange begins with one of a fixed size, which tells what it is. So ranks that have come
-    apart, because one of them missed an exchange, notice it. Gloo itself would end the process.
-    """
+    """Returns a tensor of each rank."""
     global _are_lost
     default = torch.distributed.group.WORLD
     if _are_lost is default:

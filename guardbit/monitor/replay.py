@@ -56,22 +56,7 @@ def replay(
     rules: tuple[Rule, ...] = DEFAULT_RULES,
     normalised: frozenset[str] = frozenset(),
 ) -> Replay:
-    """Runs rules over the telemetry of one run.
-
-    Args:
-        frame: Tidy, one row a value, in any order: step, site (empty or missing for the whole
-            run), layer, head (from 0; -1 for the whole run), indicator, value. Of rows that
-            repeat step, site, head and indicator the last counts.
-        rules: The rules and their thresholds.
-        normalised: As `normalised_sites` returns.
-
-    Returns:
-        Alarms and verdict.
-
-    Raises:
-        ValueError: If a column is missing, a row lacks its step or its layer, or a site has a
-            negative head.
-    """
+    """Runs rules over the telemetry of one run."""
     if missing := [column for column in COLUMNS if column not in frame.columns]:
         raise ValueError(
             f"the telemetry lacks the columns {missing}; needed are {list(COLUMNS)}, "
@@ -103,15 +88,7 @@ def replay(
 
 
 def samples(frame: pd.DataFrame) -> Iterator[Sample]:
-    """Yields the rows of a tidy frame as samples, one for each step, site and indicator.
-
-    Args:
-        frame: As for `replay`, with "" as the site of the whole run.
-
-    Raises:
-        ValueError: If a row lacks its step or its layer, or if a site has a negative head, or one
-            beyond `MAX_HEADS`.
-    """
+    """Yields the rows of a tidy frame as samples, one for each step, site and indicator."""
     if frame.empty:
         return
     for name in ("step", "layer"):

@@ -52,18 +52,7 @@ def find_rows(
     project: Project,
     generator: torch.Generator,
 ) -> HeadRows:
-    """Finds the rows of one parameter that make each head of q, or of k.
-
-    Args:
-        side: Whether the rows of q or of k.
-        states: q `(B, H, N, D)` or k `(B, H_kv, M, D)` as attention received it, with its history.
-        leaves: The module's parameters by name, of which `states` was computed.
-        project: Runs the module again.
-        generator: Draws the random cotangents.
-
-    Raises:
-        LayoutUnavailable: If the rows cannot be settled.
-    """
+    """Finds the rows of one parameter that make each head of q, or of k."""
     if states.ndim != 4:
         raise LayoutUnavailable(
             f"the {side} must have shape (batch, heads, tokens, features), "
@@ -148,11 +137,7 @@ def _head_gradients(
 
 
 def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
-    """Returns the one parameter that is a matrix; scales and biases, of any shape, are none.
-
-    A head of D features reaches at most D entries of a scale or bias. A parameter that is connected
-    but has no gradient counts as a matrix: so is a LoRA factor at its start, beside one of zeros.
-    """
+    """Returns the one parameter that is a matrix; scales and biases, of any shape, are none."""
     if all(reach.entries.max() == 0 for reach in reaches.values()):
         raise LayoutUnavailable(
             f"the gradient of the {side} on {listed(reaches)} is zero everywhere, "
@@ -173,10 +158,7 @@ def _sole_matrix(side: Side, reaches: dict[str, _Reach], d_head: int) -> str:
 
 
 def _refuse_small_factors(side: Side, name: str, d_model: int, reaches: dict[str, _Reach]) -> None:
-    """Refuses parameters that may be a bias, and may also multiply the input.
-
-    An example is a rank-one factor in a module with a single head.
-    """
+    """Refuses parameters that may be a bias, and may also multiply the input."""
     factors = [
         other
         for other, reach in reaches.items()
@@ -271,12 +253,7 @@ def _confirm_by_value(
     project: Project,
     generator: torch.Generator,
 ) -> None:
-    """Negates the rows of some heads and checks that these heads change, and no others.
-
-    The heads are numbered in binary, and each run negates those with a 0, or a 1, in one digit:
-    any two heads are then told apart in some run, in `2 log2(H)` runs instead of H. Negation
-    leaves the size of everything as it was, so a norm over the full width hardly passes it on.
-    """
+    """Negates the rows of some heads and checks that these heads change, and no others."""
     weight = leaves[found.parameter].detach()
     distinct, number = torch.unique(found.rows, dim=0, return_inverse=True)
     # Zero weights have no sign; they get the size of a usual initialisation.
@@ -320,12 +297,7 @@ def change_of_heads(before: Tensor, after: Tensor) -> Tensor:
 
 
 def _orthogonal_noise(states: Tensor, generator: torch.Generator) -> Tensor:
-    """Random cotangents, orthogonal to each head's states at each position.
-
-    An RMS norm over the full width passes a gradient on to other heads only by its component
-    along the states themselves, whatever its scale and whatever rotation follows. Without that
-    component a head's rows stand out even beside a head that is far larger.
-    """
+    """Random cotangents, orthogonal to each head's states at each position."""
     noise = noise_like(states, generator).float()
     along = states.float()
     square = along.square().sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)

@@ -21,21 +21,7 @@ from guardbit.records import Event, Sample
 
 
 class Sampling:
-    """Takes what was measured, in two halves: numbers from a GPU arrive in between.
-
-    Args:
-        instrumentation: The instrumented model.
-        measurement: What was measured of the step.
-        exchange: Shares it with the other ranks.
-        detectors: Are told which modules normalise their queries.
-        switching: Is told what other ranks say of switches.
-        telling: Says why a step had no attention.
-        journal: Takes what the run's metadata says of the modules.
-        stages: Guards what may fail without harm.
-        record: Takes the events.
-        is_guarded: Whether there is a policy.
-        cadence: Steps from one sampled step to the next.
-    """
+    """Takes what was measured, in two halves: numbers from a GPU arrive in between."""
 
     def __init__(
         self,
@@ -59,26 +45,13 @@ class Sampling:
         self._described: dict[str, dict[str, Any]] = {}
 
     def send(self, step: int, loss_scale: float) -> Sent | None:
-        """Reduces what a step measured over ranks and sends it to the host.
-
-        Args:
-            step: The step, which has ended.
-            loss_scale: The factor by which its loss was scaled.
-
-        Returns:
-            What is under way; None after an error.
-        """
+        """Reduces what a step measured over ranks and sends it to the host."""
         attempt = self._stages.attempt
         columns = attempt("metrics", lambda: self._columns(step, loss_scale)) or {}
         return attempt("samples", lambda: self._measurement.send(columns, step))
 
     def receive(self, sent: Sent | None, ended: int) -> list[Sample]:
-        """Returns the samples of all ranks; every rank calls it.
-
-        Args:
-            sent: What `send` returned.
-            ended: The last step that has ended.
-        """
+        """Returns the samples of all ranks; every rank calls it."""
         attempt = self._stages.attempt
         samples: list[Sample] = []
         if sent is not None:

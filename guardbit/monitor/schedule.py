@@ -14,10 +14,6 @@ from guardbit.records import Alarm
 class Schedule:
     """Counts steps.
 
-    Args:
-        cadence: Steps 0, n, 2n, ... are sampled. If step numbers jump, the first step at or after
-            each of these is sampled.
-
     Attributes:
         step: The step that began last; None before the first, and when it was abandoned.
         last_ended: The step that ended last; None before the first.
@@ -32,12 +28,7 @@ class Schedule:
         self._is_first = True
 
     def begin(self, step: int, is_wanted: bool) -> None:
-        """Begins a micro-batch of a step.
-
-        Args:
-            step: The step.
-            is_wanted: See `is_due`.
-        """
+        """Begins a micro-batch of a step."""
         if step != self.step:
             self.is_sampled = self.is_due(step, is_wanted)
             self.step = step
@@ -61,13 +52,7 @@ class Schedule:
         return self.step is not None and self.step != self.last_ended
 
     def is_due(self, step: int, is_wanted: bool) -> bool:
-        """Whether a step is to be sampled: the first at or after each multiple of the cadence.
-
-        Args:
-            step: The step.
-            is_wanted: Whether the very first step is sampled whatever its number. No later step is,
-                because ranks that call attention at different times have to agree.
-        """
+        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
         if self._is_first and is_wanted:
             return True
         previous = step - 1 if self.last_ended is None else self.last_ended
@@ -75,11 +60,7 @@ class Schedule:
 
 
 def checked_step(step: int) -> int:
-    """Returns the number of a step.
-
-    Raises:
-        ValueError: If it is no whole number from 0.
-    """
+    """Returns the number of a step."""
     try:
         checked = operator.index(step)
     except TypeError:
@@ -102,11 +83,7 @@ _HOW = (
 
 
 class Stepping:
-    """Follows the steps that a session is told of, and tells once what is wrong with them.
-
-    Args:
-        tell: Takes one line.
-    """
+    """Follows the steps that a session is told of, and tells once what is wrong with them."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self._tell = tell
@@ -150,11 +127,7 @@ class Stepping:
         self._is_open, self._not_ended, self._was_abandoned = False, 0, True
 
     def use(self, what: str) -> None:
-        """Something is called that belongs to a step.
-
-        Args:
-            what: Its name.
-        """
+        """Something is called that belongs to a step."""
         if self._last is None:
             self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
 
@@ -205,12 +178,7 @@ def _abandon(bracket: StepBracket[Stepped]) -> None:
 
 
 class StepBracket(Guarded, Generic[S]):
-    """One optimizer step of a plain training loop, see `MonitorSession.step`.
-
-    Args:
-        session: The session.
-        step: The step's number; None if it could not begin, and nevertheless ends.
-    """
+    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
 
     def __init__(self, session: S, step: int | None) -> None:
         self.session, self._step = session, step

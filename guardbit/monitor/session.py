@@ -480,12 +480,7 @@ class MonitorSession(Guarded):
         return self.attempt(_WATCHING, lambda: self._judge_and_act(*unjudged)) or []
 
     def _may_wait(self) -> bool:
-        """Whether the sampled step that has ended may be judged after the next one.
-
-        It is then judged exactly one step later, not as soon as the numbers arrive, so that runs
-        repeat to the bit. It is judged at once if the policy is due, which must not miss a step,
-        and on several ranks, because these have already waited for each other.
-        """
+        """Whether the sampled step that has ended may be judged after the next one."""
         _, sent = self._unjudged or (0, None)
         is_under_way = sent is not None and sent.numbers.is_under_way
         is_due = self.policy is not None and self.policy.is_due
@@ -496,10 +491,7 @@ class MonitorSession(Guarded):
         self._measurement.finish()
 
     def _agree(self) -> bool:
-        """Whether all ranks go on watching.
-
-        Ranks exchange metrics, so a rank that dropped out would leave the others waiting for ever.
-        """
+        """Whether all ranks go on watching."""
         for stage in (_WATCHING, "capture", "metrics"):
             if not ranks.all_agree(stage not in self._stages.off, stage):
                 self.attempt(stage, _failed_elsewhere)
@@ -737,10 +729,7 @@ class MonitorSession(Guarded):
         return self.policy is not None and self.policy.is_due
 
     def _rest_unless(self, is_sampled: bool) -> bool:
-        """Leaves calls alone unless the step is sampled; returns whether they are wanted.
-
-        Between steps only: a forward and its recomputation must be alike.
-        """
+        """Leaves calls alone unless the step is sampled; returns whether they are wanted."""
         unfit = self._stages.off & {_WATCHING, "capture", "metrics"}
         wanted = self._measurement.needs_calls and not unfit and not self._has_given_up
         self.instrumentation.rest(not (is_sampled and wanted))
@@ -749,10 +738,7 @@ class MonitorSession(Guarded):
     # --- faults ----------------------------------------------------------------------------------
 
     def _contain(self, error: Exception, where: str) -> None:
-        """Takes an error that came out of a method: the monitor is off, training goes on.
-
-        A strict session raises it.
-        """
+        """Takes an error that came out of a method: the monitor is off, training goes on."""
         if self._strict:
             raise error
         if where == "__init__":

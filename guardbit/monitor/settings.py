@@ -24,11 +24,7 @@ SNAPSHOT_MEGABYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What sessions and callbacks take alike; `MonitorSession` says what each means.
-
-    Raises:
-        ValueError: If one makes no sense, naming the value and what is allowed.
-    """
+    """What sessions and callbacks take alike; `MonitorSession` says what each means."""
 
     every_n_train_steps: int = 50
     sites: Sequence[str] | None = None
@@ -133,11 +129,7 @@ class Settings:
 
 
 def check_policy(policy: object, dry_run: object) -> None:
-    """Refuses what is no policy, or does not say how it is to act.
-
-    Raises:
-        ValueError: Naming what it is.
-    """
+    """Refuses what is no policy, or does not say how it is to act."""
     if not isinstance(dry_run, bool):
         raise ValueError(f"dry_run is {dry_run!r}; it must be True or False")
     if policy is not None and not isinstance(policy, Policy):
@@ -145,11 +137,7 @@ def check_policy(policy: object, dry_run: object) -> None:
 
 
 def check_folder(dirpath: object) -> None:
-    """Refuses what is no folder for a run.
-
-    Raises:
-        ValueError: Naming what it is.
-    """
+    """Refuses what is no folder for a run."""
     if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
         raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
     if dirpath is not None and os.path.isfile(dirpath):
@@ -159,13 +147,7 @@ def check_folder(dirpath: object) -> None:
 def warn_of_settings(
     indicators: Collection[str], policy: Policy | None, detectors: Detectors
 ) -> None:
-    """Warns of settings that go badly together.
-
-    Args:
-        indicators: What is measured.
-        policy: What alarms lead to, if anything.
-        detectors: What raises them.
-    """
+    """Warns of settings that go badly together."""
     quiet = policy.quiet_steps if policy else None
     if quiet is not None and quiet <= detectors.cool_down_steps:
         log.warning(

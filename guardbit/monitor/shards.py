@@ -25,12 +25,6 @@ class HeadShards:
     If the input axis is sharded, a rank has some columns of all heads, and the ranks' Gram matrices
     add up to those of the whole rows. Otherwise it has some rows, and computes the heads whose
     first row is here.
-
-    Args:
-        rows: The heads' rows in the whole parameter.
-        axis: The sharded axis of the parameter: its input axis, or the first of the others. The
-            shards are those of `torch.chunk`.
-        group: The ranks with the shards, in their order.
     """
 
     def __init__(self, rows: HeadRows, axis: int, group: ProcessGroup) -> None:
@@ -55,12 +49,7 @@ class HeadShards:
         self._counted = torch.cat([self._whole, self._split[self._own_split]])
 
     def gram_matrices(self, shard: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """Returns the Gram matrices of all heads; all ranks of the group call it together.
-
-        Args:
-            shard: This rank's shard of the current parameter.
-            of: Makes Gram matrices `(H, d_head, d_head)` of rows `(H, d_head, d_model)`, FP32.
-        """
+        """Returns the Gram matrices of all heads; all ranks of the group call it together."""
         own = of(self._counted_rows(shard.movedim(self._rows.input_axis, -1).flatten(0, -2)))
         grams = own.new_zeros(len(self._rows.rows), *own.shape[1:])
         grams.index_copy_(0, self._counted, own)
@@ -81,16 +70,7 @@ class HeadShards:
 
 
 def shards_of(rows: HeadRows, parameter: Tensor, is_shared: bool) -> HeadShards | None:
-    """Returns how the ranks share heads' rows, or None if the weight is read as a whole.
-
-    Args:
-        rows: The rows; if ranks share the heads, those of this rank's heads.
-        parameter: The parameter that holds them.
-        is_shared: Whether tensor parallelism shares the heads over the mesh's last dimension.
-
-    Raises:
-        LayoutUnavailable: The parameter has another shape than when its rows were found.
-    """
+    """Returns how the ranks share heads' rows, or None if the weight is read as a whole."""
     if not isinstance(parameter, DTensor):
         return None
     mesh, placements = parameter.device_mesh, parameter.placements

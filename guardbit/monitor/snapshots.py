@@ -29,16 +29,7 @@ _OVERHEAD = 2**14
 
 
 class Snapshots:
-    """Takes wanted heads out of the attention calls of sampled steps.
-
-    Args:
-        instrumentation: The instrumented model.
-        dirpath: Folder of the telemetry; None to keep nothing (other ranks than 0).
-        megabytes: How much to write in all, files of earlier sessions counted; 0 for nothing.
-        direction: Site -> FP32 `(H, D)` of the heads on this rank, along which W_Q is largest, or
-            None.
-        note: Takes why heads are not kept, once a reason.
-    """
+    """Takes wanted heads out of the attention calls of sampled steps."""
 
     def __init__(
         self,
@@ -66,13 +57,7 @@ class Snapshots:
         self._wanted |= dict.fromkeys(sorted(new), STEPS)
 
     def want(self, site: str, heads: Sequence[int]) -> None:
-        """Keeps heads at the next sampled step.
-
-        Raises:
-            ValueError: If there is no such site or no folder, snapshots are off, or `heads` is no
-                list of whole numbers.
-            IndexError: If a head is out of range.
-        """
+        """Keeps heads at the next sampled step."""
         heads = checked_heads(heads)
         if self._folder is None:
             raise ValueError("no snapshots are kept: the session has no dirpath, or room for none")
@@ -110,11 +95,7 @@ class Snapshots:
                 )
 
     def _take(self, call: AttentionCall, place: int, site: str) -> HeadInputs:
-        """Copies a head to the host.
-
-        Raises:
-            ValueError: If the call cannot be diagnosed, or the head is larger than what is left.
-        """
+        """Copies a head to the host."""
         assert call.d_out is not None
         batch, _, length, _ = call.q.shape
         sequences = range(min(batch, max(1, ROWS // length)))
@@ -162,11 +143,7 @@ class Snapshots:
         self._held.clear()
 
     def write(self, step: int) -> None:
-        """Writes what the step gave.
-
-        Raises:
-            OSError: If it cannot be written.
-        """
+        """Writes what the step gave."""
         held, self._held = self._held, {}
         if not held or self._folder is None:
             return

@@ -24,10 +24,7 @@ class _Log(logging.LoggerAdapter[logging.Logger]):
             super().log(level, msg, *args, **{"stacklevel": 2, **kwargs})
 
     def tell(self, message: str) -> None:
-        """Logs at INFO what every user should see.
-
-        Where logging is not set up, Python shows warnings only; the message is then shown as one.
-        """
+        """Logs at INFO what every user should see."""
         with suppress(Exception):
             if self.logger.hasHandlers() or self.logger.level or logging.lastResort is None:
                 self.info("%s", message)
@@ -49,10 +46,6 @@ class FailedElsewhereError(RuntimeError):
 
 class Stages:
     """Runs the stages of a monitor, each until it fails.
-
-    Args:
-        strict: Raise errors, instead of logging them and going on without the stage.
-        on_failure: Called with a stage that has failed and its error, once the stage is off.
 
     Attributes:
         strict: The argument.

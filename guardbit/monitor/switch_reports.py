@@ -33,10 +33,7 @@ class _Reported:
     some: bool = False
 
     def ask(self, asked: tuple[str, ...]) -> set[int]:
-        """Takes what the heads are asked to run; returns the heads that were switched meanwhile.
-
-        Each switch is an event, which reports that the heads run the new stabilizer.
-        """
+        """Takes what the heads are asked to run; returns the heads that were switched meanwhile."""
         known = len(self.asked) == len(asked)
         new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
         self.names = tuple(
@@ -47,23 +44,14 @@ class _Reported:
 
 
 class SwitchReports:
-    """Compares what is asked for with what ran, step by step.
-
-    Args:
-        instrumentation: The instrumented model.
-    """
+    """Compares what is asked for with what ran, step by step."""
 
     def __init__(self, instrumentation: Instrumentation) -> None:
         self._instrumentation = instrumentation
         self._reported: dict[str, _Reported] = {}
 
     def check(self, step: int, is_last: bool = False) -> Iterator[Event]:
-        """Yields the reports of a step that has ended. It costs nothing while nothing is switched.
-
-        Args:
-            step: The optimizer step.
-            is_last: Whether this is the last step, so that nothing is held back.
-        """
+        """Yields the reports of a step that has ended; free while nothing is switched."""
         switched = self._instrumentation.switched
         if not switched and not self._reported:
             return

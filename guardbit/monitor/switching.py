@@ -15,12 +15,6 @@ Stabilizers = dict[str, list[str]]
 class Switching:
     """Switches heads by hand or as a policy decides, and records it.
 
-    Args:
-        instrumentation: The instrumented model.
-        policy: Decides what alarms lead to, or None.
-        dry_run: Whether decisions are recorded and not carried out.
-        record: Takes the events.
-
     Attributes:
         refusals: Module, of any rank -> why none of its calls could be switched so far, or None.
         asked_elsewhere: What heads are asked to run in modules that only other ranks hold.
@@ -100,15 +94,7 @@ class Switching:
         restless: Mapping[str, Collection[int]],
         way_back: str,
     ) -> None:
-        """Lets the policy decide, and carries out its decisions.
-
-        Args:
-            alarms: Those of the sampled step.
-            step: The sampled step.
-            last_ended: The last step that ran without a new switch, which may be a later one.
-            restless: Attention module -> heads whose indicators speak against undoing a switch.
-            way_back: Where to go back to, for the advice that follows when nothing helps.
-        """
+        """Lets the policy decide, and carries out its decisions."""
         called = self._instrumentation.sites
         for name, site in called.items():
             switched = tuple(head for head, asked in enumerate(site.asked) if asked != "none")

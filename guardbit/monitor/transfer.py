@@ -10,11 +10,7 @@ from torch import Tensor
 
 
 class Transfer:
-    """Moves numbers to the host in one copy; on a GPU the host does not wait before it reads.
-
-    Args:
-        values: Numbers, and tensors of at most one dimension and any dtype.
-    """
+    """Moves numbers to the host in one copy; on a GPU the host does not wait before it reads."""
 
     def __init__(self, values: Iterable[Tensor | float]) -> None:
         values = list(values)

@@ -37,16 +37,7 @@ class UnseenAttentionError(ValueError):
 
 
 def looks_like_attention(module: nn.Module, name: str = "") -> bool:
-    """Whether a module is called attention, and has a weight matrix, its own or below it.
-
-    A module without parameters, which may get its weights from a bank of the model's, counts if it
-    is called attention and is no part of it, such as a mask.
-
-    Args:
-        module: The module.
-        name: What the model calls it. A module that is called so by the model only, as `h.1.attn`,
-            has to have parts with matrices: in GPT-2 `c_attn` is a projection.
-    """
+    """Whether a module is called attention, and has a weight matrix, its own or below it."""
     kind = type(module).__name__
     words = [word.lower() for word in _WORDS.findall(kind)]
     if _ATTENTION.search(kind) or not _KINDS_OF_ATTENTION.isdisjoint(words[-1:]):
@@ -78,16 +69,7 @@ def _is_eager_seen(kind: type[nn.Module]) -> bool:
 
 
 def refuse_unseen(candidates: Mapping[str, nn.Module]) -> None:
-    """Refuses a model whose attention is all Hugging Face's and never calls a function we replace.
-
-    A model is not refused if it has further modules that may call attention.
-
-    Args:
-        candidates: The modules that could call attention, by name.
-
-    Raises:
-        UnseenAttentionError: If the model is refused.
-    """
+    """Refuses a Hugging Face model none of whose attention calls a replaced function."""
     unseen: dict[nn.Module, str] = {}
     for module in candidates.values():
         if _implementation(module) is not None:

@@ -24,32 +24,7 @@ class Judgement(NamedTuple):
 
 
 def judge(alarms: Sequence[Alarm], sites: int) -> Judgement:
-    """Tells a rounding failure from a learning rate that is too high, by the alarms.
-
-    Rounding fails in a few heads of one or two layers, long before the loss shows it (arXiv
-    2510.04212, section 3.2). Too high a learning rate moves all layers at once, together with the
-    loss. "At once" means within `AT_ONCE` steps:
-
-    - "stable": there is no alarm; advisories are none.
-    - "learning-rate": an alarm on the whole model comes before the first alarm on a head, or at
-      once with it.
-    - "rounding": the first alarms are on heads of at most a third of the attention modules (of
-      one, in smaller models), and the alarm on the loss comes later than at once, or never. Where
-      a rule has measured the cause in those heads, any later step will do.
-    - "unclear": all else. That is many modules without a common rise, or an alarm on the loss at
-      once with the first alarm on a head, or without any. A loss alone blames nothing: it may be
-      NaN, or leave by bad data, while all heads are sound.
-
-    A measured cause in most modules is no sign of rounding: where the rate is too high, heads of
-    all layers end with large errors.
-
-    Args:
-        alarms: All alarms of the run, or at least the first of each rule and attention module.
-        sites: Number of attention modules of the model.
-
-    Returns:
-        The verdict and the evidence in words.
-    """
+    """Tells a rounding failure from a learning rate that is too high, by the alarms."""
     advised = {alarm.site for alarm in alarms if alarm.role.is_advisory}
     alarms = [alarm for alarm in alarms if not alarm.role.is_advisory]
     if not alarms:

@@ -38,16 +38,7 @@ OUT_OF_BOUNDS = (
 
 
 def check_file(path: Path, most: int | None = None) -> None:
-    """Raises if a file cannot be read to its end.
-
-    Args:
-        path: The file. Reading a pipe or a device may never end.
-        most: Bytes it may have; None for any number.
-
-    Raises:
-        OSError: It is not there.
-        ValueError: It is no regular file, or too large.
-    """
+    """Raises if a file cannot be read to its end."""
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError("it is no regular file")
@@ -56,14 +47,7 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 
 def good_rows(rows: pa.Table | pa.RecordBatch) -> npt.NDArray[np.bool_]:
-    """Marks the rows of samples that are within the bounds.
-
-    Args:
-        rows: Columns as in the store; names may be dictionaries.
-
-    Raises:
-        pa.ArrowException: The rows are broken.
-    """
+    """Marks the rows of samples that are within the bounds."""
     rows.validate(full=True)
     good = np.ones(rows.num_rows, dtype=bool)
     for name in ("step", "site", "layer", "head", "indicator"):
@@ -97,13 +81,7 @@ def _has_site(column: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.bool_]:
 
 
 def checked_event(event: Any) -> dict[str, Any]:
-    """Returns one event with its step as an int and its heads as a tuple of ints.
-
-    A kind that this version does not know is kept, because a newer version may have written it.
-
-    Raises:
-        ValueError: It is no event, or it exceeds the bounds.
-    """
+    """Returns one event with its step as an int and its heads as a tuple of ints."""
     if not isinstance(event, dict):
         raise ValueError(f"an event must be a JSON object, got {str(event)[:40]!r}")
     names = list(Event.__dataclass_fields__)
@@ -126,11 +104,7 @@ def checked_event(event: Any) -> dict[str, Any]:
 
 
 def checked_session(session: Any) -> dict[str, Any]:
-    """Returns the content of a session's file, checked.
-
-    Raises:
-        ValueError: Its start step or its metadata are not what a session has.
-    """
+    """Returns the content of a session's file, checked."""
     if not isinstance(session, dict) or not isinstance(session.get("metadata"), dict):
         raise ValueError("a session must have metadata")
     start = session.get("start_step")

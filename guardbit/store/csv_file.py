@@ -15,17 +15,7 @@ from guardbit.store.files import COLUMNS, check_columns
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """Reads a CSV file of samples, also one that is being written.
-
-    Returns:
-        The columns of a run, in the order of the file.
-
-    Raises:
-        ValueError: If it is no CSV of these columns.
-
-    Warns:
-        UserWarning: The last line is cut short; it is left out.
-    """
+    """Reads a CSV file of samples, also one that is being written."""
     if not path.name.endswith((".csv", ".csv.gz")):
         raise ValueError(
             f"cannot read a run from the file {path}: a folder, a .csv or a .csv.gz is needed"

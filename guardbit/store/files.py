@@ -99,10 +99,7 @@ def list_folder(folder: Path) -> Listing:
 
 
 def sweep(folder: Path) -> None:
-    """Removes half-written files of writers that were killed.
-
-    A file that was written to lately is left, because another writer may be at work on it.
-    """
+    """Removes half-written files of writers that were killed."""
     for path in folder.glob(".*.partial"):
         name = path.name.removeprefix(".").removesuffix(".partial")
         if _SEGMENT_NAME.fullmatch(name) or _SESSION_NAME.fullmatch(name):
@@ -135,11 +132,7 @@ def publish(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def check_columns(names: Iterable[str], path: Path) -> None:
-    """Checks that a table has the columns of a run.
-
-    Raises:
-        ValueError: If it lacks some.
-    """
+    """Checks that a table has the columns of a run."""
     names = list(names)
     missing = [name for name in COLUMNS if name not in names]
     if missing:

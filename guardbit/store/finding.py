@@ -28,11 +28,7 @@ def folder_of_run(path: str | os.PathLike[str]) -> Path:
 
 
 def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
-    """The runs below a folder, each as the folder that people call it by; by name.
-
-    Folders of a run are not searched, links are not followed, and what cannot be read is passed
-    over.
-    """
+    """The runs below a folder, each as the folder that people call it by; by name."""
     found: list[Path] = []
     for place, inner, _ in os.walk(folder):
         inner.sort()
@@ -47,12 +43,7 @@ def runs_below(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def existing(path: str | os.PathLike[str]) -> Path:
-    """Returns what `folder_of_run` does, of a path that is there.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is neither a file nor a folder.
-    """
+    """Returns what `folder_of_run` does, of a path that is there."""
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no run at {path}: nothing has that name")
@@ -62,11 +53,7 @@ def existing(path: str | os.PathLike[str]) -> Path:
 
 
 def list_run(folder: Path) -> Listing:
-    """Lists the files of a run.
-
-    Raises:
-        ValueError: If the folder holds none, with the runs below it.
-    """
+    """Lists the files of a run."""
     if not is_run(folder):
         state = "holds no GuardBit run" if any(folder.iterdir()) else "is empty"
         runs = [str(run.relative_to(folder)) for run in runs_below(folder)]

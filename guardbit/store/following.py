@@ -41,9 +41,6 @@ class RunFollower:
 
     A segment that was merged from segments already read is skipped, as far as its row groups allow;
     rows at the seam may be handed over twice.
-
-    Args:
-        folder: Folder of the run, which need not exist yet.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -64,12 +61,7 @@ class RunFollower:
         self._broken: set[Path] = set()
 
     def look(self) -> bool:
-        """Looks at what the folder holds now.
-
-        Returns:
-            Whether what was read before no longer counts, because the run was resumed or restarted.
-            `batches` then starts over.
-        """
+        """Looks at what the folder holds now."""
         self.folder = folder_of_run(self.folder)
         self._listing = self._list()
         paths = [segment.path for segment in self._segments("samples")]
@@ -93,10 +85,7 @@ class RunFollower:
         return len(self._listing.sessions)
 
     def last_step(self) -> int:
-        """The last step of the newest segment of samples, -1 where it cannot be told.
-
-        The segment says so at its end: no row is read.
-        """
+        """The last step of the newest segment of samples, -1 where it cannot be told."""
         for segment in sorted(self._segments("samples"), key=_age)[-1:]:
             try:
                 check_file(segment.path)
@@ -114,12 +103,7 @@ class RunFollower:
         return tuple(segment.path.name for segment in self._segments("events"))
 
     def batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields the new samples in the order they were written, columns as in the store.
-
-        Warns:
-            UserWarning: A segment cannot be read, or rows of it are beyond the bounds of
-                `guardbit.store.bounds`, and are left out; once for each.
-        """
+        """Yields the new samples in the order they were written, columns as in the store."""
         plan = [
             (key, last_step, segment)
             for key, last_step in self._last_steps

@@ -145,22 +145,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_end(path: str | os.PathLike[str]) -> RunEnd | None:
-    """Reads how a run ended.
-
-    Args:
-        path: As in `read_metadata`.
-
-    Returns:
-        What the newest session says; None while the run goes on, after a kill, and of what has no
-        sessions.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is no run.
-
-    Warns:
-        UserWarning: The session's file cannot be read.
-    """
+    """Reads how a run ended."""
     path = existing(path)
     if not path.is_dir():
         return None
@@ -174,21 +159,7 @@ def end_of(listing: Listing) -> RunEnd | None:
 
 
 def read_clock(path: str | os.PathLike[str]) -> list[tuple[int, float]]:
-    """Reads when a run's steps were.
-
-    Args:
-        path: As in `read_metadata`.
-
-    Returns:
-        Some of the steps, each with its time in seconds since 1970; ascending.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        ValueError: What is there is no run.
-
-    Warns:
-        UserWarning: A session's file cannot be read.
-    """
+    """Reads when a run's steps were."""
     path = existing(path)
     if not path.is_dir():
         return []
@@ -219,10 +190,7 @@ def _load_session(path: Path) -> dict[str, Any]:
 
 
 def last_steps(listing: Listing) -> Iterator[tuple[SessionKey, float]]:
-    """Yields the sessions that recorded something, oldest first, each with its last valid step.
-
-    A session is valid up to the smallest step that a later one started from.
-    """
+    """Yields the sessions that recorded something, oldest first, each with its last valid step."""
     recorded = sorted({key for sessions in listing.segments.values() for key in sessions})
     last_steps: list[tuple[SessionKey, float]] = []
     last_step = float("inf")
@@ -258,11 +226,7 @@ def _read_segments(
 
 
 def _load_uncovered(segments: Iterable[Segment], load: Callable[[Path], Part]) -> Iterator[Part]:
-    """Loads the segments of one session in order, without those that another one covers.
-
-    The widest are tried first. If a merged segment is broken and the ones it covers still exist,
-    these are loaded instead.
-    """
+    """Loads the segments of one session in order, without those that another one covers."""
     loaded: list[tuple[Segment, Part]] = []
     for segment in sorted(segments, key=lambda segment: segment.width, reverse=True):
         if any(other.first <= segment.first and segment.last <= other.last for other, _ in loaded):

@@ -319,10 +319,7 @@ class RunWriter:
 
 
 def _sound(value: Any) -> Any:
-    """Returns a value with all its texts free of lone surrogates.
-
-    A module's name may hold one, but neither Parquet nor a terminal takes it.
-    """
+    """Returns a value with all its texts free of lone surrogates."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):

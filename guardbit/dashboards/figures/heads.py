@@ -38,13 +38,7 @@ BAND = 1.96
 def spectral_norm_of_heads(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, layer: int | None = None
 ) -> Figure | None:
-    """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3.
-
-    Args:
-        frame: The samples.
-        events: The events.
-        layer: The layer; by default the first to alarm, else the one with the largest norm.
-    """
+    """W_Q spectral norm of all heads of one layer over steps; the paper's figure 3."""
     if layer is None:
         layer = next((head[0] for head in marks.first_events(frame, events, "alarm")), None)
     if layer is None:
@@ -70,10 +64,7 @@ def spectral_norm_of_heads(
 
 @styled
 def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
-    """Largest attention score of every head over steps, after scaling, on a log axis.
-
-    Values at or below zero have no place on a log axis and leave a gap, as infinite ones do.
-    """
+    """Largest attention score of every head over steps, after scaling, on a log axis."""
     table = tables.by_head(frame, "max_logit")
     table = table.mask(table <= 0, np.inf)
     if not has_finite(table):
@@ -91,11 +82,7 @@ def max_logit(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure
 
 @styled
 def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
-    """Mean entropy of the attention rows of every head over steps, in nats.
-
-    The heads of lowest entropy stand out, beside those that alarmed: a head that looks at one key
-    only has entropy 0.
-    """
+    """Mean entropy of the attention rows of every head over steps, in nats."""
     table = tables.by_head(frame, "attention_entropy")
     if not has_finite(table):
         return None
@@ -111,11 +98,7 @@ def attention_entropy(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
 
 
 def multiple_maxima(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
-    """Share of rows with more than one maximum over the loss, FP32 scores; the paper's figure 13.
-
-    The twin of `multiple_maxima_bf16`; the two never share an axis, as they measure different
-    things under similar names.
-    """
+    """Share of rows with several FP32 maxima over the loss; the paper's figure 13."""
     return _maxima_over_loss(frame, events, "multiple_maxima", "FP32 scores")
 
 
@@ -158,12 +141,7 @@ def _maxima_over_loss(
 
 @styled
 def delta_bias(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
-    """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a).
-
-    The band belongs to the highlighted head that ends farthest beyond its own. It is where the sum
-    of a head's errors would stay if each were as likely positive as negative: 0 +- 1.96 times the
-    root of the sum of their squares, 95 % at any one step.
-    """
+    """Cumulative delta bias of every head over steps, with its sign; the paper's figure 5(a)."""
     table = tables.by_head(frame, "delta_bias_cumulative")
     if not has_finite(table):
         return None

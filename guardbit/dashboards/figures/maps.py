@@ -48,12 +48,7 @@ DOT: dict[str, Any] = {
 def spectral_norm_by_layer(
     frame: pd.DataFrame, events: pd.DataFrame | None = None
 ) -> Figure | None:
-    """W_Q spectral norm, layers x steps: a heat map of each layer's largest head.
-
-    The paper's figure 11, as a multiple of the median head's norm at the same step: healthy norms
-    grow tenfold, all together. The colours are the same in every run, from 1 to `MOST_TYPICAL`
-    times. Cells without a finite value stay blank.
-    """
+    """W_Q spectral norm, layers x steps: a heat map of each layer's largest head."""
     table = finite(tables.by_layer(frame, "w_q_spectral_norm"))
     typical = finite(tables.by_head(frame, "w_q_spectral_norm")).median(axis=1)
     table = finite(table.div(typical, axis=0))
@@ -86,18 +81,7 @@ def model_map(
     step: int | None = None,
     name: str = "",
 ) -> Figure | None:
-    """Layers x heads, one cell a head: how far its worst indicator is above its baseline.
-
-    What normal is, and which indicators count, says `guardbit.dashboards.excess`. A framed cell
-    has had an alarm, a dot marks one that runs on a stabilized kernel; blank ones were never
-    measured.
-
-    Args:
-        frame: The samples.
-        events: The events.
-        step: The map shows what was known after this step; None for the end of the run.
-        name: Of the run, for the title.
-    """
+    """Layers x heads, one cell a head: how far its worst indicator is above its baseline."""
     last = step
     if last is None:
         last = tables.steps(frame)[1] if len(frame) else 0

@@ -40,15 +40,7 @@ RUN_LINES: tuple[tuple[str, str], ...] = (*HIGHLIGHTS, (INK, ":"))
 def story(
     frame: pd.DataFrame, events: pd.DataFrame | None = None, outcome: Outcome | None = None
 ) -> Figure | None:
-    """Loss, and below it norm and logits of the worst heads; its title is the outcome.
-
-    The first heads to alarm stand out, else those farthest above their baseline.
-
-    Args:
-        frame: The samples.
-        events: The events.
-        outcome: What became of the run; None to derive it from these alone.
-    """
+    """Loss, and below it norm and logits of the worst heads; its title is the outcome."""
     loss = finite(tables.of_run(frame, "loss"))
     shown = {
         name: finite(table)
@@ -118,18 +110,7 @@ def loss_and_gradient(frame: pd.DataFrame, events: pd.DataFrame | None = None) -
 def runs_over_steps(
     runs: Mapping[str, pd.DataFrame], indicator: str, title: str, label: str
 ) -> Figure | None:
-    """One indicator of several runs over the same steps.
-
-    Args:
-        runs: Name of each run -> its samples; at most four.
-        indicator: Of the whole run, drawn as its running median; or of heads, of which each run's
-            largest magnitude is drawn.
-        title: Of the figure.
-        label: Of its axis.
-
-    Raises:
-        ValueError: There are more runs than lines that can be distinguished.
-    """
+    """One indicator of several runs over the same steps."""
     if len(runs) > len(RUN_LINES):
         raise ValueError(
             f"At most {len(RUN_LINES)} runs can be distinguished in one figure, got {len(runs)}."

@@ -44,13 +44,7 @@ BETWEEN_PANELS = 0.65
 
 @styled
 def before_and_after(frame: pd.DataFrame, events: pd.DataFrame | None = None) -> Figure | None:
-    """The switched heads' indicators and the loss around the first switch.
-
-    At most three of the heads that were switched first are drawn: alarmed heads, then those that
-    are farthest above their baseline. A dotted line continues the first head's last sample before
-    the switch. Single losses are noisy, so for the loss there is a median on either side. The
-    numbers stand above the panel.
-    """
+    """The switched heads' indicators and the loss around the first switch."""
     switched = marks.first_events(frame, events, "switch")
     if not switched:
         return None
@@ -122,10 +116,7 @@ def _of_heads(table: pd.DataFrame, heads: Sequence[Head]) -> pd.DataFrame:
 
 
 def _draw_change(axes: Axes, series: pd.Series, step: int, *, medians: bool) -> None:
-    """What stood before the step and after it, dotted, and the numbers above the panel.
-
-    Before the switch a diverging head grows, so its median would be that of a healthy one.
-    """
+    """What stood before the step and after it, dotted, and the numbers above the panel."""
     # The sample of the switch's own step was measured before the switch took effect.
     sides = {"before": series.loc[:step], "after": series.loc[step + 1 :]}
     numbers: dict[str, str] = {}

@@ -46,12 +46,7 @@ class _Entry:
 
 
 class RunList:
-    """Keeps a list of the runs below a folder, or of the one that the folder is.
-
-    Args:
-        folder: The folder.
-        tell: Told of first alarms that come while it watches; None for nobody.
-    """
+    """Keeps a list of the runs below a folder, or of the one that the folder is."""
 
     def __init__(self, folder: str | Path, tell: Tell | None = None) -> None:
         self.folder = Path(folder)

@@ -70,16 +70,9 @@ _REFUSAL = "Not found. The address ends in a token and a slash, and is new after
 class LiveServer:
     """Serves a run's live page, or a list of runs with a page of each, on 127.0.0.1.
 
-    Args:
-        watcher: What is known of the run, or of the runs; started and stopped with the server.
-        port: Port to listen on; 0 for any free one.
-
     Attributes:
         address: The page's address, with its token.
         port: The port it listens on.
-
-    Raises:
-        OSError: The port is taken, or not allowed.
     """
 
     def __init__(self, watcher: RunWatcher | RunList, *, port: int = 0) -> None:

@@ -21,12 +21,7 @@ SILENT_AFTER = 120.0
 
 
 class RunWatcher:
-    """Keeps what is known of a run, from before it has written anything until after it is gone.
-
-    Args:
-        folder: Folder of the run, which need not exist yet.
-        buckets: Resolution in steps, as in `History`.
-    """
+    """Keeps what is known of a run, from before it has written anything until after it is gone."""
 
     def __init__(self, folder: str | Path, *, buckets: int = 400) -> None:
         self.folder = Path(folder)

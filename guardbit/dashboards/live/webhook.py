@@ -26,12 +26,6 @@ class Webhook:
 
     Messages are sent from a thread of its own. One that fails is told once in the log, and the next
     is tried again.
-
-    Args:
-        url: The address, http or https.
-
-    Raises:
-        ValueError: It is none.
     """
 
     def __init__(self, url: str) -> None:

@@ -41,43 +41,12 @@ def write_report(
     title: str = "Training run",
     format: Format = "html",
 ) -> Path:
-    """Writes the report of one run.
-
-    Args:
-        frame: Samples, as `guardbit.read_run` returns them.
-        events: Events, as `guardbit.read_events` returns them.
-        metadata: Settings, versions and sites of the run; JSON-able.
-        output: Path of the file, or, for "png", of the folder; missing folders are made, an old
-            report is replaced.
-        title: What the run is called.
-        format: "html": one page that opens offline, and its figures as PNGs in the folder
-            `<stem>_figures` beside it. "png": a folder with the figures alone.
-
-    Returns:
-        The path written to.
-
-    Raises:
-        ValueError: `output` is a folder where a file is needed, or the reverse, or is not named as
-            its format, or is a symbolic link, as any of the pictures; the format is unknown; a
-            table lacks a column.
-    """
+    """Writes the report of one run."""
     return write_reports([Run(title, frame, events, metadata or {})], output, format=format)
 
 
 def write_reports(runs: Sequence[Run], output: str | Path, *, format: Format = "html") -> Path:
-    """Writes the report of one run, or of two to four side by side.
-
-    Args:
-        runs: The runs.
-        output: As in `write_report`.
-        format: As in `write_report`.
-
-    Returns:
-        The path written to.
-
-    Raises:
-        ValueError: As in `write_report`; there is no run, or there are more than four.
-    """
+    """Writes the report of one run, or of two to four side by side."""
     output = Path(output)
     if not runs:
         raise ValueError("A report needs at least one run, got none.")

@@ -54,20 +54,7 @@ __all__ = [
 def choose(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, training: bool, wants_mask: bool = False
 ) -> Engine:
-    """Returns the engine that PyTorch would run for a call.
-
-    Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for.
-        training: Whether a gradient will be asked for; some kernels have no backward for some
-            head sizes.
-        wants_mask: Whether the gradient of its mask will be asked for; few kernels have one.
-
-    Raises:
-        ValueError: If the call asks for what `F.scaled_dot_product_attention` cannot be asked for.
-    """
+    """Returns the engine that PyTorch would run for a call."""
     if spec.extras:
         raise ValueError(
             f"F.scaled_dot_product_attention has no argument for {' and '.join(spec.extras)}."

@@ -90,40 +90,19 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
-        """Computes out and lse; lse is None where the engine returns none.
-
-        Args:
-            inputs: The call. With dropout it fills `inputs.drawn`.
-            training: Whether a gradient will be asked for.
-        """
+        """Computes out and lse; lse is None where the engine returns none."""
 
     @abstractmethod
     def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        """Computes the gradients.
-
-        Args:
-            inputs: The call, as the forward got it, with what the forward drew.
-            d_out: Gradient of out.
-            out: Output of the forward, or an O' that carries another delta, laid out by `laid_out`.
-            lse: The forward's.
-        """
+        """Computes the gradients."""
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Returns `out`, or a copy, in the one layout that the backward can read.
-
-        PyTorch's kernels assume some strides and read wrong elements where these differ.
-        """
+        """Returns `out`, or a copy, in the one layout that the backward can read."""
         return out
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype, hidden: float = -math.inf) -> Tensor | None:
-    """Returns a mask as PyTorch hands it to its kernels, added to the scores; None for none.
-
-    Args:
-        mask: See `AttentionSpec`.
-        dtype: Of q.
-        hidden: What is added for a key that is not seen.
-    """
+    """Returns a mask as PyTorch hands it to its kernels, added to the scores; None for none."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     zero = torch.zeros((), dtype=dtype, device=mask.device)

@@ -53,10 +53,7 @@ class Efficient(Engine):
         return Gradients(dq, dk, dv, d_mask.sum_to_size(spec.mask.shape))
 
     def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
-        """Lays the heads out side by side in each row, as the backward assumes.
-
-        It reads row n of head h at n H D + h D, whatever the strides are (kernel_backward.h).
-        """
+        """Lays the heads out side by side in each row, as the backward assumes."""
         return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 

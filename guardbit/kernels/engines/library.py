@@ -31,12 +31,7 @@ _IS_ROCM = torch.version.hip is not None
 
 
 class LibraryEngine(Engine):
-    """The kernels of a library, called with the arguments that its own functions would pass.
-
-    Args:
-        deterministic: Whether the backward is to add in a fixed order, where that is a choice.
-        scheduling: The values of `SCHEDULING`, -1 for what the library chooses; () for none.
-    """
+    """The kernels of a library, called with the arguments that its own functions would pass."""
 
     #: PyTorch has no name for it.
     backend = SDPBackend.OVERRIDEABLE
@@ -66,11 +61,7 @@ class LibraryEngine(Engine):
         return f"the kernel of {self.label}"
 
     def why_missing(self, is_packed: bool) -> str | None:
-        """Returns why the installed release cannot be called, a clause, or None.
-
-        Args:
-            is_packed: Whether for packed sequences, which may need other functions.
-        """
+        """Returns why the installed release cannot be called, a clause, or None."""
         # On ROCm, LSE may have another layout.
         return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
 
@@ -107,10 +98,7 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
 
 
 def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
-    """Calls a library's function with the arguments that it has parameters for.
-
-    Its other required parameters get None.
-    """
+    """Calls a library's function with the arguments that it has parameters for."""
     assert function is not None
     known = parameters(function)
     given = {name: x for name, x in arguments.items() if name in known}

@@ -75,18 +75,7 @@ _proofs: dict[tuple[object, ...], Proof] = {}
 def proof_of(
     engine: Engine, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, wants_mask: bool
 ) -> Proof:
-    """Returns what is known of an engine in a call's configuration; finds it out the first time.
-
-    A proof is kept for the process. It leaves the random state alone.
-
-    Args:
-        engine: The engine.
-        q: Queries of the call.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for.
-        wants_mask: Whether the gradient of its mask is asked for.
-    """
+    """Returns what is known of an engine in a call's configuration; finds it out the first time."""
     mask = spec.mask
     key = (
         engine.name, q.device, q.dtype, q.size(3), v.size(3), q.size(1) == k.size(1),

@@ -23,11 +23,7 @@ def state_bytes(device: torch.device) -> int:
 
 
 def keep(drawn: Drawn | None, seed: Tensor, offset: Tensor) -> None:
-    """Keeps the seed and offset that a CUDA kernel returned, if the call draws.
-
-    Flash returns both in the first tensor. The efficient kernel returns them on the host, where its
-    backward reads them; under CUDA graph capture it does both on the device.
-    """
+    """Keeps the seed and offset that a CUDA kernel returned, if the call draws."""
     if drawn is None:
         return
     pair = seed.view(torch.int64) if seed.numel() == 2 else torch.stack((seed, offset))
@@ -77,13 +73,7 @@ def drawing_again(device: torch.device, drawn: Drawn | None) -> Iterator[None]:
 
 
 def drawing_once(function: Callable[[], T], device: torch.device, draws: bool) -> T:
-    """Calls a function; if it raises, whatever is tried instead draws the same numbers.
-
-    Args:
-        function: The function.
-        device: Where it draws.
-        draws: Whether it draws.
-    """
+    """Calls a function; if it raises, whatever is tried instead draws the same numbers."""
     # The state cannot be read while a CUDA graph is captured.
     if not draws or (device.type == "cuda" and is_capturing()):
         return function()

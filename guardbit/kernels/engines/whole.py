@@ -22,9 +22,6 @@ class Whole(Engine):
 
     The math kernel's backward computes delta from P and dP. The backward of a padded flash call
     cannot be called directly. So neither can get an O'.
-
-    Args:
-        backend: The kernel.
     """
 
     reads_out = False

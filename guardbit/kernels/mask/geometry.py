@@ -36,11 +36,7 @@ class Visible(NamedTuple):
 
 
 def causal_shift(causal: Causal, rows: int, keys: int) -> int:
-    """Returns by how much the number of a query's last key exceeds the query's own.
-
-    Raises:
-        ValueError: If `causal` is none of the three.
-    """
+    """Returns by how much the number of a query's last key exceeds the query's own."""
     check_causal(causal)
     return keys - rows if causal is True else 0
 
@@ -48,22 +44,7 @@ def causal_shift(causal: Causal, rows: int, keys: int) -> int:
 def visible_range(
     spec: AttentionSpec, shape: tuple[int, int, int, int], device: torch.device | str
 ) -> Visible:
-    """Returns which keys each query of a call sees, dense masks apart: always one interval.
-
-    It is computed on the device, and the host does not wait. The values of cu_queries and cu_keys
-    are not checked, but no range leaves the keys, and a query of no document sees none.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        device: Where the ranges are wanted, and where `documents` are.
-
-    Returns:
-        See `Visible`.
-
-    Raises:
-        ValueError: If `spec` does not fit `shape`, or `documents` is on another device.
-    """
+    """Returns which keys each query of a call sees, dense masks apart: always one interval."""
     spec.check_shape(shape)
     rows, keys = shape[2:]
     # For each query: its number in its document, the first key and the number of keys of that
@@ -101,18 +82,7 @@ def visible_range(
 def key_spans(
     spec: AttentionSpec, shape: tuple[int, int, int, int], chunk: int
 ) -> Iterator[tuple[slice, slice]]:
-    """Cuts the queries of a call into chunks, each with the keys that any of its queries may see.
-
-    The host computes this alone. Where documents are on another device, the span is all keys.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        chunk: Queries a chunk.
-
-    Yields:
-        The queries and the keys; none for a chunk that sees none.
-    """
+    """Cuts a call's queries into chunks, each with the keys that any of them may see."""
     documents = spec.documents
     visible = None
     if documents is None or documents.cu_queries.device.type == "cpu":
@@ -128,37 +98,14 @@ def key_spans(
 
 
 def additive_mask(visible: Visible, rows: Tensor, columns: Tensor) -> Tensor:
-    """Returns 0 where a query may see a key, -inf where not, dense masks apart.
-
-    It is added, not filled in, so that NaN and +inf scores of forbidden keys come out as in
-    PyTorch's math backend.
-
-    Args:
-        visible: Of all queries.
-        rows: INT64 (R,), positions of the queries.
-        columns: INT64 (C,), positions of the keys.
-
-    Returns:
-        FP32 (R, C).
-    """
+    """Returns 0 where a query may see a key, -inf where not, dense masks apart."""
     first, end = (x[rows, None] for x in visible)
     mask = torch.zeros(len(rows), len(columns), dtype=torch.float32, device=rows.device)
     return mask.masked_fill_((columns < first) | (columns >= end), -torch.inf)
 
 
 def dense_mask(mask: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Expands a dense mask to all heads of a call, without a copy.
-
-    Args:
-        mask: See `AttentionSpec`.
-        shape: (B, H, N, M).
-
-    Returns:
-        `mask`, expanded to `shape`.
-
-    Raises:
-        ValueError: If it does not broadcast to `shape`.
-    """
+    """Expands a dense mask to all heads of a call, without a copy."""
     try:
         return mask.expand(shape)
     except RuntimeError:
@@ -176,22 +123,7 @@ def mask_tile(
     columns: Tensor,
     visible: Visible | None = None,
 ) -> Tensor:
-    """Returns what all masks of a call add to a tile of scaled scores; -inf hides a key.
-
-    Args:
-        spec: What the call asks for.
-        shape: (B, H, N, M).
-        heads: INT64 (C,), the query heads.
-        rows: INT64 (R,), positions of the queries.
-        columns: INT64 (K,), positions of the keys.
-        visible: `visible_range` of the call, for callers that need many tiles; None to compute it.
-
-    Returns:
-        FP32, or FP64 where the mask is, (R, K) or (B, C, R, K).
-
-    Raises:
-        ValueError: If the mask, or another field, does not fit `shape`.
-    """
+    """Returns what all masks of a call add to a tile of scaled scores; -inf hides a key."""
     if visible is None:
         visible = visible_range(spec, shape, rows.device)
     ranges = additive_mask(visible, rows, columns)
@@ -209,19 +141,7 @@ def mask_tile(
 def hidden_rows(
     spec: AttentionSpec, shape: tuple[int, int, int, int], query_ids: Tensor | None = None
 ) -> Tensor | None:
-    """Returns which rows see no key by `NO_KEY`; the host does not wait.
-
-    Args:
-        spec: What the call asks for, without functions.
-        shape: (B, H, N, M).
-        query_ids: INT64 (R,), the queries to look at; None for all N.
-
-    Returns:
-        Boolean (B, 1, R) or (1, 1, R); None if the mask adds nothing.
-
-    Raises:
-        ValueError: If the mask, or another field of `spec`, does not fit `shape`.
-    """
+    """Returns which rows see no key by `NO_KEY`; the host does not wait."""
     mask, count = spec.mask, shape[2] if query_ids is None else len(query_ids)
     if mask is None or mask.dtype == torch.bool or not (count and math.prod(shape)):
         return None

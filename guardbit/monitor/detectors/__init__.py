@@ -28,21 +28,7 @@ from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 
 def measured_errors(snapshot: Snapshot, site: str, heads: tuple[int, ...]) -> str:
-    """Describes the rounding errors last measured in alarmed heads.
-
-    They are the evidence on the cause, where most rules see consequences only. No threshold is
-    applied: what rounding may do to a healthy head depends on the head, and `GradientError` is
-    the test of it.
-
-    Args:
-        snapshot: What is known at the step of the alarm.
-        site: The attention module of the alarm.
-        heads: Its heads; the one whose error is largest in size is described, for each error.
-
-    Returns:
-        One clause or two, empty where nothing was measured: the shadow's delta bias, as a part of
-        its absolute sum, and the audit's error of dQ, as parts of dQ.
-    """
+    """Describes the rounding errors last measured in alarmed heads."""
     width = max(heads, default=-1) + 1
     sums, scales, relative, coherent = (
         snapshot.last_of(indicator, site, width)
@@ -76,19 +62,10 @@ _RESTLESS = CommonMode().logit
 class Detectors:
     """Samples in, alarms out; one object for a live run and for a replay.
 
-    Args:
-        rules: The rules, each with a name of its own. With none, no alarm is ever raised.
-        cool_down_steps: Steps during which a rule that has fired for a head keeps silent about it.
-            A rule that gives advisories names a head once.
-
     Attributes:
         roles: Rule -> what it judges.
         normalised: Attention modules where the size of W_Q does not reach the scores, as under QK
             norm. The caller, who knows the model, sets it.
-
-    Raises:
-        ValueError: If something is no rule, two rules share a name, a role is unknown, or the
-            cool-down is negative.
     """
 
     def __init__(
@@ -122,19 +99,7 @@ class Detectors:
         self._fired: dict[str, dict[str, dict[str, int]]] = {name: {} for name in names}
 
     def update(self, samples: Iterable[Sample]) -> list[Alarm]:
-        """Takes the samples of one step or of several and returns the alarms they raise.
-
-        Hand over all samples of a step together: peers and pairs of indicators are compared
-        within a step. A sample that is not newer than the last one of its module and indicator is
-        ignored, and so is an unknown indicator. NaN is a missing head.
-
-        Args:
-            samples: In any order; normally no step older than those of earlier calls.
-
-        Returns:
-            The alarms in the order of steps, of rules within a step, and of attention modules;
-            among them advisories, which their role tells apart.
-        """
+        """Takes the samples of one step or of several and returns the alarms they raise."""
         alarms = []
         known = (sample for sample in samples if sample.indicator in INDICATORS)
         for step, group in groupby(sorted(known, key=_place), key=_step):
@@ -151,11 +116,7 @@ class Detectors:
         return alarms
 
     def unjudged(self, indicators: Collection[str]) -> dict[str, list[str]]:
-        """Returns the rules that cannot raise an alarm, each with the indicators that it lacks.
-
-        Args:
-            indicators: The indicators that are measured.
-        """
+        """Returns the rules that cannot raise an alarm, each with the indicators that it lacks."""
         missing: dict[str, list[str]] = {}
         for rule in self.rules:
             for either in reads_of(rule):
@@ -164,12 +125,7 @@ class Detectors:
         return missing
 
     def restless(self) -> dict[str, tuple[int, ...]]:
-        """Returns the heads whose switch is not to be undone, however long no rule has named them.
-
-        Their last known largest logits are beyond those from which `CommonMode` takes a head for
-        one in which rounding has taken hold. In the rescue study logits grew again after two of
-        three undoings (docs/evidence.md).
-        """
+        """Returns the heads that must stay switched, even if no rule names them for long."""
         return {
             site: heads
             for site, logits in self._latest.get("max_logit", {}).items()
@@ -192,11 +148,7 @@ class Detectors:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: State) -> None:
-        """Continues where the object stood whose `state_dict` this is.
-
-        Raises:
-            ValueError: If the state belongs to other rules.
-        """
+        """Continues where the object stood whose `state_dict` this is."""
         if state["rules"].keys() != self._rule_states.keys():
             raise ValueError(
                 f"the state of Detectors is of the rules {sorted(state['rules'])}, "

@@ -41,15 +41,7 @@ class Snapshot:
         return np.concatenate([known, np.full(heads - len(known), math.nan)])
 
     def typical_top(self, indicator: str, quantile: float = 0.5) -> float:
-        """Returns the lower median over the sites of the site's largest head, or a quantile.
-
-        One head that runs away hardly moves it; a model whose layers all move takes it along.
-        The lower median keeps one of two sites from being compared with itself. In a model with
-        one site it is the lower median of that site's heads.
-
-        Returns:
-            The value in the indicator's unit, NaN where nothing is known.
-        """
+        """Returns the lower median over the sites of the site's largest head, or a quantile."""
         sites = [known for v in self.latest.get(indicator, {}).values() if (known := finite(v))]
         tops = [max(heads) for heads in sites] if len(sites) > 1 else [v for s in sites for v in s]
         tops.sort()

@@ -46,14 +46,7 @@ class StepCalls:
         return self.conflict or (None if self.is_switchable else self.bypass)
 
     def note(self, step: int, heads: Heads, refusal: str | None, watched: bool = False) -> None:
-        """Adds a call; the first one of another step begins anew.
-
-        Args:
-            step: The step.
-            heads: Heads of the call.
-            refusal: Why it keeps PyTorch's function, or None.
-            watched: Whether it is watched nevertheless.
-        """
+        """Adds a call; the first one of another step begins anew."""
         if step != self.step or refusal is CAPTURED:
             self.step, self.is_switchable, self.bypass, self.conflict = step, False, None, None
             self.is_watched = False
@@ -72,10 +65,6 @@ class StepCalls:
             self.heads = heads
 
     def take_back(self, refusal: str) -> None:
-        """Says of the calls of the step that none can be watched or switched after all.
-
-        Args:
-            refusal: Why.
-        """
+        """Says of the calls of the step that none can be watched or switched after all."""
         self.is_switchable = self.was_switchable = self.is_watched = False
         self.bypass = refusal

@@ -66,18 +66,12 @@ def _lose_place(error: Exception) -> None:
 
 
 def reporting(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Wraps a function so that training may call it: it returns None where it fails.
-
-    For eager calls only; compilers trace neither the function nor the guard.
-    """
+    """Wraps a function so that training may call it: it returns None where it fails."""
     return _untraced(guard.again(report, is_needed=False)(function), function)
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Like `reporting`, for what keeps the stack of running modules.
-
-    For eager calls only; compilers trace neither the function nor the guard.
-    """
+    """Like `reporting`, for what keeps the stack of running modules."""
     return _untraced(guard.again(_lose_place, is_needed=False)(function), function)
 
 

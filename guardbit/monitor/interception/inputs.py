@@ -86,12 +86,7 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleInpu
 
 
 def describe(x: Any, within: tuple[int, ...] = ()) -> Any:
-    """Describes an input; a tensor that cannot be described becomes None.
-
-    Args:
-        x: The input.
-        within: Ids of the objects that hold it.
-    """
+    """Describes an input; a tensor that cannot be described becomes None."""
     if isinstance(x, Tensor):
         return _describe_tensor(x)
     if isinstance(x, (*_AS_THEY_ARE, enum.Enum)):
@@ -163,18 +158,7 @@ def present_size(n: int | torch.SymInt) -> int:
 def make_up(
     inputs: ModuleInputs, generator: torch.Generator, cut: bool, with_objects: bool
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes up inputs that match a description, on the generator's device.
-
-    Real and complex numbers are single precision.
-
-    Args:
-        inputs: The description.
-        generator: Draws the numbers.
-        cut: Whether the first axis, usually the batch, has one entry.
-        with_objects: Whether objects of classes are made, too, which are no mappings. Otherwise
-            None takes their place: a cache of keys, for example, may hold the keys of this very
-            call already.
-    """
+    """Makes up inputs that match a description, on the generator's device."""
     everything = (*inputs.args, *inputs.kwargs.values())
     shapes = (x.shape for described in everything for x in _tensors_in(described))
     batch = next((shape[0] for shape in shapes if len(shape) >= 2), None) if cut else None

@@ -75,15 +75,7 @@ checkpoint = functools.wraps(original_checkpoint)(stand_in(_Place, _before, orig
 def without(
     stand_ins: Mapping[Any, Any], rules: Callable[[], Mapping[Any, Any]]
 ) -> Callable[[], Mapping[Any, Any]]:
-    """Makes a function that returns Dynamo's table with PyTorch's own functions in it.
-
-    Args:
-        stand_ins: GuardBit's functions -> the functions of PyTorch that they replace.
-        rules: `torch._dynamo.trace_rules.get_torch_obj_rule_map`, or its replacement.
-
-    Returns:
-        A function without arguments whose cache `cache_clear` empties, as that of `rules`.
-    """
+    """Makes a function that returns Dynamo's table with PyTorch's own functions in it."""
 
     @functools.cache
     def own_rules() -> Mapping[Any, Any]:
@@ -112,11 +104,7 @@ _num_imported = 0
 
 
 def install(user: object) -> None:
-    """Replaces the attention functions of this process, once for any number of models.
-
-    Args:
-        user: Stands for the model until it is passed to `uninstall`.
-    """
+    """Replaces the attention functions of this process, once for any number of models."""
     global _num_imported
     is_first = not _needed_by
     _needed_by.add(user)
@@ -205,11 +193,7 @@ def uninstall(user: object) -> None:
 
 
 def restore() -> None:
-    """Puts everything back, if no model needs the stand-ins; calling it again is harmless.
-
-    What cannot be put back is left for the next call. The error is raised after everything else was
-    put back.
-    """
+    """Puts everything back, if no model needs the stand-ins; calling it again is harmless."""
     if _needed_by or not (_installed or _restore):
         return
     try:
@@ -262,13 +246,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def _register_with_transformers() -> None:
-    """Offers `attn_implementation="guardbit"` where models of transformers are loaded.
-
-    That the package is imported does not mean that it is used: torchmetrics imports it. Loading it
-    completely here would take seconds, and its errors would end a run that does not use it.
-
-    The mask function is registered too: without one, transformers silently drops the padding mask.
-    """
+    """Offers `attn_implementation="guardbit"` where models of transformers are loaded."""
     if "transformers.modeling_utils" not in sys.modules:
         return
     from transformers import AttentionInterface, AttentionMaskInterface

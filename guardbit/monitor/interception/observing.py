@@ -272,13 +272,7 @@ class _Shown:
         return output if self.out is None else output[self.out]
 
     def _why_unlike(self, name: str, running: _Running, output: Any) -> str | None:
-        """Why a module's output is not as `watch_attention` was told, or None.
-
-        Args:
-            name: The module's type.
-            running: The call.
-            output: Its output.
-        """
+        """Why a module's output is not as `watch_attention` was told, or None."""
         is_several = type(output) in (tuple, list) or hasattr(output, "_make")
         if self.out is None and is_several:
             return (

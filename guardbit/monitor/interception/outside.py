@@ -59,13 +59,7 @@ _counting: list[OutsideCalls] = []
 
 
 def note_outside(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Takes an eager call outside the modules that are running; it costs nothing while none counts.
-
-    Args:
-        name: Name of the function that is called.
-        args: Arguments of the call.
-        kwargs: Likewise. Without a gradient to any of them it is no call in training.
-    """
+    """Counts an eager call outside the running modules; free while nothing counts."""
     if not _counting or not torch.is_grad_enabled():
         return
     # While a module is running, only other threads call outside it. What is recomputed in a

@@ -80,19 +80,7 @@ def note_call(
     watched: bool = False,
     share: Share | None = None,
 ) -> str | None:
-    """Records a call of the running module.
-
-    Args:
-        number: Number of the site.
-        heads: Heads of the call.
-        refusal: Why the call keeps PyTorch's function, or None.
-        entry: Name of the function that is called.
-        watched: Whether the call is watched, though it keeps PyTorch's function.
-        share: Which of the site's heads these are, if the call shows it.
-
-    Returns:
-        The refusal of the call, or of the site if the call has none.
-    """
+    """Records a call of the running module."""
     if number not in site_modules:  # a copy of an instrumented module
         return refusal
     state = runtime.site(number)
@@ -122,12 +110,7 @@ def note_call(
 
 
 def refuse_call(number: int, refusal: str) -> None:
-    """Records why a call that was noted cannot be watched, where its output shows that.
-
-    Args:
-        number: Number of the site.
-        refusal: Why.
-    """
+    """Records why a call that was noted cannot be watched, where its output shows that."""
     record = _records.get(number)
     if record is not None and torch.is_grad_enabled() == record.with_gradients:
         record.calls.take_back(refusal)
@@ -157,11 +140,7 @@ def _keep_share(number: int, share: Share | str, num_parts: int) -> str | None:
 
 
 def keep_traced_share(number: int, heads: Heads) -> str | None:
-    """Records which heads of a module are here in a call that a compiler traced.
-
-    Returns:
-        Why it is unknown which heads are on this rank, or None.
-    """
+    """Records which heads of a module are here in a call that a compiler traced."""
     module, holder = site_modules[number], weighted_module(number)
     found = share_of(holder, heads)
     traced = found, parts_of(holder)
@@ -172,10 +151,7 @@ def keep_traced_share(number: int, heads: Heads) -> str | None:
 
 
 def know_traced_share(number: int) -> None:
-    """Tells the op which heads of a site are here, if a compiler traced it or one of its type.
-
-    A module of its type counts only if ranks share its weights alike; FSDP may have gathered them.
-    """
+    """Tells the op which heads of a site are here, if a compiler traced it or one of its type."""
     found = _traced_shares.get(number)
     kind = type(site_modules[number])
     if found is None and ((kind, True) in _traced_shares or (kind, False) in _traced_shares):
@@ -216,15 +192,7 @@ def forget(number: int) -> None:
 
 
 def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
-    """Returns what is known of a site, or None if it was never called.
-
-    A compiled call that keeps PyTorch's function leaves no trace when it runs. If a compiler has
-    traced such a call, a step in which the op did not run counts as one with such calls.
-
-    Args:
-        enclosing: Number and module of the site and of the hooked modules around it, innermost
-            first.
-    """
+    """Returns what is known of a site, or None if it was never called."""
     number, module = enclosing[0]
     state = runtime.site(number)
     num_heads = len(state.requested)
@@ -273,21 +241,12 @@ def site_record(enclosing: list[tuple[int, nn.Module]]) -> SiteRecord | None:
 
 
 def ran(number: int, module: nn.Module) -> bool:
-    """Whether a module ran while `entries` recorded, or a compiler traced it or one of its type.
-
-    Args:
-        number: Number of the site.
-        module: The module.
-    """
+    """Whether a module ran while `entries` recorded, or a compiler traced it or one of its type."""
     return number in entries.numbers or _traced(_traced_inputs, number, module) is not None
 
 
 def _has_begun(clock: Clock) -> bool:
-    """Whether the model has run, as far as that shows: a step is over, or a site of it was traced.
-
-    Before that, what was traced of modules of its types was traced in another model, which may have
-    other heads.
-    """
+    """Whether the model has run: a step is over, or one of its sites was traced."""
     numbers = (number for number in _traced_refusals if isinstance(number, int))
     return clock.done >= 0 or any(runtime.site(number).clock is clock for number in numbers)
 

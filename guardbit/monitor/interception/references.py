@@ -135,17 +135,7 @@ def replace_variables(replacements: Mapping[Any, Any]) -> list[Change]:
 
 
 def replace_others(replacements: Mapping[Any, Any], own: Iterable[dict[str, Any]]) -> list[Change]:
-    """Replaces functions in whatever else refers to them.
-
-    All objects are looked through.
-
-    Args:
-        replacements: A function -> what takes its place.
-        own: Dicts that stay as they are.
-
-    Returns:
-        What was changed.
-    """
+    """Replaces functions in whatever else refers to them."""
     made: list[Change] = []
     _replace_in_frozen(replacements, made, own)
     _replace_others(replacements, made, own)
@@ -216,15 +206,7 @@ class _Own(list):
 
 
 def _referrers(objects: Iterable[Any], left_out: Container[int]) -> dict[int, _Own]:
-    """Returns what refers to each of some objects, by its id.
-
-    `gc.get_referrers` compares each reference with each of the objects: with thousands of them it
-    would take hours.
-
-    Args:
-        objects: The objects.
-        left_out: Ids of what counts for no holder.
-    """
+    """Returns what refers to each of some objects, by its id."""
     by_id = {id(x): _Own() for x in objects}
     everything = _Own(gc.get_objects() if by_id else ())
     for start in range(0, len(everything), 512):
@@ -239,13 +221,7 @@ def _referrers(objects: Iterable[Any], left_out: Container[int]) -> dict[int, _O
 
 
 def _changes(holder: Any, by_id: Mapping[int, Any], owners: Collection[Any]) -> Iterator[Change]:
-    """Yields the changes by which a holder holds other objects.
-
-    Args:
-        holder: What holds some of the objects.
-        by_id: Id of an object -> what takes its place.
-        owners: What refers to the holder, where that is a container that can be changed.
-    """
+    """Yields the changes by which a holder holds other objects."""
     if _is_a(holder, dict):
         if _is_a(holder, Own) or _module_of(holder).startswith("guardbit"):
             return

@@ -35,10 +35,7 @@ class Probe:
     given: tuple[Tensor, Tensor] | None = None
 
     def note_call(self, number: int, query: Tensor, key: Tensor) -> bool:
-        """Collects the calls of the probed site; returns whether anything is being probed.
-
-        DTensors count with the part on this rank: the rows of its heads, or of its tokens.
-        """
+        """Collects the calls of the probed site; returns whether anything is being probed."""
         # A call with a subclass of Tensor comes by a second time, from PyTorch's function.
         is_same = self.given is not None and self.given[0] is query and self.given[1] is key
         if number == self.site and not is_same:
@@ -62,28 +59,7 @@ def rerun(
     prepare: Callable[[nn.Module], None] = lambda _: None,
     generator_seed: int = 0,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Runs a copy of a module on made-up inputs, with other parameters, to see its attention calls.
-
-    Everything is FP32. The batch is cut to one, unless the module needs its real size: because it
-    keeps a memory of each sequence, say, or because the first axis is not the batch. Objects among
-    the inputs are made only if the module needs them. The module and
-    what it can reach stay as they are, see `guardbit.monitor.module_copy`.
-
-    Args:
-        number: Number of the site.
-        module: The module to run, eagerly.
-        inputs: What its inputs look like.
-        parameters: Tensors to use for its parameters, by name.
-        prepare: Called with the copy before it runs.
-        generator_seed: Seed of the made-up inputs.
-
-    Returns:
-        q `(B, H, N, D)` and k `(B, H_kv, M, D)` of each call, with their history.
-
-    Raises:
-        RuntimeError: If the module does not reach the attention call.
-        LayoutUnavailable: If the module cannot be copied.
-    """
+    """Runs a copy of a module on made-up inputs to see its attention calls."""
     device = next(module.parameters()).device
     failure: Exception | None = None
     for with_objects, cut in product((False, True), (True, False)):
@@ -103,13 +79,7 @@ def rerun(
 
 
 def _run_probed(number: int, module: nn.Module, forward: Callable[[], Any]) -> None:
-    """Collects the calls of a site, and keeps them from looking like calls of the model.
-
-    Args:
-        number: Number of the site.
-        module: Its module.
-        forward: Runs the module.
-    """
+    """Collects the calls of a site, and keeps them from looking like calls of the model."""
     num_frames = len(frame_stack)
     state = runtime.site(number)
     before = replace(state, launches=state.launches.copy())

@@ -40,17 +40,7 @@ WHOLE = Share(0, 1)
 
 
 def share_of(module: nn.Module, heads: tuple[int, int, int]) -> Share | str:
-    """Returns which heads of a running module are on this rank, or why that is unknown.
-
-    FSDP gathers a module's parameters while it runs, so a parameter that is sharded then is sharded
-    by tensor parallelism. The heads count as shared if the output projection is sharded along its
-    input, or, without an output projection, if the projection of the queries is sharded along its
-    output. The local size must then equal that of the call's heads, and the full size must not.
-
-    Args:
-        module: The module.
-        heads: Query heads, key heads and head size of its call.
-    """
+    """Returns which heads of a running module are on this rank, or why that is unknown."""
     spread = _spread(module)
     if not spread:
         return WHOLE
@@ -82,12 +72,7 @@ def parts_of(module: nn.Module) -> int:
 
 
 def share_of_tensors(tensors: Sequence[Tensor], heads_axis: int) -> Share | str:
-    """Returns which heads of some `DTensor`s are on this rank, or why that is unknown.
-
-    Args:
-        tensors: q, k and v, batch first.
-        heads_axis: The axis of the heads.
-    """
+    """Returns which heads of some `DTensor`s are on this rank, or why that is unknown."""
     first = tensors[0]
     alike = all(isinstance(x, DTensor) for x in tensors)
     if not alike or not isinstance(first, DTensor):

@@ -33,9 +33,6 @@ class Watch:
 
     The call gets `query(q)` instead of its queries, and its caller gets `output(out, ...)` instead
     of its output. The observer hears of the call when dQ has been computed.
-
-    Args:
-        number: Number of the site.
     """
 
     def __init__(self, number: int) -> None:
@@ -87,17 +84,7 @@ class Watch:
         p: Tensor | None = None,
         keeps_output: bool = False,
     ) -> Tensor:
-        """Returns the output, with a hook on its gradient.
-
-        Args:
-            out: Output `(B, H, N, E)`.
-            q: Queries `(B, H, N, D)`.
-            k: Keys `(B, H_kv, M, D)`.
-            v: Values `(B, H_kv, M, E)`.
-            spec: What the call asks for besides.
-            p: P `(B, H, N, M)`, which was handed to `probabilities`; None if it was not.
-            keeps_output: Whether the backward takes delta from the output.
-        """
+        """Returns the output, with a hook on its gradient."""
         if not (torch.is_grad_enabled() and out.requires_grad):
             return out
         self._spec, self._keeps_output = spec, keeps_output

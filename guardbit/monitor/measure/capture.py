@@ -16,13 +16,7 @@ from guardbit.monitor.sites import Instrumentation
 
 
 class Capture:
-    """Listens to the attention calls of a model while it is armed.
-
-    Args:
-        instrumentation: The instrumented model.
-        consume: Receives every call; runs without autograd and autocast.
-        on_error: Receives what `consume` raises, so that training goes on.
-    """
+    """Listens to the attention calls of a model while it is armed."""
 
     def __init__(
         self,

@@ -21,9 +21,6 @@ class DeltaProbe:
 
     The bias is NaN where PyTorch's kernel drops entries of P, because nobody else knows which. It
     is also NaN where the backward takes delta from P itself, and not from a rounded O.
-
-    Args:
-        wanted: Names of the indicators to measure.
     """
 
     sums: tuple[str, ...] = ("delta_rows", "delta_bias", "delta_bias_abs")

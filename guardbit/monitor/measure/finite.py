@@ -15,11 +15,7 @@ _FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
 
 
 class FiniteProbe:
-    """Adds up `NONFINITE` over the tensors that are not finite; a head has its group's keys.
-
-    Args:
-        wanted: Names of the indicators to measure.
-    """
+    """Adds up `NONFINITE` over the tensors that are not finite; a head has its group's keys."""
 
     sums: tuple[str, ...] = tuple(f"nonfinite_{name}" for name in NONFINITE)
     maxima: tuple[str, ...] = ()

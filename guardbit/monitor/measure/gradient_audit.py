@@ -21,9 +21,6 @@ class GradientAudit:
     of u and v, and adds up from step to step. Where rotary positions, a norm or a bias lie between
     W_Q x and q, u meets what comes out of these, and the push is that on the queries' length along
     u only.
-
-    Args:
-        wanted: Names of the indicators to measure.
     """
 
     sums: tuple[str, ...] = (
@@ -69,19 +66,7 @@ class GradientAudit:
 def gradient_error(
     q: Tensor, dq: Tensor, exact: Tensor, directions: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compares a kernel's dQ with the FP32-accurate one, row by row.
-
-    Args:
-        q: `(B, H, N, D)`, as the kernel got it.
-        dq: `(B, H, N, D)`, as the kernel in use returned it.
-        exact: FP32 `(B, H, N, D)`.
-        directions: FP32 `(H, D)`, see `weights.spectral_norms`.
-
-    Returns:
-        FP32 `(B, H, N)` each: squared norm of the error, squared norm of `exact`, the error along
-        the head's direction (signed), |exact| along it, less the error times q, both along it, as
-        descent goes against the gradient, and the sizes of that and of exact times q, added up.
-    """
+    """Compares a kernel's dQ with the FP32-accurate one, row by row."""
     error = dq - exact
     columns = directions[:, :, None]
     error_along, exact_along, q_along = ((x.float() @ columns)[..., 0] for x in (error, exact, q))
@@ -96,13 +81,6 @@ def gradient_error(
 
 
 def heads_in_turn(first: int, count: int, num_heads: int, suspects: Iterable[int]) -> list[int]:
-    """Returns the heads of a site to audit at one sampled step, ascending.
-
-    Args:
-        first: Number of heads that have had their turn.
-        count: Heads whose turn it is.
-        num_heads: Number of heads of the site.
-        suspects: Heads that are audited in addition.
-    """
+    """Returns the heads of a site to audit at one sampled step, ascending."""
     in_turn = {(first + i) % num_heads for i in range(min(count, num_heads))}
     return sorted(in_turn | {head for head in suspects if head < num_heads})

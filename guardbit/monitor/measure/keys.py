@@ -17,11 +17,7 @@ from guardbit.monitor.measure.probes import CallView, Found
 
 
 class KeyProbe:
-    """The size of a sequence's mean key, relative to the keys; a head has its group's keys.
-
-    Args:
-        wanted: Names of the indicators to measure.
-    """
+    """The size of a sequence's mean key, relative to the keys; a head has its group's keys."""
 
     sums: tuple[str, ...] = ("key_means", "key_squares")
     maxima: tuple[str, ...] = ()
@@ -56,12 +52,7 @@ class KeyProbe:
 
 
 def _means(x: Tensor, starts: Tensor | None) -> Tensor:
-    """Means over the keys of each sequence, FP32 `(P, H, D)`; 0 for an empty document.
-
-    Args:
-        x: `(B, H, M, D)`; with documents B is 1, and they follow one another.
-        starts: `(P + 1,)`, where each document begins and the last one ends; None: P is B.
-    """
+    """Means over the keys of each sequence, FP32 `(P, H, D)`; 0 for an empty document."""
     if starts is None:
         return x.mean(2, dtype=torch.float32)
     keys = torch.arange(x.size(2), device=x.device)

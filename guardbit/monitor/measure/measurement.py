@@ -49,13 +49,6 @@ class Sent(NamedTuple):
 class Measurement:
     """Collects the indicators of a model's heads, and the run's loss and gradient norm.
 
-    Args:
-        instrumentation: The instrumented model.
-        wanted: Names of the indicators to measure.
-        num_rows: Query rows of each call to recompute in FP32; None for all.
-        num_audited_heads: Number of heads of each site whose dQ is audited, in turn.
-        repeats: Whether backwards are run a second time.
-
     Attributes:
         suspects: Site -> heads that are also audited, at every sampled step.
         directions: Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
@@ -163,18 +156,7 @@ class Measurement:
             self._metric.finish()
 
     def columns(self, loss_scale: float, usable: bool) -> dict[tuple[str, str], Tensor]:
-        """Ends a sampled step at the heads; all ranks call it.
-
-        Args:
-            loss_scale: Factor of the loss before its backward.
-            usable: Whether the calls of this step were taken without an error on this rank.
-
-        Returns:
-            (site, indicator) -> `(H,)`, on the device.
-
-        Raises:
-            NoAttentionSeenError: If no attention was called so far.
-        """
+        """Ends a sampled step at the heads; all ranks call it."""
         columns: dict[tuple[str, str], Tensor] = {}
         sites = self._instrumentation.sites
         metric, table = self._on_one_table(usable)
@@ -210,10 +192,7 @@ class Measurement:
         return columns
 
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
-        """Returns the metric of a step that all ranks have measured, and the sites by place.
-
-        Ranks with different sites, such as pipeline stages, measure into one table of all sites.
-        """
+        """Returns the metric of a step that all ranks have measured, and the sites by place."""
         metric, own = self._metric, list(self._known.values())
         measured_here = usable and metric is not None and metric.update_called
         if ranks.all_agree(measured_here, own):
@@ -290,13 +269,7 @@ class Measurement:
         self._run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:
-        """Gives the sites their places in the metric, and layer numbers to those without one.
-
-        A layer keeps its number over the whole run. All modules of the types that have called
-        attention are numbered at once, in the order of the model. So modules that are called later,
-        as with LayerDrop, have their numbers from the first sample on. Modules of types that call
-        attention later are numbered after these.
-        """
+        """Gives the sites their places in the metric, and layer numbers to those without one."""
         for name in self._instrumentation.alike(sites.keys() - self._layers.keys()):
             self._layers.setdefault(name, len(self._layers))
         self._own_heads = {site.number: site.own_heads for site in sites.values()}
@@ -313,10 +286,7 @@ class Measurement:
 
 
 def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Joins the samples of ranks with different parts of a model.
-
-    If several ranks have a value of one head, the first counts.
-    """
+    """Joins the samples of ranks with different parts of a model."""
     samples: dict[tuple[int, str, str], Sample] = {}
     for sample in (sample for part in parts for sample in part):
         key = sample.step, sample.site, sample.indicator

@@ -40,11 +40,6 @@ class AttentionMetric(Metric):
     Results are held back and added up many at a time, because many small kernels would keep the
     host busier than the device. Use `update`, `finish` and `measured` only: most other methods of
     torchmetrics do not see what is held back.
-
-    Args:
-        probes: The probes that look at the calls.
-        num_sites: Number of sites S.
-        num_heads: Largest number of heads H of a site; smaller sites are padded.
     """
 
     is_differentiable = False
@@ -67,13 +62,7 @@ class AttentionMetric(Metric):
             self.add_state("maxima", nothing, dist_reduce_fx="max")
 
     def update(self, site: int, view: CallView, first: int = 0) -> None:
-        """Lets the probes look at one call.
-
-        Args:
-            site: Index of the site, from 0.
-            view: The call.
-            first: Number of its first head; above 0 where other ranks have the heads before it.
-        """
+        """Lets the probes look at one call."""
         for place, probe in enumerate(self.probes):
             found = probe.update(view)
             if found is not None:
@@ -81,10 +70,7 @@ class AttentionMetric(Metric):
                 self._hold_back(_Held(place, site, numbers, found.values))
 
     def finish(self) -> None:
-        """Adds up what is held back; call it before `measured`.
-
-        It is a separate step, so that an error shows before ranks begin to exchange their states.
-        """
+        """Adds up what is held back; call it before `measured`."""
         held, self._held, self._held_bytes = self._held, [], 0
         alike: dict[Any, list[_Held]] = {}
         for entry in held:
@@ -112,11 +98,7 @@ class AttentionMetric(Metric):
         return torch.stack([values for one in found for values in one.values()])
 
     def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data.
-
-        Args:
-            loss_scale: Factor of the loss before its backward.
-        """
+        """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data."""
         names = [name for probe in self.probes for name in probe.indicators]
         # torchmetrics squeezes tensors of one element.
         values = self.compute(loss_scale=loss_scale).view(len(names), *self.shape)
@@ -125,13 +107,7 @@ class AttentionMetric(Metric):
     def on_table(
         self, places: Sequence[int | None], num_sites: int, num_heads: int
     ) -> AttentionMetric:
-        """Returns a metric with this one's results, with sites at the places ranks agreed on.
-
-        Args:
-            places: The new place of each site; None to drop it.
-            num_sites: Number of sites of the new table.
-            num_heads: Largest number of heads of a site in it.
-        """
+        """Returns a metric with this one's results, with sites at the places ranks agreed on."""
         self.finish()
         table = AttentionMetric(self.probes, num_sites, num_heads).to(self.sums.device)
         heads = min(num_heads, self.shape[1])

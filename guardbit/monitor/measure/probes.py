@@ -135,20 +135,11 @@ class CallProbe(Protocol):
         ...
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Reduces the results of S calls, `(S, B, C, R)` or `(S, C)`, to one value a head.
-
-        Returns:
-            `(S, C)` each of `sums`, FP64, and of `maxima`, in this order.
-        """
+        """Reduces the results of S calls, `(S, B, C, R)` or `(S, C)`, to one value a head."""
         ...
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
-        """Returns the indicators, FP64 `(S, H)`; NaN: no data.
-
-        Args:
-            state: `(S, H)` each of `sums` and `maxima`, of all micro-batches and ranks.
-            loss_scale: Factor of the loss before its backward.
-        """
+        """Returns the indicators, FP64 `(S, H)`; NaN: no data."""
         ...
 
 

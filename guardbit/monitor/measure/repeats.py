@@ -17,11 +17,7 @@ _FINEST = 2.0**-11
 
 
 class RepeatProbe:
-    """By how much two backwards on the same tensors differ; a head has its group's keys.
-
-    Args:
-        wanted: Names of the indicators to measure.
-    """
+    """By how much two backwards on the same tensors differ; a head has its group's keys."""
 
     sums: tuple[str, ...] = tuple(
         f"{part}_{name}" for name in _TENSORS for part in ("repeat_change", "repeat_size")

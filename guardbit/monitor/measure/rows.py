@@ -34,15 +34,7 @@ class _Statistic(NamedTuple):
 
 
 def shared_maxima(maxima: Tensor, row_max: Tensor) -> Tensor:
-    """Counts the rows whose maximum is attained more than once (paper, figure 13).
-
-    Args:
-        maxima: `(..., B, H, R)`, number of scores within eps of the row maximum.
-        row_max: `(..., B, H, R)`; -inf in rows with no allowed key, which do not count.
-
-    Returns:
-        FP64 `(..., H)`.
-    """
+    """Counts the rows whose maximum is attained more than once (paper, figure 13)."""
     return per_head((maxima > 1) & (row_max > -torch.inf))
 
 
@@ -67,11 +59,7 @@ STATISTICS: dict[str, _Statistic] = {
 
 
 class RowProbe:
-    """Measures the statistics of rows; with dropout, those of P before anything is dropped.
-
-    Args:
-        wanted: Names of the indicators to measure.
-    """
+    """Measures the statistics of rows; with dropout, those of P before anything is dropped."""
 
     totals: tuple[str, ...] = ()
 

@@ -35,11 +35,7 @@ class Scalars(NamedTuple):
 
 
 class RunProbe:
-    """Keeps the scalars of each step as they are given, until the next sampled step reads them.
-
-    Args:
-        wanted: Names of the indicators to keep.
-    """
+    """Keeps the scalars of each step as they are given, until the next sampled step reads them."""
 
     def __init__(self, wanted: Collection[str]) -> None:
         self._wanted = wanted

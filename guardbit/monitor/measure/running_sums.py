@@ -13,14 +13,7 @@ _SUM_OF = {summed: name for name, summed in SUMS.items()}
 
 
 def measured(wanted: Collection[str], probe: Probe) -> tuple[str, ...]:
-    """Returns what a probe has to measure for the wanted indicators, in the catalogue's order.
-
-    A running sum needs what it sums up.
-
-    Args:
-        wanted: Names of the catalogue.
-        probe: The probe.
-    """
+    """Returns what a probe has to measure for the wanted indicators, in the catalogue's order."""
     needed = {SUMS.get(name, name) for name in wanted}
     return tuple(name for name in of_probe(probe) if name in needed)
 
@@ -37,10 +30,7 @@ class RunningSums:
         self.sums: dict[str, dict[str, list[float]]] = {name: {} for name in SUMS}
 
     def follow(self, sample: Sample) -> Iterator[Sample]:
-        """Yields the sums after a sample of an indicator that is summed, and nothing after others.
-
-        Values that are not finite are left out, because they would stay in the sums for ever.
-        """
+        """Yields the running sums after a sample of a summed indicator."""
         name = _SUM_OF.get(sample.indicator)
         if name is None:
             return

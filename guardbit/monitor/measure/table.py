@@ -21,10 +21,7 @@ class KnownSite(NamedTuple):
 
 
 def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
-    """Joins tables into one of all sites, with those of the first rank first.
-
-    Pipeline stages each number their layers from 0; the layers of later stages are counted on.
-    """
+    """Joins tables into one of all sites, with those of the first rank first."""
     sites: dict[str, KnownSite] = {}
     for table in tables:
         taken = {site.layer: name for name, site in sites.items()}

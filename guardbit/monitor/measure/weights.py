@@ -60,39 +60,13 @@ def norms_of_sites(sites: Mapping[str, Site], wanted: AbstractSet[str]) -> Itera
 
 
 def gram_matrices(weights: Tensor) -> Tensor:
-    """W W^T of each head's rows of a projection, in FP64, which holds squares of any FP32 number.
-
-    Args:
-        weights: FP32 `(H, d_head, d_model)`.
-
-    Returns:
-        FP64 `(H, d_head, d_head)`.
-    """
+    """W W^T of each head's rows, in FP64, which holds the square of any FP32 number."""
     wide = weights.double()
     return wide @ wide.mT
 
 
 def spectral_norms(grams: Tensor, others: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns the largest singular values of W, or of W'^T W, from Gram matrices alone.
-
-    That of W_Q is a head's spectral norm (paper, figures 3 and 11); W_Q^T W_K is the form that
-    makes its logits. The square is the largest eigenvalue of G, or of G' G.
-
-    By Gelfand's formula, the p-th root of |A^p|, with p = 2^24 by squaring: unlike power iteration
-    it does not depend on how far apart the eigenvalues are, and the n-th squaring's rounding error
-    counts 2^-n. G' G is not symmetric, but (G' G)^n = G' X with an X that is, and its square is
-    G' (X G' X): to 3e-5 of |W'^T W| where that is at least 1e-4 |W'| |W|. All matrices are treated
-    at once; a GPU's eigensolver takes a millisecond for each.
-
-    Args:
-        grams: FP64 `(H, D, D)`, see `gram_matrices`.
-        others: The Gram matrices G' of other projections, of the same shape; None for W alone.
-
-    Returns:
-        FP32 `(H,)`, NaN where an element or its square is not finite; and FP32 `(H, D)`, of W alone
-        the direction in the head's space along which it is largest: a unit vector whose largest
-        component is positive, or zeros where there is none.
-    """
+    """Returns the largest singular values of W, or of W'^T W, from Gram matrices alone."""
     powers, logs = grams, grams.new_zeros(len(grams))
     if others is not None:
         others, size = _normalized(others)

@@ -14,16 +14,7 @@ T = TypeVar("T")
 
 
 def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[str, T]:
-    """Returns what goes by some names or patterns; each has to match something.
-
-    Args:
-        named: What there is, by name.
-        patterns: Names, or patterns (`*`, `?`).
-        kind: What messages call it.
-
-    Raises:
-        ValueError: If one of them matches nothing.
-    """
+    """Returns what goes by some names or patterns; each has to match something."""
     selected: dict[str, T] = {}
     for pattern in patterns:
         matches = fnmatch.filter(named, pattern) if is_pattern(pattern) else [pattern]
@@ -67,11 +58,7 @@ def with_switched(
 
 
 def checked_heads(heads: Iterable[int]) -> list[int]:
-    """Returns numbers of heads as a list of their own.
-
-    Raises:
-        ValueError: If they are no list of whole numbers.
-    """
+    """Returns numbers of heads as a list of their own."""
     try:
         return [operator.index(head) for head in heads]
     except TypeError:

@@ -21,12 +21,6 @@ from guardbit.monitor.projections import Weights, settle, why_quantised, why_sha
 class CalledModule:
     """A module of the model that may call attention.
 
-    Args:
-        name: Dotted name of the module.
-        module: The module.
-        number: Number by which the kernels know it.
-        enclosing: The instrumented modules around it, innermost first.
-
     Attributes:
         name: Dotted name of the module.
         module: The module.
@@ -60,10 +54,7 @@ class CalledModule:
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads; 0 before the first call, or if the call does not show it.
-
-        If ranks share the heads, this is the number on all ranks, and heads are numbered over all.
-        """
+        """Number of query heads; 0 before the first call, or if the call does not show it."""
         return len(self.own_heads) * self.state.share[1]
 
     @property
@@ -103,11 +94,7 @@ class CalledModule:
 
     @property
     def trained_in(self) -> int:
-        """The latest step in which attention was called here in training; -1 before the first.
-
-        It is known of steps that are not sampled, too. Of compiled calls that keep PyTorch's
-        function it is not known.
-        """
+        """The latest step in which attention was called here in training; -1 before the first."""
         record = self.record
         if record is None or not record.with_gradients:
             return self.state.ran_at
@@ -133,10 +120,7 @@ class CalledModule:
 
     @property
     def sharded(self) -> str | None:
-        """Why it is unknown which of the site's heads are on this rank, or None.
-
-        It is known once the site was called.
-        """
+        """Why it is unknown which of the site's heads are on this rank, or None."""
         record = self.record
         return record.sharded if record else None
 
@@ -166,20 +150,7 @@ class WeightedModule(CalledModule):
         self._are_heads_exchanged = False
 
     def query_weight(self, head: int) -> Tensor:
-        """Returns head `head`'s rows of W_Q from the current weights.
-
-        Args:
-            head: Query head, from 0.
-
-        Returns:
-            FP32 `(d_head, d_model)`.
-
-        Raises:
-            IndexError: If there is no such head.
-            TypeError: If the head is no whole number.
-            LayoutUnavailable: If the rows cannot be known, with the reason, or if the head is on
-                another rank.
-        """
+        """Returns head `head`'s rows of W_Q from the current weights."""
         rows, parameters = self._rows("query")
         own = self.own_heads
         if len(own) == self.num_heads:
@@ -201,19 +172,7 @@ class WeightedModule(CalledModule):
         return rows.weights(parameters)
 
     def grams_of_shards(self, side: Side, of: Callable[[Tensor], Tensor]) -> Tensor | None:
-        """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it.
-
-        Args:
-            side: Whether those of the queries or of the keys.
-            of: See `HeadShards.gram_matrices`.
-
-        Returns:
-            The result of `of` for `query_weights` or `key_weights`, from the ranks' shards; None
-            if these are read as a whole.
-
-        Raises:
-            LayoutUnavailable: As they do.
-        """
+        """Returns the heads' Gram matrices of a weight that FSDP shards; all its ranks call it."""
         return self._read(side, lambda rows, weights: weights.grams_of_shards(rows, of))
 
     def scaled_parameters(self) -> list[nn.Parameter]:
@@ -224,18 +183,7 @@ class WeightedModule(CalledModule):
 
     @torch.no_grad()
     def scale_logits(self, scales: Tensor) -> None:
-        """Scales the logits of each head, half in W_Q and half in W_K, with their biases, in place.
-
-        Where query heads share a key head, that is scaled for the head that needs it most, and the
-        queries of the others make up for it.
-
-        Args:
-            scales: Factors of the heads' logits, above 0, `(H,)`.
-
-        Raises:
-            LayoutUnavailable: If the rows are not known or do not decide the size of the logits, or
-                if other ranks hold a part of them; nothing is changed then.
-        """
+        """Scales each head's logits in place, half in W_Q and half in W_K, biases too."""
         layout, weights = self._settled_layout()
         if layout.normalises_queries or layout.is_latent:
             raise LayoutUnavailable(
@@ -255,14 +203,7 @@ class WeightedModule(CalledModule):
                 parameter.mul_(rows.spread(of_heads, parameter))
 
     def why_unavailable(self, side: Side) -> str | None:
-        """Finds the rows of W_Q and W_K, unless they are known.
-
-        Args:
-            side: Whether W_Q or W_K is asked for.
-
-        Returns:
-            Why its rows cannot be known, or could not be read the last time; or None.
-        """
+        """Finds the rows of W_Q and W_K, unless they are known."""
         try:
             layout, _ = self._settled_layout()
         except LayoutUnavailable as unavailable:

@@ -16,15 +16,7 @@ def heads_where(mask: np.ndarray) -> tuple[int, ...]:
 
 
 def check_thresholds(rule: Any, **smallest: int) -> None:
-    """Refuses thresholds that are no numbers, or too small.
-
-    Args:
-        rule: A rule, which is a dataclass; all its fields but the name are thresholds.
-        smallest: Field -> its smallest value; 0 for fields that are not given.
-
-    Raises:
-        ValueError: Naming the rule, the field and what is allowed.
-    """
+    """Refuses thresholds that are no numbers, or too small."""
     for field in dataclasses.fields(rule):
         if field.name == "name":
             continue
@@ -37,10 +29,7 @@ def check_thresholds(rule: Any, **smallest: int) -> None:
 
 
 def smaller_of_last_two(state: State, site: str, values: Values) -> Values:
-    """Returns each head's smaller value of this sample and its last one; NaN for the first.
-
-    A single batch can hold one extreme row. A value that two batches in a row reach is the head's.
-    """
+    """Returns each head's smaller value of this sample and its last one; NaN for the first."""
     previous = from_plain(state.get(site, []), len(values))
     state[site] = to_plain(np.where(np.isnan(values), previous, values))
     return np.minimum(previous, values)

@@ -41,25 +41,7 @@ class Lead(NamedTuple):
 def outrun(
     state: State, step: int, values: Mapping[str, Values], over_peers: float, drift: float
 ) -> dict[str, Lead]:
-    """Adds one sample to the leads of all heads.
-
-    From one sample to the next a head may grow `over_peers` times as much as the typical head,
-    which is the lower median over all heads of the model, and by `drift` besides. What it grows
-    more is added to its lead, what it grows less is taken off, down to 0. So a lead is the most
-    that any stretch of samples up to now shows (Page, Biometrika 41, 1954). Only logarithms of
-    ratios enter: units do not matter, nor does the number of samples in a stretch. A typical head
-    that shrinks counts as one that stays.
-
-    Args:
-        state: What is remembered, plain JSON values; updated.
-        step: Of the sample.
-        values: Attention module -> one value a head, positive; others count as not measured.
-        over_peers: Allowed growth, as a multiple of the typical head's.
-        drift: Allowed growth besides, e-folds in 1,000 steps.
-
-    Returns:
-        The leads of the modules in `values`.
-    """
+    """Adds one sample to the leads of all heads."""
     clock, sites = state.get("clock", 0.0), state.setdefault("sites", {})
     if not values:
         state["clock"] = clock

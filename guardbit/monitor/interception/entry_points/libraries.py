@@ -222,15 +222,7 @@ class LibraryEntryPoint(EntryPoint):
 def entry_point(
     name: str, home: str, engine: str, returns: Any, is_packed: bool = False
 ) -> LibraryEntryPoint:
-    """Makes the entry point of a library's function.
-
-    Args:
-        name: What users call it; the last part is its name in its module.
-        home: Its module.
-        engine: Name of its engine.
-        returns: See `EntryPoint`.
-        is_packed: See `LibraryEntryPoint`.
-    """
+    """Makes the entry point of a library's function."""
 
     def bind(*args: Any, **kwargs: Any) -> Bound | Refusal:
         return entry.understand(*args, **kwargs)

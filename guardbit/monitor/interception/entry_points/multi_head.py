@@ -43,10 +43,7 @@ if not is_genuine(_original, _HOME):
 
 
 def _copy(namespace: dict[str, Any]) -> types.FunctionType:
-    """Returns PyTorch's function with other globals.
-
-    To the compiler PyTorch's own is one opaque call; it looks into a copy.
-    """
+    """Returns PyTorch's function with other globals."""
     copied = types.FunctionType(
         _original.__code__, namespace, _original.__name__, _original.__defaults__
     )

@@ -34,14 +34,7 @@ _DTENSORS = (
 
 
 def why_tensors(q: Tensor, k: Tensor, v: Tensor, any_width: bool = False) -> str | None:
-    """Returns why a call with these tensors must stay with the original, or None.
-
-    Args:
-        q: Queries, `(B, H, N, D)` if the call is an ordinary one.
-        k: Keys `(B, H_kv, M, D)`.
-        v: Values.
-        any_width: Whether the values may have another head size than the keys.
-    """
+    """Returns why a call with these tensors must stay with the original, or None."""
     if isinstance(q, DTensor) or isinstance(k, DTensor):
         return _DTENSORS
     if q.is_nested or q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
@@ -73,13 +66,7 @@ def why_head(q: Tensor, head_dim: int) -> str | None:
 
 
 def why_groups(q: Tensor, k: Tensor, are_allowed: bool = True) -> str | None:
-    """Returns why a call with these heads must stay with the original, or None.
-
-    Args:
-        q: Queries `(B, H, N, D)`.
-        k: Keys `(B, H_kv, M, D)`.
-        are_allowed: Whether several query heads may share one key head.
-    """
+    """Returns why a call with these heads must stay with the original, or None."""
     if q.size(1) != k.size(1) and not (are_allowed and q.size(1) % k.size(1) == 0):
         return "it broadcasts keys over heads"
     return None
@@ -119,10 +106,7 @@ def why_now(q: Tensor, *others: Tensor) -> str | None:
 
 
 def takes_over(x: Tensor) -> bool:
-    """Whether a tensor's class answers PyTorch's functions itself; what it holds is its affair.
-
-    `torch.nn.attention.bias.CausalBias` for example never fills the memory that it has.
-    """
+    """Whether a tensor's class answers PyTorch's functions itself; what it holds is its affair."""
     if type(x) in (Tensor, nn.Parameter):  # PyTorch 2.11's compiler cannot trace the comparison
         return False
     handler = type(x).__torch_function__
@@ -130,10 +114,7 @@ def takes_over(x: Tensor) -> bool:
 
 
 def is_taken_over(tensors: Sequence[Tensor]) -> bool:
-    """Whether a tensor, or a mode that is active, takes a call of PyTorch's function for itself.
-
-    It may then make a call of its own, which comes by again.
-    """
+    """Whether a tensor, or a mode that is active, takes a call of PyTorch's function for itself."""
     return has_torch_function(tensors) and (
         any(map(takes_over, tensors))
         or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())

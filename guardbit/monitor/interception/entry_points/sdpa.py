@@ -118,10 +118,7 @@ def _before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | Result | 
 
 
 def _traced(*args: Any, **kwargs: Any) -> Tensor:
-    """What compilers trace. Whoever takes the call over is to know it by its name.
-
-    `CausalBias` takes what is called `F.scaled_dot_product_attention` now, which is the stand-in.
-    """
+    """What compilers trace. Whoever takes the call over is to know it by its name."""
     tensors = _tensors(args, kwargs)
     for x in tensors:
         if takes_over(x):
