@@ -54,14 +54,14 @@ FOUND = (
     Place("plain loop", MemoryError, "monitor/schedule.py", "self.last_ended = self.step", 3),
     Place("plain loop", KeyboardInterrupt, "kernels/runtime.py", "self.call_listeners.remove(", 0),
     Place("switched: exact_delta", RuntimeError, "monitor/session.py", "with ExitStack() as", 0),
-    Place("switched: exact_delta", OverflowError, "monitor/bracket.py", "= session, step", 3),
+    Place("switched: exact_delta", OverflowError, "monitor/schedule.py", "= session, step", 3),
     Place("hugging face", OSError, "callbacks/huggingface.py", "session.catch_up()", 0),
     Place("hugging face", OSError, "callbacks/doors.py", "undo_all([", 0),
     Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),
     Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
     Place("plain loop", MemoryError, "monitor/presence.py", "partial(undo_all", 0),
-    Place("plain loop", MemoryError, "monitor/bracket.py", "if kind is None:", 3),
-    Place("returned weights", OverflowError, "monitor/bracket.py", "self.session.end_step()", 3),
+    Place("plain loop", MemoryError, "monitor/schedule.py", "if kind is None:", 3),
+    Place("returned weights", OverflowError, "monitor/schedule.py", "self.session.end_step()", 3),
     # The re-run of a module stayed, and took the model's own calls for its own.
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "calls.clear", 8),
     Place("switched: exact_delta", OSError, "monitor/interception/rerunning.py", "site = probe", 8),
@@ -71,12 +71,13 @@ FOUND = (
     Place("checkpointed", MemoryError, f"{_CALLED}/base.py", "as_given(computed", 8),
     # Noted once more after the error, the call counted as the second of its forward.
     Place("checkpointed", KeyError, "monitor/interception/inputs.py", "if x.is_nested or", 0),
+    Place("checkpointed", KeyError, "kernels/autocast.py", "torch.is_autocast_enabled(", 6),
     # Its backward read what was saved for a second time.
     Place("checkpointed", MemoryError, "kernels/op.py", "    return gradients", 4),
     # Entries of P were drawn once more for the second try: the run went on with other numbers.
     Place("dropout", MemoryError, "kernels/op.py", "ctx.save_for_backward(", 0),
     # The second try took the first one's frame for that of its caller, which had ended.
-    Place("dropout", OSError, "monitor/interception/checkpointing.py", "push(site, again", 0),
+    Place("dropout", OSError, "monitor/interception/installation.py", "push(site, again", 0),
     # The compiler gave up at the first error.
     Place("compiled", MemoryError, "monitor/interception/tracing.py", "keep_traced_entry(n", 0),
     Place("compiled", OverflowError, "kernels/op.py", "forward_ad._current_level < 0", 2),

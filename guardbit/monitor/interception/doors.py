@@ -17,7 +17,7 @@ from guardbit import guard
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import is_recomputing
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.interception.frames import drop_all
+from guardbit.monitor.interception.frames import drop_all, frame_stack
 from guardbit.monitor.stages import log
 
 P = ParamSpec("P")
@@ -91,8 +91,22 @@ def stand_in(
     place: Any, before: Callable[..., Any], traced: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """Makes a stand-in for a function that a model calls, see `guard.stand_in`."""
-    skip_code(getattr(before, "func", before).__code__)
-    return guard.stand_in(place, before, traced, report, _leave_call_alone)
+
+    def counted_once(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        running = frame_stack[-1:]
+        counts = [frame.calls for frame in running]
+        try:
+            return before(args, kwargs)
+        except BaseException:
+            # The second try is the same call: counted as another one it would not be heard, and in
+            # activation checkpointing it would save other tensors than the forward.
+            for frame, calls in zip(running, counts, strict=True):
+                frame.calls = calls
+            raise
+
+    for python in (getattr(before, "func", before), counted_once):
+        skip_code(python.__code__)
+    return guard.stand_in(place, counted_once, traced, report, _leave_call_alone)
 
 
 def _untraced(door: Any, inside: Callable[..., Any]) -> Any:

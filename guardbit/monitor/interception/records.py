@@ -101,7 +101,6 @@ def note_call(
         record.entry = entry
         watched = watched and record.sharded is None
         record.calls.note(state.clock.now, heads, refusal, watched)
-    # Last, because after an error the call is noted once more: it would count as a second one.
     calls = count_call()
     state.is_heard = calls == 1 or state.calls_are_alike
     if with_gradients == record.with_gradients:
