@@ -279,7 +279,7 @@ class _Variables:
 
     def _keep(self, x: Any, names: tuple[str, ...]) -> None:
         if not isinstance(x, type | types.ModuleType):
-            if not isinstance(x, Tensor) and self._is_new(id(x), x):
+            if _may_change(x) and self._is_new(id(x), x):
                 for put_back in _undo_of(x):
                     self._undo.callback(put_back)
         elif _package(x.__name__ if isinstance(x, types.ModuleType) else _module_of(x)) not in (
@@ -313,6 +313,14 @@ def _variables_kept(name: str) -> Iterator[None]:
 def _size(x: Tensor) -> int:
     is_plain = x.layout is torch.strided and not (x.is_meta or x.is_nested or is_lazy(x))
     return x.nbytes if is_plain else 0
+
+
+def _may_change(x: Any) -> bool:
+    if type(x) is dict and "__spec__" in x:  # of a module, the variables that code names are kept
+        return False
+    if isinstance(x, nn.Module | torch.Generator):
+        return True
+    return not isinstance(x, Tensor) and _package(type(x).__module__) not in ("torch", "guardbit")
 
 
 def _package(name: object) -> str:
