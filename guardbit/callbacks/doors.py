@@ -90,4 +90,8 @@ def watched(strict: bool, make: Callable[[], MonitorSession]) -> MonitorSession 
             raise
         log.warning("GuardBit does not watch this run, which goes on without it: %s", error)
         return None
-    return None if session._is_void else session
+    try:
+        return None if session._is_void else session
+    except Exception:  # nobody else has the session
+        session.close("crashed")
+        raise

@@ -57,6 +57,7 @@ FOUND = (
     Place("switched: exact_delta", OverflowError, "monitor/schedule.py", "= session, step", 3),
     Place("hugging face", OSError, "callbacks/huggingface.py", "session.catch_up()", 0),
     Place("hugging face", OSError, "callbacks/doors.py", "undo_all([", 0),
+    Place("hugging face", MemoryError, "callbacks/doors.py", "if session._is_void", 0),
     Place("hugging face", SystemExit, "monitor/session.py", "not self._schedule.is_within", 0),
     Place("plain loop", OSError, "monitor/interception/installation.py", "needed_by.discard(", 0),
     Place("plain loop", MemoryError, "monitor/presence.py", "partial(undo_all", 0),
