@@ -186,7 +186,7 @@ def test_a_nan_loss_over_sound_heads_is_unclear_to_report_and_replay(tmp_path: P
         assert reported[name] == replayed[name]
     assert replayed["outcome"] == replayed["verdict"] == "unclear"
     assert replayed["headline"].startswith(
-        "Unclear: the loss left at step 13, and no head says why"
+        "Unclear: the loss diverged at step 13, and no head says why"
     )
 
 
@@ -513,7 +513,7 @@ def test_the_recorded_demo_tells_of_a_lost_and_a_saved_run(tmp_path: Path) -> No
     assert (result.exit_code, result.stderr) == (0, "")
     text = " ".join(result.stdout.split())
     # Their outcomes are those of the study, `studies/rescue/results/runs.csv`.
-    assert "Lost: the loss left 3,910 steps after the first alarm" in text
+    assert "Lost: the loss diverged 3,910 steps after the first alarm" in text
     assert "Saved: 1 of 144 heads alarmed at step 6,750, corrected, loss unharmed" in text
     assert "head 2.6" in text and "head 2.11" in text
     pages = {path.name for path in tmp_path.glob("*.html")}

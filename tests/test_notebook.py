@@ -42,7 +42,7 @@ def test_saved_words_and_numbers_are_those_of_today(cells):
             assert "".join(output["data"]["text/plain"]) == repr(given)
             told += 1
     assert told == 4
-    assert "Lost: the loss left" in repr(cells[0][1])
+    assert "Lost: the loss diverged" in repr(cells[0][1])
 
 
 def test_figures_show_by_themselves(cells):

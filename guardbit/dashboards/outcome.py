@@ -45,9 +45,9 @@ class Outcome:
 
     Attributes:
         kind: One of `OUTCOMES`. "saved": all alarmed heads were switched and measured since, none
-            of them goes on alarming or growing, and the loss has not left. "alarmed": the loss has
-            not left either, but heads are not switched, not measured since, or go on; or losses
-            are missing. "lost": single heads alarmed, and the loss has left.
+            of them goes on alarming or growing, and the loss has not diverged. "alarmed": nor has
+            the loss diverged, but heads are not switched, not measured since, or go on; or losses
+            are missing. "lost": single heads alarmed, and the loss has diverged.
         verdict: The last verdict. Where none was recorded: "" if there was an alarm, else "stable",
             or "unclear" if no rule could judge heads.
         first_step: First recorded step, None without samples.
@@ -75,9 +75,9 @@ class Outcome:
             alarm if that is later: largest logit and W_Q norm, where both were measured.
         not_measured_since: Number of alarmed heads that were switched, and of which no sample has
             come since then, or since their alarm if that is later.
-        missing_loss: Which training losses are missing to say that the loss has not left, a
+        missing_loss: Which training losses are missing to say that the loss has not diverged, a
             clause; "" if none.
-        departed: Step at which the loss has left, None where it has not or has come back.
+        departed: Step at which the loss has diverged, None where it has not or has come back.
         lead: Steps from the first alarm on a head to that one; None without either.
         end: How the run ended, one of `guardbit.records.RUN_ENDS`; None where that is not known.
     """
@@ -220,7 +220,7 @@ def _missing_loss(
 
 
 def _departed(alarms: Sequence[Event], loss: pd.Series) -> int | None:
-    """The step at which the loss has left for good."""
+    """The step at which the loss has diverged for good."""
     left = min((event.step for event in alarms if event.judges == "loss"), default=None)
     if loss.empty:
         return left
@@ -353,9 +353,9 @@ def _alarmed(outcome: Outcome) -> str:
 def _lost(outcome: Outcome) -> str:
     assert outcome.lead is not None and outcome.departed is not None
     if outcome.lead <= 0:
-        return f"Lost: the loss left at step {outcome.departed:,}, before any head alarmed"
+        return f"Lost: the loss diverged at step {outcome.departed:,}, before any head alarmed"
     despite = ", in spite of the switch" if outcome.switched else ""
-    return f"Lost: the loss left {outcome.lead:,} steps after the first alarm{despite}"
+    return f"Lost: the loss diverged {outcome.lead:,} steps after the first alarm{despite}"
 
 
 def _learning_rate(outcome: Outcome) -> str:
@@ -367,7 +367,7 @@ def _learning_rate(outcome: Outcome) -> str:
 def _unclear(outcome: Outcome) -> str:
     if outcome.departed is not None and not outcome.alarmed:
         blame = "no head says why" if outcome.num_heads else "no head was watched"
-        return f"Unclear: the loss left at step {outcome.departed:,}, and {blame}"
+        return f"Unclear: the loss diverged at step {outcome.departed:,}, and {blame}"
     if not outcome.num_heads:
         return "Unclear: no head was watched"
     if outcome.num_alarms:
@@ -424,7 +424,7 @@ def facts(outcome: Outcome) -> list[str]:
         more = f" and {len(alarmed) - 3} more" if len(alarmed) > 3 else ""
         parts.append(f"in {', '.join(named)}{more}")
     if outcome.departed is not None:
-        parts.append(f"loss left at step {outcome.departed:,}")
+        parts.append(f"loss diverged at step {outcome.departed:,}")
         if outcome.lead is not None:
             parts.append(f"lead {outcome.lead:,} steps")
     if outcome.first_switch is not None:

@@ -59,7 +59,9 @@ def test_the_lead_of_a_failed_run_is_the_studys_own():
         row = {line["run"]: line for line in csv.DictReader(lines)}[names["stock"]]
     lead = int(row["failed_at"]) - int(row["first_alarm"])
     assert (found["stock"].kind, found["stock"].lead) == ("lost", lead)
-    assert headline(found["stock"]) == f"Lost: the loss left {lead:,} steps after the first alarm"
+    assert (
+        headline(found["stock"]) == f"Lost: the loss diverged {lead:,} steps after the first alarm"
+    )
     assert found["rescue"] == outcomes["rescue"] and found["rescue"].kind == "saved"
 
 
@@ -73,7 +75,7 @@ def test_a_copy_that_leaves_without_an_alarm_is_unclear():
     assert (found["a"].kind, found["a"].lead) == ("unclear", None)
     assert found["a"].departed == pytest.approx(6100, abs=20)
     assert headline(found["a"]) == (
-        f"Unclear: the loss left at step {found['a'].departed:,}, and no head says why"
+        f"Unclear: the loss diverged at step {found['a'].departed:,}, and no head says why"
     )
 
 

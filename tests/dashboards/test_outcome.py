@@ -212,7 +212,7 @@ def test_a_loss_that_has_left_is_lost_whatever_was_switched(switches):
     events = [alarm(3000), *switches, loss_alarm(6910), verdict(6910, "rounding")]
     found = outcome(*events, loss=rising_from(6900))
     assert (found.kind, found.departed, found.lead) == ("lost", 6910, 3910)
-    assert headline(found).startswith("Lost: the loss left 3,910 steps after the first alarm")
+    assert headline(found).startswith("Lost: the loss diverged 3,910 steps after the first alarm")
     assert ("in spite of the switch" in headline(found)) == bool(switches)
 
 
@@ -246,7 +246,7 @@ def test_the_verdicts_of_other_causes_are_the_outcome():
     found = outcome(alarm(900), alarm(940, head=1), verdict(940, "learning-rate"))
     assert headline(found) == "Learning rate too high: alarms since step 900, of no single layer"
     found = outcome(loss_alarm(880), loss=rising_from(800))
-    assert headline(found) == "Unclear: the loss left at step 880, and no head says why"
+    assert headline(found) == "Unclear: the loss diverged at step 880, and no head says why"
 
 
 @pytest.mark.parametrize("site", ["another.module", ""])
@@ -265,7 +265,7 @@ def test_a_run_in_which_no_head_was_measured_is_unclear():
     assert headline(found) == "Unclear: no head was watched"
     loss = samples(lambda step: np.nan if step >= 8000 else 3.0)
     found = outcome_of(loss[loss["site"] == ""], None)
-    assert headline(found) == "Unclear: the loss left at step 8,000, and no head was watched"
+    assert headline(found) == "Unclear: the loss diverged at step 8,000, and no head was watched"
 
 
 @pytest.mark.parametrize(

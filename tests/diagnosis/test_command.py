@@ -152,7 +152,7 @@ def test_a_run_without_snapshots_is_refused(tmp_path, metadata, why):
 def test_without_an_alarm_on_a_head_there_is_nothing_to_diagnose(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.add([Sample(3, "attn", 1, "max_logit", (1.0,))])
-        writer.event(Event(3, "alarm", "", (), "the loss left", rule="loss_departure"))
+        writer.event(Event(3, "alarm", "", (), "the loss diverged", rule="loss_departure"))
         writer.event(Event(3, "verdict", "", (), "nothing happened", verdict="stable"))
     result = invoke(tmp_path)
     assert result.exit_code == 2

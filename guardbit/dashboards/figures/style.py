@@ -285,7 +285,7 @@ def scale(axes: Axes, values: np.ndarray) -> str:
 def end_at_departure(
     axes: Axes, table: pd.DataFrame, frame: pd.DataFrame, events: pd.DataFrame | None
 ) -> None:
-    """Ends an axis at what was reached until the loss left; what comes after runs out of it."""
+    """Ends an axis at what was reached until the loss diverged; what comes after runs out of it."""
     departed = outcome_of(frame, events).departed
     until = table.loc[: departed if departed is not None else None].to_numpy(dtype=float)
     until = until[np.isfinite(until)]

@@ -164,7 +164,7 @@ def tiles(frame: pd.DataFrame, events: pd.DataFrame | None) -> list[Tile]:
         Tile(
             "Lead on the loss",
             "–" if outcome.lead is None else f"{outcome.lead:,} steps",
-            f"the loss left at step {outcome.departed:,}"
+            f"the loss diverged at step {outcome.departed:,}"
             if outcome.departed is not None
             else outcome.missing_loss or "the loss has not left",
         ),

@@ -123,7 +123,7 @@ def test_new_first_alarms_are_told_and_old_ones_are_not(tmp_path, recorder):
         old.record([30])
         runs.look()
         assert told == [("new", [10])]
-        new.event(Event(40, "alarm", "", (), "the loss left", rule="loss_departure"))
+        new.event(Event(40, "alarm", "", (), "the loss diverged", rule="loss_departure"))
         runs.look()
     assert told == [("new", [10]), ("new", [40])]
 
