@@ -33,7 +33,7 @@ _WHENCE = {
 
 
 class Notices:
-    """Tells what is unseen, what ran, what is odd, and hands alarms to the user's function."""
+    """Reports unseen attention, switches that did not run and NaN, each once; passes alarms on."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Notices:
         return is_first
 
     def close(self) -> None:
-        """Tells what was called after the last step."""
+        """Stops noting which modules run."""
         self._coverage.close()
 
     @property
@@ -75,21 +75,21 @@ class Notices:
         return self._coverage.share
 
     def begin_sampled_step(self) -> None:
-        """Looks out for attention outside the model, until `what_is_outside`."""
+        """Looks out for attention outside the model, until `report_outside`."""
         self._coverage.begin_sampled_step()
 
     def abandon_sampled_step(self) -> None:
         """Forgets what was seen since `begin_sampled_step`."""
         self._coverage.abandon_sampled_step()
 
-    def what_is_outside(self, step: int) -> None:
-        """Tells once of attention that was called outside the model in a sampled step."""
+    def report_outside(self, step: int) -> None:
+        """Reports, once, attention that a sampled step called outside the model."""
         why = self._coverage.end_sampled_step()
         if why is not None:
             self._exchange.record(Event(step, "monitor_error", "", (), why))
 
-    def what_is_unseen(self, step: int) -> None:
-        """Tells which attention of a step nothing watches, and once how much is watched."""
+    def report_unseen(self, step: int) -> None:
+        """Reports attention that nothing watches, and notes once how much is watched."""
         for why in self._coverage.check():
             self._exchange.record(Event(step, "monitor_error", "", (), why))
             self._journal.note({"unseen": self._coverage.unseen})
@@ -107,19 +107,19 @@ class Notices:
             {"without_attention": {"samples": self._num_without, "first": self._first_without}}
         )
 
-    def who_is_passed_by(self, why_passed_by: Callable[[str], str | None]) -> None:
+    def note_missed(self, why_passed_by: Callable[[str], str | None]) -> None:
         """Notes how much is watched, once modules are known that sampled steps pass by."""
         if self._coverage.table and self._coverage.count_again(why_passed_by):
             self._journal.note({"coverage": self._coverage.table})
 
-    def what_ran(self, step: int, is_last: bool = False) -> None:
-        """Tells where heads of a step did not run what is asked for."""
+    def report_runs(self, step: int, is_last: bool = False) -> None:
+        """Reports heads that did not run what they are switched to."""
         for event in self._switch_reports.check(step, is_last):
             self._exchange.record(event)
             if ranks.rank() > 0:  # only rank 0 logs events
                 log.warning("rank %d, step %d: %s: %s", ranks.rank(), step, event.site, event.why)
 
-    def proofs_of_engines(self) -> None:
+    def report_proofs(self) -> None:
         """Records the proofs of engines once heads are switched, and logs those that failed."""
         if len(proofs()) == self._told_proofs or not self._instrumentation.switched:
             return
@@ -129,8 +129,12 @@ class Notices:
         self._told_proofs = len(proofs())
         self._journal.note({"proofs": [str(proof) for proof in proofs()]})
 
-    def of_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
-        """The first NaN, and backwards that do not repeat."""
+    def report_samples(self, step: int, samples: Sequence[Sample], loss_scale: float) -> None:
+        """Reports the first NaN, and backwards that do not repeat.
+
+        With a scale of the loss, gradients overflow now and then and the scaler skips such steps:
+        NaN in gradients is then left out.
+        """
         sites = self._instrumentation.sites
         found = first_nonfinite(samples)
         if found and (loss_scale == 1.0 or found[1] in _FORWARD) and self.first("nonfinite"):

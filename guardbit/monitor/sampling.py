@@ -104,7 +104,7 @@ class Sampling:
 
     def _facts(self) -> dict[str, dict[str, Any]]:
         why_passed_by = self._missed.why_passed_by
-        self._notices.who_is_passed_by(why_passed_by)
+        self._notices.note_missed(why_passed_by)
         return metadata_of(self._instrumentation.sites, why_passed_by)
 
     def _describe(self, facts: dict[str, dict[str, Any]]) -> None:

@@ -444,10 +444,10 @@ class MonitorSession(Guarded):
         if not self._presence.is_closed:
             self.attempt("switch", self.instrumentation.end_step)
             if was_sampled:
-                self.attempt("coverage", lambda: self._notices.what_is_outside(step))
-            self.attempt("coverage", lambda: self._notices.what_is_unseen(step))
-            self.attempt("switch", lambda: self._notices.what_ran(step))
-            self.attempt("proofs", self._notices.proofs_of_engines)
+                self.attempt("coverage", lambda: self._notices.report_outside(step))
+            self.attempt("coverage", lambda: self._notices.report_unseen(step))
+            self.attempt("switch", lambda: self._notices.report_runs(step))
+            self.attempt("proofs", self._notices.report_proofs)
         self._presence.step_ended()
         if not self._presence.is_closed:
             # Not only when the next step begins: some loops run its forward before they say so.
@@ -507,7 +507,9 @@ class MonitorSession(Guarded):
         samples = self.samples = self._sampling.receive(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
-        self.attempt("notices", lambda: self._notices.of_samples(step, samples, self.loss_scale))
+        self.attempt(
+            "notices", lambda: self._notices.report_samples(step, samples, self.loss_scale)
+        )
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
@@ -568,7 +570,7 @@ class MonitorSession(Guarded):
 
     def _tell_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
-            self._notices.what_ran(self._schedule.last_ended, is_last=True)
+            self._notices.report_runs(self._schedule.last_ended, is_last=True)
 
     @guard.method(_nothing)
     def switch(
