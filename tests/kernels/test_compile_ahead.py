@@ -28,7 +28,7 @@ SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 SPILLS = {
     (80, "shadow", 64): 8,
     (90, "forward", 64): 8,
-    (90, "forward", 256): 104,
+    (90, "forward", 256): 96,
     (90, "key_gradients", 32): 48,
     (90, "key_gradients", 64): 160,
     (90, "key_gradients", 128): 248,

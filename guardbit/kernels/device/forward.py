@@ -145,12 +145,12 @@ def _attend(
             kept = kept_entries(philox_key, positions, batch_head, first, threshold, BLOCK_N)
             weights = tl.where(kept, rounded, 0.0)
         accumulator = product(weights, v, accumulator * rescale[:, None])
+        if COMPENSATED != _ALL_HEADS:
+            row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
         if COMPENSATED != _NO_HEAD:
             # By a tensor core: widening and adding the rounded numbers costs more.
             ones = tl.full((BLOCK_N, _LEAST_WIDTH), 1.0, dtype)
             rounded_sum = product(rounded, ones, rounded_sum * rescale[:, None])
-        if COMPENSATED != _ALL_HEADS:
-            row_sum = tl.fma(row_sum, rescale[:, None], partial_sums(probabilities))
         row_max = new_max
         raised = new_raised
     return accumulator, row_max, raised, row_sum, rounded_sum, has_duplicate_max
