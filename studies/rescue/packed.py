@@ -133,12 +133,14 @@ def rounded(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def squeeze(folder: Path) -> None:
-    """Writes a run's samples anew, the same rows, in the order in which they are smallest."""
+    """Writes a run's files anew with the same contents, as small as they can be."""
     order = [(name, "ascending") for name in ("indicator", "step", "layer", "head")]
     for path in folder.glob("samples-*.parquet"):
         pq.write_table(
             pq.read_table(path).sort_by(order), path, compression="brotli", compression_level=11
         )
+    for path in folder.glob("session-*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()), separators=(",", ":")))
 
 
 def load(results: Path) -> list[Run]:
