@@ -12,6 +12,7 @@ import pandas as pd
 
 from guardbit.records import Event, Sample
 from guardbit.store import RunWriter, read_events, read_metadata, read_run
+from studies.rescue.packed import squeeze
 
 #: Folder of each run in the package -> the run of the study.
 RUNS = {
@@ -46,6 +47,7 @@ def thin(source: Path, target: Path) -> None:
         writer.add(samples_of(frame))
         for event in events.to_dict("records"):
             writer.event(Event(**event))
+    squeeze(target)
 
 
 def samples_of(frame: pd.DataFrame) -> list[Sample]:
