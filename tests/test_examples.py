@@ -77,12 +77,13 @@ def callbacks_of(tmp_path, text):
 
 def test_a_yaml_file_sets_both_callbacks_and_the_rules(tmp_path):
     monitor, stabilizer = callbacks_of(tmp_path, CONFIGURATION)
-    assert monitor.every_n_train_steps == 7
-    assert list(monitor.sites) == ["net.*.attn", "net.head"]
-    assert list(monitor.indicators) == ["max_logit", "loss"]
-    assert (monitor.num_rows, monitor.num_audited_heads, monitor.strict) == (16, 3, True)
-    assert str(monitor.dirpath) == "runs/mine"
-    assert monitor.rules == (HeadGrowth("growth_of_mine", norm=0.25, logit=5), LossDeparture())
+    settings = monitor.settings
+    assert settings.every_n_train_steps == 7
+    assert list(settings.sites) == ["net.*.attn", "net.head"]
+    assert list(settings.indicators) == ["max_logit", "loss"]
+    assert (settings.num_rows, settings.num_audited_heads, settings.strict) == (16, 3, True)
+    assert str(settings.dirpath) == "runs/mine"
+    assert settings.rules == (HeadGrowth("growth_of_mine", norm=0.25, logit=5), LossDeparture())
     policy = stabilizer.policy
     assert (policy.stabilizer, policy.agreeing_rules, policy.quiet_steps) == ("row_max", 2, None)
     assert stabilizer.dry_run
@@ -94,7 +95,8 @@ trainer:
   callbacks: [{class_path: guardbit.AttentionMonitor}, {class_path: guardbit.AutoStabilizer}]
 """
     monitor, stabilizer = callbacks_of(tmp_path, text)
-    assert (monitor.every_n_train_steps, monitor.rules) == (50, DEFAULT_RULES)
+    settings = monitor.settings
+    assert (settings.every_n_train_steps, settings.rules) == (50, DEFAULT_RULES)
     assert stabilizer.policy.stabilizer == "exact_delta"
 
 

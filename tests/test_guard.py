@@ -16,8 +16,7 @@ from guardbit.guard import Guarded, is_door
 from guardbit.kernels import flex, library, native, op
 from guardbit.monitor.interception import installation, tracing, watching
 from guardbit.monitor.interception.entry_points import ENTRY_POINTS
-from guardbit.monitor.schedule import StepBracket
-from guardbit.monitor.session import MonitorSession
+from guardbit.monitor.session import MonitorSession, StepBracket
 
 #: The first raises on purpose: it says that there is no second derivative. The second is PyTorch's
 #: own code, in which calls of GuardBit's are doors.

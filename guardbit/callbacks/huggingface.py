@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,12 +30,10 @@ from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, wat
 from guardbit.callbacks.lines import first_line, last_line
 from guardbit.callbacks.loggers import LoggedRun
 from guardbit.guard import refusing
-from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession
-from guardbit.monitor.settings import SNAPSHOT_MEGABYTES, Settings, check_policy
+from guardbit.monitor.settings import Settings, takes_settings
 from guardbit.monitor.stages import log
-from guardbit.records import Alarm
 from guardbit.store import RUN_FOLDER
 from guardbit.store.files import publish
 
@@ -85,23 +83,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         every_n_train_steps: Cadence in optimizer steps.
         policy: Decides which heads are switched after an alarm; None to watch only.
         dry_run: Decide and record, but switch nothing.
-        sites: Names or patterns (``"*.attn"``) of the attention modules; None for all.
-        indicators: What to measure, of `guardbit.INDICATORS`; None for all.
-        num_rows: Number of query rows of each call that are recomputed in FP32, evenly spread;
-            None for all. Sums over rows are sums over these.
-        num_audited_heads: Number of heads of each attention module whose dQ is audited at a
-            sampled step; the heads take turns.
-        rules: The detectors' rules, with their thresholds.
-        dirpath: Folder of the telemetry; None for ``guardbit`` in the Trainer's output directory.
-        snapshot_megabytes: How much of the inputs of alarmed heads to keep beside the telemetry,
-            for `guardbit diagnose`; 0 for nothing.
-        audit_repeats: Whether the backward of sampled calls is run a second time, and differences
-            are told: a race, or additions in any order.
-        preflight: Whether the attention kernels are examined at the model's own shapes and masks,
-            when the first sampled step has ended, see `guardbit doctor`; True for a minute at most,
-            or a number of seconds.
-        on_alarm: As in `AttentionMonitor`.
-        strict: Raise the monitor's own errors instead of going on without it.
+        **settings: The other `guardbit.monitor.settings.Settings`, as in `AttentionMonitor`.
+            Without `dirpath` the telemetry goes to ``guardbit`` in the Trainer's output directory.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -112,46 +95,20 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     )
 
     @guard.method(nothing)
+    @takes_settings
     def __init__(
         self,
         every_n_train_steps: int = 50,
         *,
         policy: Policy | None = None,
         dry_run: bool = False,
-        sites: Sequence[str] | None = None,
-        indicators: Sequence[str] | None = None,
-        num_rows: int | None = None,
-        num_audited_heads: int = 1,
-        rules: tuple[Rule, ...] = DEFAULT_RULES,
-        dirpath: str | os.PathLike[str] | None = None,
-        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        audit_repeats: bool = False,
-        preflight: bool | float = False,
-        on_alarm: Callable[[Alarm], object] | None = None,
-        strict: bool = False,
+        **settings: Any,
     ) -> None:
         with refusing():
-            settings = Settings(
-                every_n_train_steps=every_n_train_steps,
-                sites=sites,
-                indicators=indicators,
-                num_rows=num_rows,
-                num_audited_heads=num_audited_heads,
-                rules=rules,
-                snapshot_megabytes=snapshot_megabytes,
-                audit_repeats=audit_repeats,
-                preflight=preflight,
-                on_alarm=on_alarm,
+            self.settings = Settings(
+                every_n_train_steps=every_n_train_steps, policy=policy, dry_run=dry_run, **settings
             )
-            check_policy(policy, dry_run)
-        self.strict = strict
-        self.dirpath = dirpath
-        self._settings: dict[str, Any] = {
-            **settings.arguments(),
-            "policy": policy,
-            "dry_run": dry_run,
-            "strict": strict,
-        }
+        self.strict = self.settings.strict
         self.session: MonitorSession | None = None
         self._place: str | os.PathLike[str] = ""
         self._reporters: list[TrainerCallback] = []
@@ -174,16 +131,14 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         end(self, "crashed")  # had the run before ended, its session were closed
         for other in _all_training():
             other._end_if_over(model)
-        self._place = dirpath = self.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        self._place = dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
             self._reporters = _reporters_beside(self)
         self._logged, self._logged_step = LoggedRun(), None
+        own = {"dirpath": dirpath if state.is_world_process_zero else None}
         self.session = watched(
-            self._settings["strict"],
-            lambda: MonitorSession(
-                model, **self._settings, dirpath=dirpath if state.is_world_process_zero else None
-            ),
+            self.strict, lambda: MonitorSession(model, **{**vars(self.settings), **own})
         )
         if self.session is None:
             return
@@ -193,7 +148,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
                 _training.add(self)
         if state.is_world_process_zero:
             with suppress(Exception):  # of a console whose reader is gone, or that is ASCII
-                print(first_line(self._settings["every_n_train_steps"], dirpath), flush=True)
+                print(first_line(self.settings.every_n_train_steps, dirpath), flush=True)
         if state.global_step > 0:
             path = _state_path(args, state)
             try:
@@ -284,8 +239,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         if session is None or not state.is_world_process_zero:
             return
         path = _state_path(args, state)
-        strict = self._settings["strict"]
-        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), strict))
+        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
     @guard.method(nothing, at_last=end)
     def on_train_end(

@@ -116,32 +116,23 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         strict: bool = False,
     ) -> None:
         with refusing():
-            Settings(
+            self.settings = Settings(
                 every_n_train_steps=every_n_train_steps,
                 sites=sites,
                 indicators=indicators,
                 num_rows=num_rows,
                 num_audited_heads=num_audited_heads,
                 rules=rules,
+                dirpath=dirpath,
                 snapshot_megabytes=snapshot_megabytes,
                 audit_repeats=audit_repeats,
                 preflight=preflight,
                 on_alarm=on_alarm,
+                strict=strict,
             )
             _check_images(image_every_n_samples)
-        self.every_n_train_steps = every_n_train_steps
-        self.sites = sites
-        self.indicators = indicators
-        self.num_rows = num_rows
-        self.num_audited_heads = num_audited_heads
-        self.image_every_n_samples = image_every_n_samples
-        self.rules = rules
-        self.dirpath = dirpath
-        self.snapshot_megabytes = snapshot_megabytes
-        self.audit_repeats = audit_repeats
-        self.preflight = preflight
-        self.on_alarm = on_alarm
         self.strict = strict
+        self.image_every_n_samples = image_every_n_samples
         #: Set by `AutoStabilizer` before the run starts.
         self.policy: Policy | None = None
         self.dry_run = False
@@ -161,33 +152,21 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         """Instruments the model, which is complete by now (after `configure_model`)."""
         with refusing():
             _check_alone(trainer)
-        # Taken, not kept: the next fit may do without `AutoStabilizer`.
+        # The next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
         self._logged, self._logged_step = LoggedRun(), None
-        self._place = dirpath = self.dirpath or _run_directory(trainer) / RUN_FOLDER
+        self._place = dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
+        own = {
+            "policy": policy,
+            "dry_run": self.dry_run,
+            "dirpath": dirpath if trainer.is_global_zero else None,
+        }
         self.session = watched(
-            self.strict,
-            lambda: MonitorSession(
-                pl_module,
-                every_n_train_steps=self.every_n_train_steps,
-                sites=self.sites,
-                indicators=self.indicators,
-                num_rows=self.num_rows,
-                num_audited_heads=self.num_audited_heads,
-                rules=self.rules,
-                policy=policy,
-                dry_run=self.dry_run,
-                dirpath=dirpath if trainer.is_global_zero else None,
-                snapshot_megabytes=self.snapshot_megabytes,
-                audit_repeats=self.audit_repeats,
-                preflight=self.preflight,
-                on_alarm=self.on_alarm,
-                strict=self.strict,
-            ),
+            self.strict, lambda: MonitorSession(pl_module, **{**vars(self.settings), **own})
         )
         if self.session is not None:
             with suppress(Exception):  # of a handler of the user's
-                rank_zero_info(first_line(self.every_n_train_steps, dirpath))
+                rank_zero_info(first_line(self.settings.every_n_train_steps, dirpath))
 
     @guard.method(nothing)
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

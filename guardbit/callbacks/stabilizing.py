@@ -11,7 +11,7 @@ from guardbit.callbacks.doors import GuardedCallback, nothing
 from guardbit.callbacks.monitoring import AttentionMonitor
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.settings import check_policy
+from guardbit.monitor.settings import Settings
 
 
 class AutoStabilizer(GuardedCallback, pl.Callback):
@@ -70,7 +70,7 @@ class AutoStabilizer(GuardedCallback, pl.Callback):
     ) -> None:
         self.dry_run = dry_run
         with refusing():
-            check_policy(None, dry_run)
+            Settings(dry_run=dry_run)
             self.policy = Policy(
                 stabilizer,
                 scope=scope,

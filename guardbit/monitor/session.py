@@ -13,43 +13,43 @@ It knows no framework: callbacks drive it, or a plain loop:
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from numbers import Complex, Real
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from guardbit import guard
+from guardbit.catalog import VALIDATION_LOSS
 from guardbit.doctor.finding import Preflight
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
-from guardbit.monitor.acting import Acting
 from guardbit.monitor.checkpoint import Checkpoint
-from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
+from guardbit.monitor.coverage import MissedModules
+from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
-from guardbit.monitor.findings import Findings
-from guardbit.monitor.journal import OFF, Journal, leave_word
-from guardbit.monitor.losses import Losses
+from guardbit.monitor.findings import Findings, event_of
+from guardbit.monitor.journal import OFF, Journal, leave_word, metadata_of
 from guardbit.monitor.measure import (
-    Capture,
     Measurement,
+    NoAttentionSeenError,
     Sent,
+    joined,
     largest,
 )
 from guardbit.monitor.notices import Notices
-from guardbit.monitor.policy import Policy
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
-from guardbit.monitor.sampling import Sampling
-from guardbit.monitor.schedule import Schedule, StepBracket, Stepping, checked_step
+from guardbit.monitor.qk_clip import Clipping
+from guardbit.monitor.schedule import Schedule, Stepping, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
-    SNAPSHOT_MEGABYTES,
     Settings,
     check_folder,
-    check_policy,
+    takes_settings,
     warn_of_settings,
 )
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
@@ -60,43 +60,20 @@ from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")
 
-_POLICY_SETTINGS = (
-    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps",
-    "qk_clip",
-)  # fmt: skip
+#: Heads of an attention module that advisories have audited at each sampled step, besides one in
+#: turn.
+MOST_ADVISED = 2
 
 # The stage of everything outside other stages; if it fails, nothing more is watched.
 _WATCHING = "watching"
 
-# What callers get after an error, see `guard.method`.
 
-
-def _nothing(_: object) -> None: ...
-
-
-def _no(_: object) -> bool:
-    return False
-
-
-def _none(_: object) -> int:
-    return 0
+def _nothing(_: object) -> None:
+    """What callers get after an error, see `guard.method`."""
 
 
 def _no_alarms(_: object) -> list[Alarm]:
     return []
-
-
-def _no_heads(_: object) -> Mapping[str, Collection[int]]:
-    return {}
-
-
-def _warn(line: str) -> None:
-    if ranks.rank() == 0:
-        log.warning("%s", line)
-
-
-def _all_off(_: object) -> frozenset[str]:
-    return frozenset({_WATCHING})
 
 
 # What methods end with, whatever fails in them.
@@ -116,6 +93,30 @@ def _what_is_switched(session: MonitorSession) -> dict[str, Any]:
     with suppress(Exception):
         return {"stabilizers": session._switching.switched()}
     return {}
+
+
+class StepBracket(Guarded):
+    """One optimizer step of a plain training loop, see `MonitorSession.step`."""
+
+    def __init__(self, session: MonitorSession, step: int | None) -> None:
+        self.session, self._step = session, step
+
+    @guard.method(lambda bracket: bracket.session)
+    def __enter__(self) -> MonitorSession:
+        if self._step is not None:
+            self.session.begin_batch(self._step)
+        return self.session
+
+    # Abandoning does nothing once the step has ended.
+    @guard.method(_nothing, at_last=lambda bracket: bracket.session.abandon_step())
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.session.end_step()
+        else:
+            self.session.abandon_step()
+
+    def _contain(self, error: Exception, where: str) -> None:
+        self.session._contain(error, where)
 
 
 class MonitorSession(Guarded):
@@ -139,27 +140,8 @@ class MonitorSession(Guarded):
 
     Args:
         model: The model; it is instrumented here, before its first forward.
-        every_n_train_steps: Cadence in optimizer steps: steps 0, n, 2n, ... are sampled. If step
-            numbers jump, the first step at or after each of these is sampled.
-        sites: Names or patterns of the attention modules to watch; None for all.
-        indicators: What to measure, of `guardbit.INDICATORS`; None for all.
-        num_rows: Query rows of each call to recompute in FP32, evenly spread; None for all. Sums
-            over rows (`delta_bias`) are then over these rows.
-        num_audited_heads: Number of heads of each site whose dQ is audited at a sampled step, in
-            turn; alarmed heads are audited in addition.
-        rules: The detectors' rules.
-        policy: Decides what alarms lead to; None to watch only.
-        dry_run: Record the policy's decisions without switching anything.
-        dirpath: Folder of the telemetry; None to keep none (other ranks than 0).
-        snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
-            `guardbit diagnose`; 0 for nothing.
-        audit_repeats: Whether to run the backward of sampled calls a second time, and to tell where
-            it differs.
-        preflight: Whether the engines are examined at the calls of the first sampled step, when it
-            has ended, on the first rank; True for a minute at most, or a number of seconds.
-        on_alarm: Called on rank 0 with each alarm, once it is recorded; training waits for it. Its
-            errors end nothing: the first is recorded, and it is called again at the next alarm.
-        strict: Raise errors of the monitor itself, instead of logging them and going on.
+        **settings: The `guardbit.monitor.settings.Settings`, with `dirpath=None` to keep no
+            telemetry, as on other ranks than 0.
 
     Attributes:
         loss_scale: Factor by which the loss was scaled before its backward (FP16 training), to be
@@ -178,58 +160,23 @@ class MonitorSession(Guarded):
     _strict = False
 
     @guard.method(_nothing)
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        every_n_train_steps: int = 50,
-        sites: Sequence[str] | None = None,
-        indicators: Sequence[str] | None = None,
-        num_rows: int | None = None,
-        num_audited_heads: int = 1,
-        rules: tuple[Rule, ...] = DEFAULT_RULES,
-        policy: Policy | None = None,
-        dry_run: bool = False,
-        dirpath: str | os.PathLike[str] | None = None,
-        snapshot_megabytes: float = SNAPSHOT_MEGABYTES,
-        audit_repeats: bool = False,
-        preflight: bool | float = False,
-        on_alarm: Callable[[Alarm], object] | None = None,
-        strict: bool = False,
-    ) -> None:
-        self._strict, self._dirpath = strict, dirpath
+    @takes_settings
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        self._strict, self._dirpath = settings.get("strict", False), settings.get("dirpath")
         with refusing():
-            settings = Settings(
-                every_n_train_steps=every_n_train_steps,
-                sites=sites,
-                indicators=indicators,
-                num_rows=num_rows,
-                num_audited_heads=num_audited_heads,
-                rules=rules,
-                snapshot_megabytes=snapshot_megabytes,
-                audit_repeats=audit_repeats,
-                preflight=preflight,
-                on_alarm=on_alarm,
-            )
-            check_policy(policy, dry_run)
-            check_folder(dirpath)
+            checked = Settings(**settings)
+            check_folder(checked.dirpath)
         try:
-            self._set_up(model, settings, policy, dry_run)
+            self._set_up(model, checked)
         except BaseException:
             self._take_out()
             raise
 
-    def _set_up(
-        self, model: nn.Module, settings: Settings, policy: Policy | None, dry_run: bool
-    ) -> None:
+    def _set_up(self, model: nn.Module, settings: Settings) -> None:
         """Makes the parts of the session."""
-        self.every_n_train_steps = settings.every_n_train_steps
-        self.indicators = settings.measured
-        self.num_rows = settings.num_rows
-        self.num_audited_heads = settings.num_audited_heads
         # A copy, because the same policy may serve several runs, each with its own memory.
-        self.policy = copy.deepcopy(policy)
-        self.dry_run = dry_run
+        self.policy = copy.deepcopy(settings.policy)
+        self.dry_run = settings.dry_run
         self.loss_scale = 1.0
         self.scalars: dict[str, float] = {}
         self.samples: list[Sample] = []
@@ -237,7 +184,7 @@ class MonitorSession(Guarded):
         self.sampled_step: int | None = None
         self.detectors = Detectors(settings.rules)
         if ranks.rank() == 0:
-            warn_of_settings(self.indicators, self.policy, self.detectors)
+            warn_of_settings(settings.measured, self.policy, self.detectors)
         with refusing():
             self.instrumentation: Instrumentation = instrument(model, settings.sites)
         self.instrumentation.keep_residuals(
@@ -245,54 +192,44 @@ class MonitorSession(Guarded):
         )
         self._measurement = Measurement(
             self.instrumentation,
-            self.indicators,
-            self.num_rows,
-            self.num_audited_heads,
+            settings.measured,
+            settings.num_rows,
+            settings.num_audited_heads,
             settings.audit_repeats,
         )
-        self._capture = Capture(self.instrumentation, self._consume, self._capture_failed)
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
-        self._schedule = Schedule(self.every_n_train_steps)
+        self._schedule = Schedule(settings.every_n_train_steps)
         self._stepping = Stepping(_warn)
         self._findings = Findings()
-        self._stages = Stages(self._strict, self._tell_failure)
+        self._stages = Stages(self._strict, self._report_failure)
         self._presence = Presence(self.instrumentation, self._schedule, self._stages)
-        of_policy = {n: getattr(self.policy, n) if self.policy else None for n in _POLICY_SETTINGS}
-        described = {**settings.described(), **of_policy, "dry_run": dry_run}
-        self._journal = Journal(self._dirpath, described, self._stages)
-        self._losses = Losses(self._measurement, self._journal, self._schedule, self._stages, _warn)
+        self._journal = Journal(settings.dirpath, settings.described(), self._stages)
         self._snapshots = Snapshots(
             self.instrumentation,
-            self._dirpath,
+            settings.dirpath,
             settings.snapshot_megabytes,
             lambda site: self._measurement.directions.get(site),
             lambda why: self._journal.note({"snapshots": why}),
         )
-        self._switching = Switching(self.instrumentation, self.policy, dry_run, self.record)
+        self._switching = Switching(self.instrumentation, self.policy, self.dry_run, self.record)
+        self._clipping = Clipping(self.dry_run, self.record)
         self._exchange = Exchange(self.instrumentation, self._stages, self.record)
         self._checkpoint = Checkpoint(
             self._schedule,
             self._measurement,
             self.detectors,
             self.policy,
-            dry_run,
+            self.dry_run,
             self._switching,
             self._findings,
         )
         self._notices = Notices(
             self.instrumentation, self._journal, self._exchange, self.record, settings.on_alarm,
         )  # fmt: skip
-        self._sampling = Sampling(
-            self.instrumentation, self._measurement, self._exchange, self.detectors,
-            self._switching, self._notices, self._journal, self._stages, self.record,
-            is_guarded=self.policy is not None, cadence=self.every_n_train_steps,
-        )  # fmt: skip
-        self._acting = Acting(
-            self.instrumentation, self._measurement, self._snapshots, self.detectors,
-            self._findings, self._switching, self.policy, dry_run, self.record,
-            self._notices.announce,
-        )  # fmt: skip
+        self._missed = MissedModules(settings.every_n_train_steps)
+        self._described: dict[str, dict[str, Any]] = {}
+        self._left_out: set[str] = set()  # the scalars that were no numbers
         self._examinations = Examinations(
             model, self.instrumentation, self._schedule, self._journal, self.record,
             settings.preflight_seconds,
@@ -354,29 +291,29 @@ class MonitorSession(Guarded):
             self.instrumentation.begin_step()
         if is_new and self._rest_unless(self._schedule.is_sampled):
             self._measurement.begin()
-            self._capture.arm()
+            self.instrumentation.observe(self._receive_call)
             self._notices.begin_sampled_step()
 
     @property
-    @guard.method(_no)
+    @guard.method(lambda _: False)
     def is_sampled(self) -> bool:
         """Whether the current step is sampled."""
         return self._schedule.is_sampled
 
     @property
-    @guard.method(_no_heads)
+    @guard.method(lambda _: {})
     def alarmed_heads(self) -> Mapping[str, Collection[int]]:
         """The heads an alarm has named so far, by site."""
         return self._findings.alarmed
 
     @property
-    @guard.method(_all_off)
+    @guard.method(lambda _: frozenset({_WATCHING}))
     def stages_off(self) -> frozenset[str]:
         """The stages that an error of the monitor has turned off."""
         return frozenset(self._stages.off)
 
     @property
-    @guard.method(_none)
+    @guard.method(lambda _: 0)
     def num_alarmed_heads(self) -> int:
         """Number of heads an alarm has named so far."""
         return sum(len(heads) for heads in self._findings.alarmed.values())
@@ -402,15 +339,17 @@ class MonitorSession(Guarded):
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
         self._stepping.use("loss")
-        if self._takes_scalars():
-            self._losses.loss(value, factor)
+        step = self._schedule.step
+        if step is not None and self._takes_scalars():
+            self._take("loss", value, lambda: self._measurement.loss(step, value, factor))
 
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
         self._stepping.use("grad_norm")
-        if self._takes_scalars():
-            self._losses.grad_norm(value)
+        step = self._schedule.step
+        if step is not None and self._takes_scalars():
+            self._take("grad_norm", value, lambda: self._measurement.grad_norm(step, value))
 
     @guard.method(_nothing)
     def validation_loss(self, value: Tensor | float) -> None:
@@ -418,12 +357,31 @@ class MonitorSession(Guarded):
 
         It is drawn where runs are compared, and no rule reads it.
         """
-        if not self._presence.is_closed:
-            self._losses.validation_loss(value)
+        if self._presence.is_closed:
+            return
+        step = self._schedule.last_ended or 0
+
+        def record() -> None:
+            self._journal.add([Sample(step, "", -1, VALIDATION_LOSS, (float(value),))])
+
+        self._take("validation_loss", value, record)
 
     def _takes_scalars(self) -> bool:
         # Once the stage "samples" is off, nobody would read them.
         return not self._presence.is_closed and not self._stages.off & {"samples", _WATCHING}
+
+    def _take(self, name: str, value: object, take: Callable[[], None]) -> None:
+        """Takes a number that the training loop knows; says once where it is none."""
+
+        def take_number() -> None:
+            if _is_number(value):
+                take()
+            elif name not in self._left_out:
+                self._left_out.add(name)
+                kind = type(value).__name__
+                _warn(f"{name} is a {kind} that is no single real number: it is left out")
+
+        self._stages.attempt(name, take_number)
 
     @guard.method(_no_alarms, at_last=_forget_step)
     def end_step(self) -> list[Alarm]:
@@ -487,7 +445,7 @@ class MonitorSession(Guarded):
         return is_under_way and not is_due and ranks.world_size() == 1
 
     def _finish_capture(self) -> None:
-        self._capture.disarm()
+        self.instrumentation.observe(None)
         self._measurement.finish()
 
     def _agree(self) -> bool:
@@ -500,11 +458,50 @@ class MonitorSession(Guarded):
         return _WATCHING not in self._stages.off
 
     def _measure(self, step: int) -> None:
-        self._unjudged = step, self._sampling.send(step, self.loss_scale)
+        """Reduces what a step measured over ranks and sends it to the host."""
+        columns = self.attempt("metrics", lambda: self._columns(step)) or {}
+        sent = self.attempt("samples", lambda: self._measurement.send(columns, step))
+        self._unjudged = step, sent
+
+    def _columns(self, step: int) -> dict[tuple[str, str], Tensor]:
+        try:
+            columns = self._measurement.columns(
+                self.loss_scale, usable="capture" not in self._stages.off
+            )
+        except NoAttentionSeenError as error:
+            # A step may call no attention: one that was skipped, or that of a discriminator.
+            why = self._notices.why_nothing
+            if self._strict:
+                raise NoAttentionSeenError(why) from error
+            if self.instrumentation.lost():
+                self._notices.none_called(step, why, "lost")
+            elif self._notices.first("unseen"):
+                self.record(Event(step, "monitor_error", "", (), why))
+            return {}
+        why_none = self._missed.take(self.instrumentation.sites, self.instrumentation.latest_step)
+        if why_none is not None:
+            self._notices.none_called(step, why_none)
+        self._exchange.metadata = self._facts()
+        self._exchange.tell_what_is_lacking()
+        if ranks.world_size() == 1:  # else once they know of one another's
+            self._describe(self._exchange.metadata)
+        return columns
+
+    def _facts(self) -> dict[str, dict[str, Any]]:
+        why_passed_by = self._missed.why_passed_by
+        self._notices.note_missed(why_passed_by)
+        return metadata_of(self.instrumentation.sites, why_passed_by)
+
+    def _describe(self, facts: dict[str, dict[str, Any]]) -> None:
+        self._described = facts
+        self._journal.describe(facts, self.policy is not None)
+        self.detectors.normalised = frozenset(
+            name for name, known in facts.items() if known["normalises_queries"]
+        )
 
     def _judge_and_act(self, step: int, sent: Sent | None) -> list[Alarm]:
         ended = self._schedule.last_ended or 0
-        samples = self.samples = self._sampling.receive(sent, ended)
+        samples = self.samples = self._samples_of_all_ranks(sent, ended)
         self.scalars = self.attempt("scalars", lambda: largest(samples)) or {}
         self._journal.add(samples)
         self.attempt(
@@ -513,16 +510,60 @@ class MonitorSession(Guarded):
         found = self.attempt("detectors", lambda: self.detectors.update(samples)) or []
         alarms = [alarm for alarm in found if not alarm.role.is_advisory]
         self.sampled_step, self.alarms = step, alarms
-        self.attempt("alarms", lambda: self._acting.tell(found))
+        self.attempt("alarms", lambda: self._record_alarms(found))
 
         def decide() -> None:
             now = self._schedule.last_ended or 0
-            self.attempt("policy", lambda: self._acting.decide(alarms, step, now))
-            self.attempt("clip", lambda: self._acting.clip(samples))
+            self.attempt("policy", lambda: self._decide(alarms, step, now))
+            self.attempt("clip", lambda: self._clip(samples))
 
         self._presence.after_step(decide)
-        self.attempt("verdict", lambda: self._acting.judge(alarms, ended))
+        self.attempt("verdict", lambda: self._judge(alarms, ended))
         return alarms
+
+    def _samples_of_all_ranks(self, sent: Sent | None, ended: int) -> list[Sample]:
+        """Returns the samples of all ranks; every rank calls it."""
+        samples: list[Sample] = []
+        if sent is not None:
+            samples = self.attempt("samples", lambda: self._measurement.receive(sent)) or []
+        # Ranks may have had different kinds of batches, but a switch is made on all. A batch whose
+        # calls cannot be switched is no reason not to switch the next ones.
+        known = self._exchange.share(samples, ended)
+        self._switching.refusals = known.refusals
+        self._switching.asked_elsewhere = known.asked_elsewhere
+        if ranks.world_size() > 1:
+            self.attempt("metrics", lambda: self._describe(known.metadata))
+        return joined(known.samples)
+
+    def _record_alarms(self, found: list[Alarm]) -> None:
+        """Records alarms and advisories; their heads are audited at each sampled step from now."""
+        for alarm in found:
+            suspects = self._measurement.suspects.setdefault(alarm.site, set())
+            room = MOST_ADVISED - len(suspects) if alarm.role.is_advisory else None
+            suspects.update(alarm.heads if room is None else alarm.heads[: max(0, room)])
+            self._findings.add(alarm)
+            self._snapshots.alarm(alarm.site, alarm.heads)
+            self.record(event_of(alarm, self._switching.already(alarm)))
+            if not alarm.role.is_advisory:
+                self._notices.announce(alarm)
+
+    def _decide(self, alarms: list[Alarm], step: int, ended: int) -> None:
+        """Lets the policy decide, and switches."""
+        restless, way_back = self.detectors.restless(), self._findings.way_back
+        self._switching.decide(alarms, step, ended, restless, way_back)
+
+    def _clip(self, samples: list[Sample]) -> None:
+        """Clips the heads above the policy's bound, if it has come to that."""
+        policy = self.policy
+        if policy is not None and policy.qk_clip is not None and policy.clipping is not None:
+            _, why = policy.clipping
+            self._clipping.act(self.instrumentation.sites, samples, policy.qk_clip, why)
+
+    def _judge(self, alarms: list[Alarm], ended: int) -> None:
+        """Records the verdict on the run if it is another than before."""
+        event = self._findings.judge(alarms, self._measurement.num_sites, ended)
+        if event is not None:
+            self.record(event)
 
     @guard.method(_nothing, at_last=_forget_step)
     def abandon_step(self) -> None:
@@ -532,7 +573,7 @@ class MonitorSession(Guarded):
             return
         self._stepping.abandon()
         self._schedule.abandon()
-        self.attempt("capture", self._capture.disarm)
+        self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("capture", self._measurement.discard)
         self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
@@ -555,8 +596,8 @@ class MonitorSession(Guarded):
                 self._stepping.close,
                 self._notices.close,
                 lambda: self._journal.close(end),
-                lambda: self._sampling.write_what_is_left(self._schedule.last_ended or 0),
-                self._tell_what_ran_last,
+                self._write_what_is_left,
+                self._report_what_ran_last,
                 self._drop_calls,
                 self._switching.remember,  # gone from the model in a moment
                 self.catch_up,
@@ -564,11 +605,24 @@ class MonitorSession(Guarded):
                 each.callback(self._stages.always, "close", last)
 
     def _drop_calls(self) -> None:
-        self._capture.disarm()
+        self.instrumentation.observe(None)
         self._measurement.discard()
         self._notices.abandon_sampled_step()
 
-    def _tell_what_ran_last(self) -> None:
+    def _write_what_is_left(self) -> None:
+        """Writes the scalars of steps since the last sampled one, and which modules none met."""
+        self.attempt("metrics", self._describe_never_met)
+        ended = self._schedule.last_ended or 0
+        left = self.attempt("samples", lambda: self._measurement.send({}, ended))
+        if left is not None:
+            samples = self.attempt("samples", lambda: self._measurement.receive(left))
+            self._journal.add(samples or [])
+
+    def _describe_never_met(self) -> None:
+        if self._missed.end(self.instrumentation.sites):
+            self._describe(self._described | self._facts())  # of other ranks, what they said last
+
+    def _report_what_ran_last(self) -> None:
         if self._schedule.last_ended is not None:
             self._notices.report_runs(self._schedule.last_ended, is_last=True)
 
@@ -673,11 +727,18 @@ class MonitorSession(Guarded):
             return None
         return self.attempt("preflight", lambda: self._examinations.batch(batch, seconds))
 
-    def _consume(self, call: AttentionCall) -> None:
-        if self._examinations.wants_calls:
-            self.attempt("preflight", lambda: self._examinations.take(call))
-        self._measurement.consume(call)
-        self.attempt("snapshots", lambda: self._snapshots.consume(call))
+    def _receive_call(self, call: AttentionCall) -> None:
+        """Takes an attention call of a sampled step, inside its backward; it keeps no tensor."""
+        try:
+            if call.q.numel() == 0 or call.k.numel() == 0:
+                return
+            with torch.no_grad(), torch.autocast(call.q.device.type, enabled=False):
+                if self._examinations.wants_calls:
+                    self.attempt("preflight", lambda: self._examinations.take(call))
+                self._measurement.consume(call)
+                self.attempt("snapshots", lambda: self._snapshots.consume(call))
+        except Exception as error:
+            self._capture_failed(error)
 
     # --- state -----------------------------------------------------------------------------------
 
@@ -751,7 +812,7 @@ class MonitorSession(Guarded):
         finally:
             self._give_up()
 
-    def _tell_failure(self, stage: str, error: Exception) -> None:
+    def _report_failure(self, stage: str, error: Exception) -> None:
         what = str(error) or type(error).__name__
         where = OFF if stage in (_WATCHING, "ranks") else stage
         if stage != "store":
@@ -801,3 +862,18 @@ class MonitorSession(Guarded):
 
 def _failed_elsewhere() -> None:
     raise FailedElsewhereError("the stage failed on another rank")
+
+
+def _warn(line: str) -> None:
+    if ranks.rank() == 0:
+        log.warning("%s", line)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex() and not value.is_meta
+    try:
+        float(value)  # pyright: ignore[reportArgumentType]
+    except Exception:  # whatever the object does
+        return False
+    return not isinstance(value, Complex) or isinstance(value, Real)

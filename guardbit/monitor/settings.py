@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import DEFAULT_RULES, Detectors, Rule
@@ -21,10 +22,41 @@ PREFLIGHT_SECONDS = 60.0
 #: Megabytes of snapshots that a run keeps unless it is told otherwise.
 SNAPSHOT_MEGABYTES = 64
 
+F = TypeVar("F", bound=Callable[..., None])
+
+_OF_POLICY = (
+    "stabilizer", "scope", "always", "agreeing_rules", "agreement_steps", "escalate", "quiet_steps",
+    "qk_clip",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What sessions and callbacks take alike; `MonitorSession` says what each means."""
+    """What sessions and callbacks take alike.
+
+    Attributes:
+        every_n_train_steps: Cadence in optimizer steps: steps 0, n, 2n, ... are sampled. If step
+            numbers jump, the first step at or after each of these is sampled.
+        sites: Names or patterns (``"*.attn"``) of the attention modules to watch; None for all.
+        indicators: What to measure, of `guardbit.INDICATORS`; None for all.
+        num_rows: Query rows of each call to recompute in FP32, evenly spread; None for all. Sums
+            over rows (`delta_bias`) are then over these rows.
+        num_audited_heads: Number of heads of each site whose dQ is audited at a sampled step, in
+            turn; alarmed heads are audited in addition.
+        rules: The detectors' rules, with their thresholds.
+        policy: Decides what alarms lead to; None to watch only.
+        dry_run: Record the policy's decisions without switching anything.
+        dirpath: Folder of the telemetry.
+        snapshot_megabytes: How much of the inputs of alarmed heads to keep in `dirpath` for
+            `guardbit diagnose`; 0 for nothing.
+        audit_repeats: Whether to run the backward of sampled calls a second time, and to report
+            where it differs: a race, or additions in any order.
+        preflight: Whether the engines are examined at the calls of the first sampled step, when it
+            has ended, on the first rank; True for a minute at most, or a number of seconds.
+        on_alarm: Called on rank 0 with each alarm, once it is recorded; training waits for it. Its
+            errors end nothing: the first is recorded, and it is called again at the next alarm.
+        strict: Raise errors of the monitor itself, instead of logging them and going on.
+    """
 
     every_n_train_steps: int = 50
     sites: Sequence[str] | None = None
@@ -32,16 +64,25 @@ class Settings:
     num_rows: int | None = None
     num_audited_heads: int = 1
     rules: tuple[Rule, ...] = DEFAULT_RULES
+    policy: Policy | None = None
+    dry_run: bool = False
+    dirpath: str | os.PathLike[str] | None = None
     snapshot_megabytes: float = SNAPSHOT_MEGABYTES
     audit_repeats: bool = False
     preflight: bool | float = False
     on_alarm: Callable[[Alarm], object] | None = None
+    strict: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
         self._check_names()
         Detectors(self.rules)
-        self._check_examinations()
+        for setting in ("audit_repeats", "dry_run"):
+            if not isinstance(getattr(self, setting), bool):
+                given = getattr(self, setting)
+                raise ValueError(f"{setting} is {given!r}; it must be True or False")
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise ValueError(f"policy is {self.policy!r}; it must be a guardbit.Policy, or None")
         if self.on_alarm is not None and not callable(self.on_alarm):
             raise ValueError(
                 f"on_alarm is {self.on_alarm!r}; it must be a function of one alarm, or None"
@@ -57,10 +98,6 @@ class Settings:
         """Names of the indicators."""
         return INDICATORS if self.indicators is None else tuple(self.indicators)
 
-    def arguments(self) -> dict[str, Any]:
-        """Returns all by name, as a session takes them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     def described(self) -> dict[str, Any]:
         """Returns what is kept of them with a run, as plain data."""
         return {
@@ -72,29 +109,30 @@ class Settings:
             "rules": [str(rule) for rule in self.rules],
             "levels": levels_of(self.rules),
             "heads_judged_by": {r.name: reads_of(r) for r in self.rules if judges_heads(r)},
+            **{name: self.policy and getattr(self.policy, name) for name in _OF_POLICY},
+            "dry_run": self.dry_run,
         }
 
     def _check_numbers(self) -> None:
-        whole: dict[str, object] = {
-            "every_n_train_steps": self.every_n_train_steps,
-            "num_audited_heads": self.num_audited_heads,
-            **({} if self.num_rows is None else {"num_rows": self.num_rows}),
-        }
-        for setting, value in whole.items():
+        whole = {"every_n_train_steps": 1, "num_audited_heads": 0, "num_rows": 1}
+        for setting, least in whole.items():
+            value = getattr(self, setting)
+            if setting == "num_rows" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{setting} is {value!r}; it must be a whole number")
-        every, rows, heads = self.every_n_train_steps, self.num_rows, self.num_audited_heads
-        if every < 1:
-            raise ValueError(f"every_n_train_steps is {every}; it must be at least 1")
-        if rows is not None and rows < 1:
-            raise ValueError(f"num_rows is {rows}; it must be at least 1, or None for all rows")
-        if heads < 0:
-            raise ValueError(f"num_audited_heads is {heads}; it must be at least 0")
-        megabytes = self.snapshot_megabytes
-        is_number = isinstance(megabytes, int | float) and not isinstance(megabytes, bool)
-        if not is_number or not 0 <= megabytes < math.inf:
+            if value < least:
+                more = ", or None for all rows" if setting == "num_rows" else ""
+                raise ValueError(f"{setting} is {value}; it must be at least {least}{more}")
+        megabytes, preflight = self.snapshot_megabytes, self.preflight
+        if isinstance(megabytes, bool) or not _is_amount(megabytes):
             raise ValueError(
                 f"snapshot_megabytes is {megabytes!r}; it must be a number from 0 on, 0 for none"
+            )
+        if not _is_amount(preflight):
+            raise ValueError(
+                f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0"
+                " on"
             )
 
     def _check_names(self) -> None:
@@ -117,23 +155,20 @@ class Settings:
                     f"indicator {name!r} is unknown; allowed are {', '.join(INDICATORS)}"
                 )
 
-    def _check_examinations(self) -> None:
-        if not isinstance(self.audit_repeats, bool):
-            raise ValueError(f"audit_repeats is {self.audit_repeats!r}; it must be True or False")
-        preflight = self.preflight
-        if not isinstance(preflight, bool | int | float) or not 0 <= preflight < math.inf:
-            raise ValueError(
-                f"preflight is {preflight!r}; it must be True, False, or a number of seconds from 0"
-                " on"
-            )
+
+def takes_settings(init: F) -> F:
+    """Shows the `Settings` that a constructor takes as `**settings` in its signature."""
+    signature = inspect.signature(init)
+    own = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
+    more = [p for name, p in inspect.signature(Settings).parameters.items() if name not in own]
+    init.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
+        parameters=[*own.values(), *more]
+    )
+    return init
 
 
-def check_policy(policy: object, dry_run: object) -> None:
-    """Refuses what is no policy, or does not say how it is to act."""
-    if not isinstance(dry_run, bool):
-        raise ValueError(f"dry_run is {dry_run!r}; it must be True or False")
-    if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy is {policy!r}; it must be a guardbit.Policy, or None")
+def _is_amount(number: object) -> bool:
+    return isinstance(number, int | float) and 0 <= number < math.inf
 
 
 def check_folder(dirpath: object) -> None:

@@ -24,7 +24,7 @@ from guardbit.monitor.interception import (
 )
 from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
-from guardbit.monitor.measure import Capture, Measurement
+from guardbit.monitor.measure import Measurement
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.policy import Policy
 from tests import toys
@@ -127,7 +127,7 @@ BELOW = {
     "state_dict: detectors": (session_module.Detectors, "state_dict"),
     "state_dict: measurement": (Measurement, "state_dict"),
     "state_dict: stabilizers": (sites.Instrumentation, "stabilizers"),
-    "close: listening": (Capture, "disarm"),
+    "close: dropping calls": (Measurement, "discard"),
     "close: the journal": (journal.Journal, "close"),
     "hook: entering": (hooks, "push"),
     "hook: leaving": (hooks, "pop"),

@@ -6,7 +6,6 @@ wanted indicators need. `metric` batches their results over calls and ranks. `me
 of them through a sampled step.
 """
 
-from guardbit.monitor.measure.capture import Capture
 from guardbit.monitor.measure.measurement import (
     Measurement,
     NoAttentionSeenError,
@@ -15,4 +14,4 @@ from guardbit.monitor.measure.measurement import (
     largest,
 )
 
-__all__ = ["Capture", "Measurement", "NoAttentionSeenError", "Sent", "joined", "largest"]
+__all__ = ["Measurement", "NoAttentionSeenError", "Sent", "joined", "largest"]

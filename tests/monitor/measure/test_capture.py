@@ -5,7 +5,7 @@ import torch
 
 import guardbit
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.measure import Capture
+from guardbit.monitor.measure import Measurement
 from tests.oracle import dense
 
 
@@ -20,18 +20,16 @@ def watched(tiny):
 
 def test_calls_arrive_while_armed_and_only_then(watched, tiny, tokens):
     model, inst = watched
-    calls, errors = [], []
-    capture = Capture(inst, calls.append, errors.append)
+    calls = []
     tiny.step(model, tokens)
     assert calls == []
-    capture.arm()
+    inst.observe(calls.append)
     tiny.step(model, tokens)
     numbers = [inst.sites[name].number for name in ("h.1.attn", "h.0.attn")]
     assert [call.site for call in calls] == numbers  # backwards runs from the last layer
-    capture.disarm()
+    inst.observe(None)
     tiny.step(model, tokens)
     assert len(calls) == 2
-    assert errors == []
 
 
 def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
@@ -41,7 +39,7 @@ def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
         lambda _, args, output: inputs.update(qkv=output.detach())
     )
     calls = []
-    Capture(inst, calls.append, print).arm()
+    inst.observe(calls.append)
     found = tiny.step(model, tokens)
     handle.remove()
     call = calls[-1]
@@ -60,48 +58,68 @@ def test_a_call_holds_what_the_kernel_saw(watched, tiny, tokens):
     torch.testing.assert_close(call.dq.double(), exact.dq, rtol=1e-4, atol=1e-8)
 
 
-def test_consumers_run_without_autograd_and_autocast(watched, tiny, tokens):
-    model, inst = watched
+@pytest.fixture
+def consumed(tiny, monkeypatch):
+    """A model with a session within a sampled step, and what takes the calls."""
+
+    def session_of(consume):
+        torch.manual_seed(0)
+        model = tiny.GPT()
+        monkeypatch.setattr(Measurement, "consume", lambda _, call: consume(call))
+        session = guardbit.MonitorSession(model, every_n_train_steps=1)
+        sessions.append(session)
+        session.begin_batch(0)
+        return model, session
+
+    sessions = []
+    yield session_of
+    for session in sessions:
+        session.abandon_step()
+        session.close()
+
+
+def test_consumers_run_without_autograd_and_autocast(consumed, tiny, tokens):
     modes = []
 
     def consume(call):
         modes.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), call.q.dtype))
 
-    Capture(inst, consume, print).arm()
+    model, _ = consumed(consume)
     with torch.autocast("cpu", torch.bfloat16):
         tiny.step(model, tokens)
     assert modes == [(False, False, torch.bfloat16)] * 2
 
 
-def test_an_error_does_not_stop_training(watched, tiny, tokens):
-    model, inst = watched
-    before = tiny.step(model, tokens)
-    errors = []
+def test_an_error_does_not_stop_training(consumed, tiny, tokens, caplog):
+    torch.manual_seed(0)
+    before = tiny.step(tiny.GPT(), tokens)
+    calls = []
 
     def consume(call):
+        calls.append(call)
         raise RuntimeError(f"site {call.site}")
 
-    Capture(inst, consume, errors.append).arm()
+    model, session = consumed(consume)
     assert tiny.equal(tiny.step(model, tokens), before)
-    numbers = [inst.sites[name].number for name in ("h.1.attn", "h.0.attn")]
-    assert [str(error) for error in errors] == [f"site {number}" for number in numbers]
+    assert session.stages_off == {"capture"} and len(calls) == 1
+    assert f"site {session.instrumentation.sites['h.1.attn'].number}" in caplog.text
 
 
-def test_empty_calls_are_passed_over(watched):
-    model, inst = watched
+def test_empty_calls_are_passed_over(consumed):
     calls = []
-    Capture(inst, calls.append, print).arm()
+    model, session = consumed(calls.append)
     model.embed(torch.zeros(0, 5, dtype=torch.int64))
     x = torch.zeros(0, 5, 64, requires_grad=True)
     model.h[0](x).sum().backward()
     assert calls == []
-    assert not inst.sites, "there is nothing to see in them, so PyTorch serves them alone"
+    sites = session.instrumentation.sites
+    assert not sites, "there is nothing to see in them, so PyTorch serves them alone"
 
 
 def test_forwards_without_a_backward_are_not_seen(watched, tokens):
     model, inst = watched
     calls = []
-    Capture(inst, calls.append, print).arm()
+    inst.observe(calls.append)
     with torch.no_grad():
         model(tokens)
     first, second = model(tokens), model(tokens)
