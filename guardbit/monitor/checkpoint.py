@@ -16,7 +16,7 @@ from guardbit.monitor.stages import log
 from guardbit.monitor.switching import Switching
 
 # Raise it when states that were taken before no longer fit.
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)

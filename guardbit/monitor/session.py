@@ -341,7 +341,7 @@ class MonitorSession(Guarded):
         self._stepping.use("loss")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
-            self._take("loss", value, lambda: self._measurement.loss(step, value, factor))
+            self._take("loss", value, lambda: self._measurement.run.loss(step, value, factor))
 
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
@@ -349,7 +349,7 @@ class MonitorSession(Guarded):
         self._stepping.use("grad_norm")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
-            self._take("grad_norm", value, lambda: self._measurement.grad_norm(step, value))
+            self._take("grad_norm", value, lambda: self._measurement.run.grad_norm(step, value))
 
     @guard.method(_nothing)
     def validation_loss(self, value: Tensor | float) -> None:
@@ -577,7 +577,7 @@ class MonitorSession(Guarded):
         self.attempt("capture", self._measurement.discard)
         self.attempt("coverage", self._notices.abandon_sampled_step)
         self.attempt("snapshots", self._snapshots.discard)
-        self.attempt("samples", lambda: self._measurement.forget_step(step))
+        self.attempt("samples", lambda: self._measurement.run.forget_step(step))
         self._presence.step_ended()
 
     @guard.method(_nothing, at_last=_leave)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.monitor import transfer
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.measure import run as transfer
 from guardbit.monitor.policy import Policy
 from tests.toys import Attention
 
@@ -213,6 +213,7 @@ def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)
     monkeypatch.setattr(ranks, "of_each_part", lambda value, _: [value])
+    monkeypatch.setattr(ranks, "gathered", lambda x: [x])
     monkeypatch.setattr(ranks, "extremes", lambda *values: [(value, value) for value in values])
     assert run.steps(range(2)).alarmed == {0: [0], 1: []}
     run.session.close()

@@ -26,6 +26,7 @@ from guardbit.monitor.interception.entry_points import base, multi_head, sdpa
 from guardbit.monitor.interception.frames import frame_stack
 from guardbit.monitor.measure import Measurement
 from guardbit.monitor.measure.metric import AttentionMetric
+from guardbit.monitor.measure.run import RunProbe
 from guardbit.monitor.policy import Policy
 from tests import toys
 
@@ -110,8 +111,8 @@ BELOW = {
     "begin_batch: the folder": (journal, "RunWriter"),
     "begin_batch: what is remembered": (findings_module.Findings, "events"),
     "begin_batch: the journal so far": (journal, "read_events"),
-    "loss": (Measurement, "loss"),
-    "grad_norm": (Measurement, "grad_norm"),
+    "loss": (RunProbe, "loss"),
+    "grad_norm": (RunProbe, "grad_norm"),
     "end_step: agreeing": (ranks, "all_agree"),
     "end_step: capture": (Measurement, "finish"),
     "end_step: metrics": (Measurement, "columns"),

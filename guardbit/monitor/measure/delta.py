@@ -12,23 +12,22 @@ from torch import Tensor
 
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.monitor.measure.probes import CallView, Found, counted_rows
-from guardbit.monitor.measure.running_sums import measured
+from guardbit.monitor.measure.probes import CallProbe, CallView, Found, counted_rows
 
 
-class DeltaProbe:
+class DeltaProbe(CallProbe):
     """Delta of the kernel in use less that of an FP32 recomputation, summed with and without sign.
 
     The bias is NaN where PyTorch's kernel drops entries of P, because nobody else knows which. It
     is also NaN where the backward takes delta from P itself, and not from a rounded O.
     """
 
-    sums: tuple[str, ...] = ("delta_rows", "delta_bias", "delta_bias_abs")
-    maxima: tuple[str, ...] = ()
+    name = "delta"
+    sums = ("delta_rows", "delta_bias", "delta_bias_abs")
     needs_shadow = True
 
     def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = measured(wanted, "delta")
+        super().__init__(wanted)
         self.totals = self.indicators
 
     def update(self, view: CallView) -> Found:

@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from guardbit.catalog import NONFINITE, of_probe
+from guardbit.catalog import NONFINITE
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.monitor.measure.probes import CallView, Found
+from guardbit.monitor.measure.probes import CallProbe, CallView, Found
 
 _FIELDS = {"O": "out", "dO": "d_out", "dQ": "dq", "dK": "dk", "dV": "dv"}
 
 
-class FiniteProbe:
+class FiniteProbe(CallProbe):
     """Adds up `NONFINITE` over the tensors that are not finite; a head has its group's keys."""
 
-    sums: tuple[str, ...] = tuple(f"nonfinite_{name}" for name in NONFINITE)
-    maxima: tuple[str, ...] = ()
-    needs_shadow = False
-    totals: tuple[str, ...] = ()
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = tuple(name for name in of_probe("finite") if name in wanted)
+    name = "finite"
+    sums = tuple(f"nonfinite_{name}" for name in NONFINITE)
 
     def update(self, view: CallView) -> Found:
         """Looks at all tensors of a call; those that are not known count as finite."""
         heads = view.call.q.size(1)
         return Found(range(heads), tuple(_nonfinite(view.call, name, heads) for name in NONFINITE))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
-        return list(values)
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN, no data, where all is finite."""

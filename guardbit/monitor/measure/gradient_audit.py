@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from guardbit.kernels.constants import device_constant
-from guardbit.monitor.measure.probes import CallView, Found, per_head
-from guardbit.monitor.measure.running_sums import measured
+from guardbit.monitor.measure.probes import CallProbe, CallView, Found, per_head
 
 
-class GradientAudit:
+class GradientAudit(CallProbe):
     """The error of dQ in the audited heads: its size, what adds up over rows, and what W_Q gets.
 
     In the plain case, queries W_Q x, the gradient of a head's largest singular value sigma, with
@@ -23,15 +22,10 @@ class GradientAudit:
     u only.
     """
 
-    sums: tuple[str, ...] = (
+    name = "gradient_audit"
+    sums = (
         "dq_error_squares", "dq_squares", "dq_error_along", "dq_along", "push", "push_of_rows",
     )  # fmt: skip
-    maxima: tuple[str, ...] = ()
-    needs_shadow = False
-    totals: tuple[str, ...] = ()
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = measured(wanted, "gradient_audit")
 
     def update(self, view: CallView) -> Found | None:
         """Recomputes the audited heads' dQ; None where there are none."""

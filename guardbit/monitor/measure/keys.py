@@ -7,25 +7,19 @@ cancels, since sum_j dS_ij is 0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from guardbit.catalog import of_probe
-from guardbit.monitor.measure.probes import CallView, Found
+from guardbit.monitor.measure.probes import CallProbe, CallView, Found
 
 
-class KeyProbe:
+class KeyProbe(CallProbe):
     """The size of a sequence's mean key, relative to the keys; a head has its group's keys."""
 
-    sums: tuple[str, ...] = ("key_means", "key_squares")
-    maxima: tuple[str, ...] = ()
-    needs_shadow = False
-    totals: tuple[str, ...] = ()
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = tuple(name for name in of_probe("keys") if name in wanted)
+    name = "keys"
+    sums = ("key_means", "key_squares")
 
     def update(self, view: CallView) -> Found:
         """Takes what the keys of each sequence of a call, or of each packed document, share."""
@@ -39,10 +33,6 @@ class KeyProbe:
         group = heads // k.size(1)
         of_heads = (part.repeat_interleave(group, 1).sum(0, dtype=torch.float64) for part in parts)
         return Found(range(heads), tuple(of_heads))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
-        return list(values)
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where all keys are zero."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,14 +16,11 @@ from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
 from guardbit.monitor.measure.gradient_audit import heads_in_turn
 from guardbit.monitor.measure.metric import AttentionMetric
-from guardbit.monitor.measure.plan import plan_for
+from guardbit.monitor.measure.plan import KnownSite, joined_tables, plan_for
 from guardbit.monitor.measure.probes import CallView
-from guardbit.monitor.measure.run import RunProbe, Scalars
-from guardbit.monitor.measure.running_sums import RunningSums
-from guardbit.monitor.measure.table import KnownSite, joined_tables
+from guardbit.monitor.measure.run import RunningSums, RunProbe, Scalar, Transfer, samples_of
 from guardbit.monitor.measure.weights import norms_of_sites
 from guardbit.monitor.sites import Instrumentation, Site
-from guardbit.monitor.transfer import Transfer
 from guardbit.records import Sample
 
 
@@ -42,7 +40,7 @@ class Sent(NamedTuple):
 
     step: int
     columns: list[tuple[str, int, str]]
-    scalars: Scalars
+    scalars: list[Scalar]
     numbers: Transfer
 
 
@@ -50,6 +48,7 @@ class Measurement:
     """Collects the indicators of a model's heads, and the run's loss and gradient norm.
 
     Attributes:
+        run: The scalars of the whole run.
         suspects: Site -> heads that are also audited, at every sampled step.
         directions: Site -> FP32 `(H, D)`, along which W_Q of its heads here was largest last.
     """
@@ -65,7 +64,7 @@ class Measurement:
         self._instrumentation = instrumentation
         unasked = () if repeats else of_probe("repeats")
         self._plan = plan_for([name for name in wanted if name not in unasked])
-        self._run = RunProbe(self._plan.wanted)
+        self.run = RunProbe(self._plan.wanted)
         self._num_rows = num_rows
         self._num_audited_heads = num_audited_heads
         self._repeats = repeats
@@ -101,8 +100,9 @@ class Measurement:
         if self._metric is None:
             self._known = self._count(self._instrumentation.sites)
             num_heads = max(site.num_heads for site in self._known.values())
-            metric = AttentionMetric(self._plan.calls, len(self._known), num_heads)
-            self._metric = metric.to(call.q.device)
+            self._metric = AttentionMetric(
+                self._plan.calls, len(self._known), num_heads, call.q.device
+            )
         site = self._known.get(call.site)
         own = self._own_heads.get(call.site, range(0))
         if site is None or len(own) != call.q.size(1):
@@ -137,18 +137,6 @@ class Measurement:
     def discard(self) -> None:
         """Drops the results of the attention calls, because they are incomplete."""
         self._metric = None
-
-    def loss(self, step: int, value: Tensor | float, factor: float) -> None:
-        """Keeps the loss of a micro-batch of optimizer step `step`."""
-        self._run.loss(step, value, factor)
-
-    def grad_norm(self, step: int, value: Tensor | float) -> None:
-        """Keeps the gradient norm of optimizer step `step`; the last one given counts."""
-        self._run.grad_norm(step, value)
-
-    def forget_step(self, step: int | None) -> None:
-        """Drops the scalars of an abandoned step."""
-        self._run.forget_step(step)
 
     def finish(self) -> None:
         """Adds up the results of a sampled step's attention calls, before ranks exchange them."""
@@ -194,7 +182,7 @@ class Measurement:
     def _on_one_table(self, usable: bool) -> tuple[AttentionMetric | None, list[KnownSite]]:
         """Returns the metric of a step that all ranks have measured, and the sites by place."""
         metric, own = self._metric, list(self._known.values())
-        measured_here = usable and metric is not None and metric.update_called
+        measured_here = usable and metric is not None and metric.has_calls
         if ranks.all_agree(measured_here, own):
             return metric, own
         if ranks.all_agree(True, own):
@@ -207,7 +195,7 @@ class Measurement:
         if not table or not ranks.all_agree(is_ready, table):
             return None, []
         if metric is None:
-            metric = AttentionMetric(self._plan.calls, 0, 0).to(ranks.device())
+            metric = AttentionMetric(self._plan.calls, 0, 0, ranks.device())
         places = {(site.name, site.num_heads): site.place for site in table}
         metric = metric.on_table(
             [places.get((site.name, site.num_heads)) for site in own],
@@ -218,7 +206,7 @@ class Measurement:
 
     def send(self, columns: Mapping[tuple[str, str], Tensor], step: int) -> Sent:
         """Begins to move what was measured up to optimizer step `step` to the host, in one copy."""
-        scalars, values = self._run.take()
+        scalars, values = self.run.take()
         return Sent(
             step,
             [(site, self._layers[site], indicator) for site, indicator in columns],
@@ -234,7 +222,7 @@ class Measurement:
             values = next(numbers)
             sample = Sample(sent.step, site, layer, indicator, values)
             samples += [sample, *self._running_sums.follow(sample)]
-        samples += sent.scalars.samples(number for (number,) in numbers)
+        samples += samples_of(sent.scalars, (number for (number,) in numbers))
         return [sample for sample in samples if sample.indicator in self._plan.wanted]
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +234,7 @@ class Measurement:
         }
         return {
             "layers": dict(self._layers),
-            "running_sums": self._running_sums.state_dict(),
+            "running_sums": copy.deepcopy(self._running_sums.sums),
             "suspects": {site: sorted(heads) for site, heads in self.suspects.items()},
             "next_audited": self._next_audited,
             "directions": {
@@ -254,19 +242,19 @@ class Measurement:
                 for name, vectors in self.directions.items()
                 if name not in shared  # each rank has its own, and reads the state of rank 0
             },
-            **self._run.state_dict(),
+            **self.run.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from the `state_dict` of a measurement."""
         self._layers = dict(state["layers"])
-        self._running_sums.load_state_dict(state["running_sums"])
+        self._running_sums.sums = copy.deepcopy(state["running_sums"])
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
         self._next_audited = state["next_audited"]
         self.directions = {
             name: torch.tensor(v, dtype=torch.float32) for name, v in state["directions"].items()
         }
-        self._run.load_state_dict(state)
+        self.run.load_state_dict(state)
 
     def _count(self, sites: Mapping[str, Site]) -> dict[int, KnownSite]:
         """Gives the sites their places in the metric, and layer numbers to those without one."""

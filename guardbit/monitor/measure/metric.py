@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from guardbit.kernels.constants import device_constant
 from guardbit.monitor import ranks
@@ -33,36 +32,44 @@ class _Held(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-class AttentionMetric(Metric):
+class AttentionMetric:
     """Indicators of every head of every site, from the attention calls of a sampled step.
 
     All probes and sites share two state tensors, so that ranks exchange one sum and one maximum.
     Results are held back and added up many at a time, because many small kernels would keep the
-    host busier than the device. Use `update`, `finish` and `measured` only: most other methods of
-    torchmetrics do not see what is held back.
+    host busier than the device.
+
+    Attributes:
+        has_calls: Whether it has looked at a call.
     """
 
-    is_differentiable = False
-    full_state_update = False
-    sums: Tensor
-    maxima: Tensor
-
-    def __init__(self, probes: Sequence[CallProbe], num_sites: int, num_heads: int) -> None:
-        super().__init__(dist_sync_fn=ranks.gathered)
+    def __init__(
+        self,
+        probes: Sequence[CallProbe],
+        num_sites: int,
+        num_heads: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.probes = tuple(probes)
         self.shape = (num_sites, num_heads)
-        self._held: list[_Held] = []
-        self._held_bytes = 0
         self._sums = tuple(name for probe in probes for name in probe.sums)
         self._maxima = tuple(name for probe in probes for name in probe.maxima)
-        zeros = torch.zeros(len(self._sums), *self.shape, dtype=torch.float64)
-        self.add_state("sums", zeros, dist_reduce_fx="sum")
-        if self._maxima:
-            nothing = torch.full((len(self._maxima), *self.shape), -torch.inf, dtype=torch.float32)
-            self.add_state("maxima", nothing, dist_reduce_fx="max")
+        shapes = [(len(names), *self.shape) for names in (self._sums, self._maxima)]
+        self.sums = torch.empty(shapes[0], dtype=torch.float64, device=device)
+        self.maxima = torch.empty(shapes[1], dtype=torch.float32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything, including what is held back."""
+        self.has_calls = False
+        self._held: list[_Held] = []
+        self._held_bytes = 0
+        self.sums = torch.zeros_like(self.sums)
+        self.maxima = torch.full_like(self.maxima, -torch.inf)
 
     def update(self, site: int, view: CallView, first: int = 0) -> None:
-        """Lets the probes look at one call."""
+        """Lets the probes look at one call, whose first head has the number `first`."""
+        self.has_calls = True
         for place, probe in enumerate(self.probes):
             found = probe.update(view)
             if found is not None:
@@ -88,46 +95,32 @@ class AttentionMetric(Metric):
                 larger = torch.maximum(rows.index_select(1, places), _flat(maxima, self.maxima))
                 rows.index_copy_(1, places, larger)
 
-    def compute(self, loss_scale: float = 1.0) -> Tensor:
-        """Returns the indicators of all probes, FP64 `(I, S, H)`; NaN: no data."""
-        self.finish()
-        state = dict(zip(self._sums, self.sums, strict=True))
-        if self._maxima:
-            state |= dict(zip(self._maxima, self.maxima, strict=True))
-        found = [probe.compute(state, loss_scale) for probe in self.probes]
-        return torch.stack([values for one in found for values in one.values()])
-
     def measured(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
         """Returns the indicators of all ranks by name, FP64 `(S, H)`; NaN: no data."""
-        names = [name for probe in self.probes for name in probe.indicators]
-        # torchmetrics squeezes tensors of one element.
-        values = self.compute(loss_scale=loss_scale).view(len(names), *self.shape)
-        return dict(zip(names, values, strict=True))
+        self.finish()
+        sums, maxima = self.sums, self.maxima
+        if ranks.world_size() > 1:
+            sums = torch.stack(ranks.gathered(sums)).sum(0)
+            if self._maxima:
+                maxima = torch.stack(ranks.gathered(maxima)).amax(0)
+        state = dict(zip((*self._sums, *self._maxima), (*sums, *maxima), strict=True))
+        found: dict[str, Tensor] = {}
+        for probe in self.probes:
+            found |= probe.compute(state, loss_scale)
+        return found
 
     def on_table(
         self, places: Sequence[int | None], num_sites: int, num_heads: int
     ) -> AttentionMetric:
         """Returns a metric with this one's results, with sites at the places ranks agreed on."""
         self.finish()
-        table = AttentionMetric(self.probes, num_sites, num_heads).to(self.sums.device)
+        table = AttentionMetric(self.probes, num_sites, num_heads, self.sums.device)
         heads = min(num_heads, self.shape[1])
         for old, new in enumerate(places):
             if new is not None:
                 table.sums[:, new, :heads] = self.sums[:, old, :heads]
-                if self._maxima:
-                    table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
-        table._update_count = 1
+                table.maxima[:, new, :heads] = self.maxima[:, old, :heads]
         return table
-
-    def sync(self, *args: Any, **kwargs: Any) -> None:
-        """Adds up what is held back, then does what torchmetrics does."""
-        self.finish()
-        super().sync(*args, **kwargs)
-
-    def reset(self) -> None:
-        """Forgets everything, including what is held back."""
-        self._held, self._held_bytes = [], 0
-        super().reset()
 
     def _hold_back(self, new: _Held) -> None:
         # Two calls of one site are not added up together, because they go to the same place.

@@ -1,8 +1,8 @@
-"""Decides which probes the wanted indicators need, and what each probe measures."""
+"""What is measured: the probes that the wanted indicators need, and the sites of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from guardbit.catalog import Probe, of_probe
@@ -15,14 +15,9 @@ from guardbit.monitor.measure.repeats import RepeatProbe
 from guardbit.monitor.measure.rows import RowProbe
 
 #: The probes of attention calls, in the order in which they look at one.
-CALL_PROBES: dict[Probe, Callable[[Collection[str]], CallProbe]] = {
-    "rows": RowProbe,
-    "keys": KeyProbe,
-    "delta": DeltaProbe,
-    "gradient_audit": GradientAudit,
-    "repeats": RepeatProbe,
-    "finite": FiniteProbe,
-}
+CALL_PROBES: tuple[type[CallProbe], ...] = (
+    RowProbe, KeyProbe, DeltaProbe, GradientAudit, RepeatProbe, FiniteProbe,
+)  # fmt: skip
 
 
 class Plan(NamedTuple):
@@ -52,7 +47,7 @@ def plan_for(wanted: Collection[str]) -> Plan:
         return frozenset(wanted) & frozenset(of_probe(probe))
 
     audits = bool(of("gradient_audit"))
-    calls = tuple(make(of(probe)) for probe, make in CALL_PROBES.items() if of(probe))
+    calls = tuple(make(wanted) for make in CALL_PROBES if of(make.name))
     return Plan(
         frozenset(wanted),
         calls,
@@ -61,3 +56,30 @@ def plan_for(wanted: Collection[str]) -> Plan:
         any(probe.needs_shadow for probe in calls),
         frozenset(name for probe in calls for name in probe.totals),
     )
+
+
+class KnownSite(NamedTuple):
+    """A site of the metric, at `place`; `layer` is its number for readers.
+
+    `copies` is the number of ranks that make the very same calls of each head.
+    """
+
+    place: int
+    layer: int
+    name: str
+    num_heads: int
+    is_sharded: bool
+    copies: int
+
+
+def joined_tables(tables: Sequence[Sequence[KnownSite]]) -> list[KnownSite]:
+    """Joins the sites of several ranks into one table, with those of the first rank first."""
+    sites: dict[str, KnownSite] = {}
+    for table in tables:
+        taken = {site.layer: name for name, site in sites.items()}
+        clash = any(taken.get(site.layer, site.name) != site.name for site in table)
+        shift = max(taken, default=-1) + 1 if clash else 0
+        for site in table:
+            site = site._replace(place=len(sites), layer=site.layer + shift)
+            sites.setdefault(site.name, site)
+    return list(sites.values())

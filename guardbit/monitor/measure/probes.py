@@ -1,15 +1,16 @@
-"""The interface of a probe of attention calls, and the view of a call that probes get."""
+"""The base of a probe of attention calls, and the view of a call that probes get."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from guardbit.catalog import SUMS, Probe, of_probe
 from guardbit.kernels import dispatch
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.kernels.reference import Dropout, RowMaxima, Shadow
@@ -110,13 +111,15 @@ class Found(NamedTuple):
     values: tuple[Tensor, ...]
 
 
-class CallProbe(Protocol):
+class CallProbe:
     """Measures some indicators in attention calls. It keeps no state, so one serves all sites.
 
     S is the number of sites, H the largest number of heads of one.
 
     Attributes:
-        indicators: Those of its indicators that are wanted, in the catalogue's order.
+        name: Its name in the catalogue.
+        indicators: Those of its indicators that are wanted, or summed up by one that is, in the
+            catalogue's order.
         sums: Names of the values that are added up over rows, micro-batches and ranks.
         maxima: Names of the values whose largest is taken.
         needs_shadow: Whether it reads `CallView.shadow`.
@@ -124,23 +127,27 @@ class CallProbe(Protocol):
             that make the very same calls would count them several times.
     """
 
-    indicators: tuple[str, ...]
-    sums: tuple[str, ...]
-    maxima: tuple[str, ...]
-    needs_shadow: bool
-    totals: tuple[str, ...]
+    name: ClassVar[Probe]
+    sums: tuple[str, ...] = ()
+    maxima: tuple[str, ...] = ()
+    needs_shadow: bool = False
+    totals: tuple[str, ...] = ()
+
+    def __init__(self, wanted: Collection[str]) -> None:
+        needed = {SUMS.get(name, name) for name in wanted}
+        self.indicators = tuple(name for name in of_probe(self.name) if name in needed)
 
     def update(self, view: CallView) -> Found | None:
         """Looks at one call; returns None where there is nothing to measure."""
-        ...
+        raise NotImplementedError
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Reduces the results of S calls, `(S, B, C, R)` or `(S, C)`, to one value a head."""
-        ...
+        return list(values)
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """Returns the indicators, FP64 `(S, H)`; NaN: no data."""
-        ...
+        raise NotImplementedError
 
 
 def per_head(rows: Tensor) -> Tensor:

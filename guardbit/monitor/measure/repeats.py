@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from guardbit.catalog import of_probe
-from guardbit.monitor.measure.probes import CallView, Found
+from guardbit.monitor.measure.probes import CallProbe, CallView, Found
 
 _TENSORS = ("dq", "dk", "dv")
 
@@ -16,18 +15,11 @@ _TENSORS = ("dq", "dk", "dv")
 _FINEST = 2.0**-11
 
 
-class RepeatProbe:
+class RepeatProbe(CallProbe):
     """By how much two backwards on the same tensors differ; a head has its group's keys."""
 
-    sums: tuple[str, ...] = tuple(
-        f"{part}_{name}" for name in _TENSORS for part in ("repeat_change", "repeat_size")
-    )
-    maxima: tuple[str, ...] = ()
-    needs_shadow = False
-    totals: tuple[str, ...] = ()
-
-    def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = tuple(name for name in of_probe("repeats") if name in wanted)
+    name = "repeats"
+    sums = tuple(f"{part}_{name}" for name in _TENSORS for part in ("repeat_change", "repeat_size"))
 
     def update(self, view: CallView) -> Found | None:
         """Runs the backward again, if it is asked for and possible."""
@@ -45,10 +37,6 @@ class RepeatProbe:
                 size = torch.linalg.vector_norm(x, dim=(0, 2, 3), dtype=torch.float64)
                 values.append(size.square().repeat_interleave(heads // x.size(1)))
         return Found(range(heads), tuple(values))
-
-    def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
-        return list(values)
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:
         """See `CallProbe.compute`; NaN where no backward was run again."""

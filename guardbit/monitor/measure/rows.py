@@ -12,8 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.catalog import of_probe
-from guardbit.monitor.measure.probes import CallView, Found, counted_rows, per_head
+from guardbit.monitor.measure.probes import (
+    CallProbe,
+    CallView,
+    Found,
+    counted_rows,
+    per_head,
+)
 
 
 class _Statistic(NamedTuple):
@@ -58,13 +63,13 @@ STATISTICS: dict[str, _Statistic] = {
 }
 
 
-class RowProbe:
+class RowProbe(CallProbe):
     """Measures the statistics of rows; with dropout, those of P before anything is dropped."""
 
-    totals: tuple[str, ...] = ()
+    name = "rows"
 
     def __init__(self, wanted: Collection[str]) -> None:
-        self.indicators = tuple(name for name in of_probe("rows") if name in wanted)
+        super().__init__(wanted)
         self.maxima = tuple(name for name in self.indicators if not STATISTICS[name].is_mean)
         self._means = tuple(name for name in self.indicators if STATISTICS[name].is_mean)
         self.sums = ("rows", *self._means)

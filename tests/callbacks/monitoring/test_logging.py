@@ -17,8 +17,8 @@ from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
 from guardbit.callbacks.lines import last_line
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
-from guardbit.monitor import transfer
 from guardbit.monitor.detectors import Finding
+from guardbit.monitor.measure import run as transfer
 from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder
 

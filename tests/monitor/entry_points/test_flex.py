@@ -563,7 +563,7 @@ def test_the_indicators_of_a_call_are_numbers():
     model, run = build("compiled by itself", options_of(case))
     # Those measured only where it is asked for, and that of what is not finite, are left out.
     names = [name for name in HEAD_INDICATORS if name not in ON_DEMAND]
-    gathered = AttentionMetric(plan_for(names).calls, 1, HEADS).to(DEVICE)
+    gathered = AttentionMetric(plan_for(names).calls, 1, HEADS, DEVICE)
     heads = list(range(HEADS))
 
     def consume(call):

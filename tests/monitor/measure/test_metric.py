@@ -62,6 +62,11 @@ def sizes(scores):
     return scores.abs().where(scores > -torch.inf, -torch.inf)
 
 
+def stacked(metric):
+    """All indicators, FP64 `(I, S, H)`."""
+    return torch.stack(list(metric.measured().values()))
+
+
 def updated(calls, num_rows=None, num_heads=4):
     metric = AttentionMetric(PROBES, 1, num_heads)
     for call in calls:
@@ -215,17 +220,17 @@ def test_sites_of_different_head_counts_do_not_mix():
     metric = AttentionMetric(PROBES, 3, 4)
     metric.update(0, CallView(wide))
     metric.update(2, CallView(narrow))
-    values = metric.compute()
+    values = stacked(metric)
     assert metric.measured().keys() == IN_CALLS
     assert values.shape == (len(IN_CALLS), 3, 4) and values.dtype == torch.float64
     alone_wide, alone_narrow = AttentionMetric(PROBES, 1, 4), AttentionMetric(PROBES, 1, 2)
     alone_wide.update(0, CallView(wide))
     alone_narrow.update(0, CallView(narrow))
     torch.testing.assert_close(
-        values[:, 0], alone_wide.compute()[:, 0], rtol=0, atol=0, equal_nan=True
+        values[:, 0], stacked(alone_wide)[:, 0], rtol=0, atol=0, equal_nan=True
     )
     torch.testing.assert_close(
-        values[:, 2, :2], alone_narrow.compute()[:, 0], rtol=0, atol=0, equal_nan=True
+        values[:, 2, :2], stacked(alone_narrow)[:, 0], rtol=0, atol=0, equal_nan=True
     )
     assert values[:, 1].isnan().all() and values[:, 2, 2:].isnan().all()
 
@@ -255,12 +260,12 @@ def test_reset_forgets_everything():
     metric = AttentionMetric(PROBES, 1, 4)
     first, second = call_of(*sink_inputs(seed=11)), call_of(*sink_inputs(seed=12))
     metric.update(0, CallView(first, None, [0], torch.ones(4, 16)))
-    metric.compute()
+    metric.measured()
     metric.reset()
     metric.update(0, CallView(second))
     fresh = AttentionMetric(PROBES, 1, 4)
     fresh.update(0, CallView(second))
-    torch.testing.assert_close(metric.compute(), fresh.compute(), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(stacked(metric), stacked(fresh), rtol=0, atol=0, equal_nan=True)
 
 
 def test_rows_without_an_allowed_key_do_not_count():
@@ -313,7 +318,7 @@ WORKER = textwrap.dedent(
     metric = AttentionMetric(plan_for(HEAD_INDICATORS).calls, 1, 4)
     for call in calls:
         metric.update(0, CallView(call, None, [2], torch.ones(4, 16)))
-    torch.save(metric.compute(), f"{folder}/values{rank}.pt")
+    torch.save(torch.stack(list(metric.measured().values())), f"{folder}/values{rank}.pt")
     torch.distributed.destroy_process_group()
     """
 )
@@ -333,7 +338,7 @@ def test_two_ranks_see_what_one_process_sees_of_all_the_data(tmp_path):
     values = [torch.load(tmp_path / f"values{rank}.pt") for rank in range(2)]
     torch.testing.assert_close(values[0], values[1], rtol=0, atol=0, equal_nan=True)
     # FP64 sums in another order.
-    torch.testing.assert_close(values[0], alone.compute(), rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(values[0], stacked(alone), rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 def test_dropout_of_pytorchs_kernel_leaves_only_what_needs_no_mask():

@@ -1,6 +1,6 @@
 """The table of all ranks' sites."""
 
-from guardbit.monitor.measure.table import KnownSite, joined_tables
+from guardbit.monitor.measure.plan import KnownSite, joined_tables
 
 
 def table(*names, first_layer=0):

@@ -98,7 +98,7 @@ def test_what_is_no_number_is_left_out_and_told_once(tmp_path, caplog, loss):
 
 def test_a_loss_that_cannot_be_taken_turns_off_the_losses_alone(tmp_path, caplog, monkeypatch):
     loop = Loop(every_n_train_steps=1, dirpath=tmp_path)
-    monkeypatch.setattr(loop.session._measurement, "loss", lambda *_: 1 / 0)
+    monkeypatch.setattr(loop.session._measurement.run, "loss", lambda *_: 1 / 0)
     with loop.session.step(0) as record:
         loop.backward(0)
         record.loss(0.5)
