@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from guardbit.monitor import ranks
+from guardbit.monitor.actions import Switching
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.findings import Findings
 from guardbit.monitor.measure import Measurement
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.schedule import Schedule
 from guardbit.monitor.stages import log
-from guardbit.monitor.switching import Switching
 
 # Raise it when states that were taken before no longer fit.
 _FORMAT = 4

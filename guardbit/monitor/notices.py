@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from guardbit.catalog import NONFINITE
 from guardbit.kernels.engines.proof import proofs
 from guardbit.monitor import ranks
+from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.exchange import Exchange
 from guardbit.monitor.journal import Journal, kernel_of
 from guardbit.monitor.sites import Instrumentation
 from guardbit.monitor.stages import log
-from guardbit.monitor.switch_reports import SwitchReports
 from guardbit.records import Alarm, Event, Sample
 
 _FORWARD = ("q", "k", "v", "O")

@@ -45,7 +45,7 @@ class Policy:
     switched; from the layer to the model likewise, once a switched head is alarmed. What has been
     widened is not undone. When all heads of the model are switched and one is alarmed after as many
     steps, that did not help. With `qk_clip`, heads whose logits are above it are then clipped at
-    every sampled step, which changes weights (see `guardbit.monitor.qk_clip`). Where that does not
+    every sampled step, which changes weights (see `guardbit.monitor.actions`). Where that does not
     help either within as many steps, or without `qk_clip`, `advice` says so.
 
     With `always` all heads are switched at the end of the first step, without an alarm. Heads of

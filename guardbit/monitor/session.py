@@ -27,6 +27,7 @@ from guardbit.doctor.finding import Preflight
 from guardbit.guard import Guarded, refusing
 from guardbit.kernels.attention_call import AttentionCall
 from guardbit.monitor import ranks
+from guardbit.monitor.actions import Clipping, Switching
 from guardbit.monitor.checkpoint import Checkpoint
 from guardbit.monitor.coverage import MissedModules
 from guardbit.monitor.detectors import Detectors
@@ -43,7 +44,6 @@ from guardbit.monitor.measure import (
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
-from guardbit.monitor.qk_clip import Clipping
 from guardbit.monitor.schedule import Schedule, Stepping, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
@@ -55,7 +55,6 @@ from guardbit.monitor.settings import (
 from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
-from guardbit.monitor.switching import Switching
 from guardbit.records import Alarm, Event, RunEnd, Sample
 
 T = TypeVar("T")

@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events
 from guardbit.kernels.deltas import DELTAS
-from guardbit.monitor.qk_clip import clip
+from guardbit.monitor.actions import clip
 from studies.rescue import corpus
 from studies.rescue.errors import FACTORS, HandOn
 from studies.rescue.heads import KeepHeads

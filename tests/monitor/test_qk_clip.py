@@ -9,9 +9,9 @@ from torch import nn
 
 import guardbit
 from guardbit.kernels.spec import AttentionSpec
+from guardbit.monitor.actions import Clipping, clip
 from guardbit.monitor.layouts import LayoutUnavailable
 from guardbit.monitor.policy import Policy
-from guardbit.monitor.qk_clip import Clipping, clip
 from guardbit.records import Sample
 from tests.oracle import scores_of
 

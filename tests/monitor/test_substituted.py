@@ -12,7 +12,7 @@ from guardbit import MonitorSession, instrument, read_events
 from guardbit.kernels import dispatch
 from guardbit.kernels.engines import proof
 from guardbit.kernels.runtime import runtime
-from guardbit.monitor import switch_reports
+from guardbit.monitor import actions
 from guardbit.monitor.policy import Policy
 from guardbit.store import read_metadata
 from tests.toys import Attention, Model
@@ -159,7 +159,7 @@ def test_a_switch_is_asked_for_before_any_call(tmp_path):
 
 
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
-    monkeypatch.setattr(switch_reports, "LASTING", 3)
+    monkeypatch.setattr(actions, "LASTING", 3)
     run.one()
     run.session.switch(SITE, "exact_delta")
     for step in range(8):

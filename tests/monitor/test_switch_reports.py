@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events
-from guardbit.monitor import switch_reports
+from guardbit.monitor import actions
 from guardbit.monitor.interception import StepCalls
 from guardbit.monitor.interception.calls import CAPTURED
 from guardbit.monitor.policy import Policy
@@ -127,7 +127,7 @@ def test_the_metadata_say_that_later_batches_could_be_switched(tmp_path):
 
 
 def test_calls_that_alternate_do_not_fill_the_journal(run, monkeypatch):
-    monkeypatch.setattr(switch_reports, "LASTING", 5)
+    monkeypatch.setattr(actions, "LASTING", 5)
     run.steps(None)
     run.session.switch(SITE, "compensated")
     for _ in range(5):

@@ -17,9 +17,16 @@ from guardbit.monitor.interception import SiteRecord, StepCalls
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
 
+T = TypeVar("T")
 
-class CalledModule:
-    """A module of the model that may call attention.
+_NEVER_CALLED = SiteRecord(-1, [], StepCalls(bypass="it has not been called yet"))
+
+
+class Site:
+    """A module of the model that calls attention.
+
+    Where its heads' rows of W_Q and W_K lie is found out when they are first asked for, and again
+    when the module has other parameters.
 
     Attributes:
         name: Dotted name of the module.
@@ -30,12 +37,21 @@ class CalledModule:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, number: int, enclosing: Sequence[CalledModule] = ()
+        self, name: str, module: nn.Module, number: int, enclosing: Sequence[Site] = ()
     ) -> None:
         self.name = name
         self.module = module
         self.number = number
         self.enclosing = [(number, module), *((other.number, other.module) for other in enclosing)]
+        self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
+        self._settled_for: Sequence[tuple[object, ...]] = ()
+        self._unread: dict[Side, str] = {}
+        self._are_heads_exchanged = False
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, num_heads={self.num_heads})"
+
+    # --- its calls -------------------------------------------------------------------------------
 
     @property
     def state(self) -> SiteState:
@@ -43,14 +59,19 @@ class CalledModule:
         return runtime.site(self.number)
 
     @property
-    def record(self) -> SiteRecord | None:
-        """What is known of its calls; None before the first."""
-        return interception.site_record(self.enclosing)
+    def record(self) -> SiteRecord:
+        """What is known of its calls."""
+        return interception.site_record(self.enclosing) or _NEVER_CALLED
+
+    @property
+    def calls(self) -> StepCalls:
+        """The calls of the latest step that made any."""
+        return self.record.calls
 
     @property
     def was_called(self) -> bool:
         """Whether attention was called here, also by a function that GuardBit leaves alone."""
-        return self.record is not None
+        return self.record is not _NEVER_CALLED
 
     @property
     def num_heads(self) -> int:
@@ -60,54 +81,41 @@ class CalledModule:
     @property
     def own_heads(self) -> range:
         """The query heads on this rank: all, unless ranks share them."""
-        record = self.record
-        size = record.calls.heads[0] if record else 0
+        size = self.calls.heads[0]
         start = self.state.share[0] * size
         return range(start, start + size)
 
     @property
     def refusal(self) -> str | None:
         """Why none of the latest step's calls could be switched, or None."""
-        record = self.record
-        return record.calls.refusal if record else "it has not been called yet"
+        return self.calls.refusal
 
     @property
     def unwatched(self) -> str | None:
         """Why nothing is measured in the latest step's calls, or None."""
-        record = self.record
-        return record.calls.unwatched if record else "it has not been called yet"
+        return self.calls.unwatched
 
     @property
     def lasting_refusal(self) -> str | None:
         """Why no call so far could be switched, or None."""
-        record = self.record
-        if record is None:
-            return self.refusal
-        calls = record.calls
+        calls = self.calls
         return calls.conflict or (None if calls.was_switchable else calls.bypass)
-
-    @property
-    def latest_calls(self) -> StepCalls | None:
-        """The calls of the latest step that made any; None before the first call."""
-        record = self.record
-        return record.calls if record else None
 
     @property
     def trained_in(self) -> int:
         """The latest step in which attention was called here in training; -1 before the first."""
         record = self.record
-        if record is None or not record.with_gradients:
-            return self.state.ran_at
-        return max(record.calls.step, self.state.ran_at)
+        ran_at = self.state.ran_at
+        return max(record.calls.step, ran_at) if record.with_gradients else ran_at
 
     @property
     def several_calls(self) -> str | None:
         """Why only a part of the calls is measured, or None; ask when rows were looked for."""
-        record = self.record
-        if record is None or record.calls.per_forward < 2 or self.state.calls_are_alike:
+        per_forward = self.calls.per_forward
+        if per_forward < 2 or self.state.calls_are_alike:
             return None
         return (
-            f"it makes several calls of attention in one forward ({record.calls.per_forward}), and"
+            f"it makes several calls of attention in one forward ({per_forward}), and"
             " their queries or keys are not known to come from the same weights: the first is"
             " measured, and a switch applies to all"
         )
@@ -115,39 +123,19 @@ class CalledModule:
     @property
     def entry(self) -> str:
         """The function that was called last, by its public name; "" before the first call."""
-        record = self.record
-        return record.entry if record else ""
+        return self.record.entry
 
     @property
     def sharded(self) -> str | None:
         """Why it is unknown which of the site's heads are on this rank, or None."""
-        record = self.record
-        return record.sharded if record else None
+        return self.record.sharded
 
     @property
     def parts(self) -> int:
         """Number of ranks over which tensor parallelism spreads its weights; 1 without it."""
         return interception.parts(self.number)
 
-
-T = TypeVar("T")
-
-
-class WeightedModule(CalledModule):
-    """An attention module whose heads' rows of W_Q and W_K can be read.
-
-    Where they lie is found out when they are first asked for, and again when the module has other
-    parameters.
-    """
-
-    def __init__(
-        self, name: str, module: nn.Module, number: int, enclosing: Sequence[CalledModule] = ()
-    ) -> None:
-        super().__init__(name, module, number, enclosing)
-        self._layout: tuple[Layout, Weights] | LayoutUnavailable | None = None
-        self._settled_for: Sequence[tuple[object, ...]] = ()
-        self._unread: dict[Side, str] = {}
-        self._are_heads_exchanged = False
+    # --- its weights -----------------------------------------------------------------------------
 
     def query_weight(self, head: int) -> Tensor:
         """Returns head `head`'s rows of W_Q from the current weights."""
@@ -263,7 +251,7 @@ class WeightedModule(CalledModule):
             raise LayoutUnavailable(self._why(self.sharded))
         parameters = self._parameters()
         if self._layout is None or parameters != self._settled_for:
-            if self.record is None:
+            if not self.was_called:
                 raise LayoutUnavailable(
                     f"site '{self.name}' has not been called yet; run a training step first"
                 )
@@ -290,8 +278,7 @@ class WeightedModule(CalledModule):
         reason = why_sharded([module for _, module in self.enclosing])
         if reason is not None:
             return LayoutUnavailable(self._why(reason))
-        record = self.record
-        for module, inputs in record.modules if record else []:
+        for module, inputs in self.record.modules:
             if not any(p.dim() >= 2 for p in module.parameters()):
                 continue
             rerun = functools.partial(interception.rerun, self.number, module, inputs)
@@ -312,12 +299,7 @@ class WeightedModule(CalledModule):
     def _why(self, reason: str) -> str:
         return f"W_Q of site '{self.name}' is unavailable: {reason}"
 
-
-class Site(WeightedModule):
-    """A module of the model that calls attention."""
-
-    def __repr__(self) -> str:
-        return f"Site({self.name!r}, num_heads={self.num_heads})"
+    # --- what its heads run -----------------------------------------------------------------------
 
     @property
     def stabilizers(self) -> list[str]:
@@ -326,8 +308,7 @@ class Site(WeightedModule):
         It is "none" while no call can be switched, and if the kernels of a switch failed. After a
         switch, and always for heads on other ranks, it is what is asked for until the next call.
         """
-        record = self.record
-        if record is not None and record.calls.refusal is not None:
+        if self.was_called and self.refusal is not None:
             return ["none"] * self.num_heads
         state, own, names = self.state, self.own_heads, self.asked
         ran = state.ran if state.failure is None else state.requested

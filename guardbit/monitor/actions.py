@@ -1,0 +1,407 @@
+"""What is done about alarms: heads are switched, what they really run is reported, logits clipped.
+
+QK clip scales a head's W_Q and W_K so that its largest logit comes back to a bound. The rule is
+MuonClip's (arXiv 2507.20534): after an optimizer step a head whose largest logit S is above the
+bound has its logits scaled by bound / S, by the square root of that in W_Q and in W_K. S is of
+scale q k alone: no clip lowers what a mask or a position bias adds. Unlike a stabilizer a clip
+changes the weights, and so the run. An optimizer that keeps copies of the weights in FP32, and
+writes them back, undoes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from guardbit.monitor.interception import StepCalls
+from guardbit.monitor.layouts import LayoutUnavailable
+from guardbit.monitor.policy import Policy
+from guardbit.monitor.sites import Instrumentation, Site
+from guardbit.records import Alarm, Decision, Event, Sample
+
+#: Name of an attention module -> one stabilizer a head.
+Stabilizers = dict[str, list[str]]
+
+#: Steps that a change must last before it is reported, from a module's third change on. Otherwise
+#: alternating calls would fill the journal.
+LASTING = 100
+
+#: A head that is clipped again and again is reported once in so many steps.
+REPORTED_EVERY = 1000
+#: So many clips in a row, of which the next sample shows nothing, are enough.
+MOST_IN_VAIN = 2
+
+
+class Switching:
+    """Switches heads by hand or as a policy decides, and records it.
+
+    Attributes:
+        refusals: Module, of any rank -> why none of its calls could be switched so far, or None.
+        asked_elsewhere: What heads are asked to run in modules that only other ranks hold.
+    """
+
+    def __init__(
+        self,
+        instrumentation: Instrumentation,
+        policy: Policy | None,
+        dry_run: bool,
+        record: Callable[[Event], None],
+    ) -> None:
+        self._instrumentation = instrumentation
+        self._policy, self._dry_run, self._record = policy, dry_run, record
+        self.refusals: dict[str, str | None] = {}
+        self.asked_elsewhere: Stabilizers = {}
+        # Modules that are absent: not called yet, or no longer instrumented.
+        self._loaded: Stabilizers = {}
+        self._left_running: Stabilizers = {}
+
+    def asked(self) -> Stabilizers:
+        """What the heads are asked to run; a module's are known only once it has been called."""
+        return {**self._loaded, **self.asked_elsewhere, **self._instrumentation.asked()}
+
+    def running(self) -> Stabilizers:
+        """What the heads really ran in the latest step."""
+        return {**self._left_running, **self._instrumentation.stabilizers()}
+
+    def switched(self) -> Stabilizers:
+        """What is asked for in the modules that have a switched head."""
+        return {name: list(names) for name, names in self.asked().items() if set(names) != {"none"}}
+
+    def remember(self) -> None:
+        """Keeps both, because the instrumentation is about to leave the model."""
+        self._loaded, self._left_running = self.asked(), self.running()
+
+    def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
+        """Asks for the stabilizers of a checkpoint, some of which may be of other ranks' parts."""
+        modules = set(self._instrumentation.modules)
+        self._instrumentation.load_stabilizers(
+            {name: s for name, s in stabilizers.items() if name in modules or not is_of_parts}
+        )
+        self._loaded = stabilizers
+
+    def switch(
+        self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str, step: int
+    ) -> None:
+        """Switches heads by hand, see `MonitorSession.switch`."""
+        before = self._instrumentation.asked()
+        self._instrumentation.switch(site, stabilizer, heads)
+        for name, now in self._instrumentation.asked().items():
+            # A new switch replaces one that does not fit the heads.
+            known = before[name] if len(before[name]) == len(now) else ["none"] * len(now)
+            switched = tuple(
+                h for h, (old, new) in enumerate(zip(known, now, strict=True)) if old != new
+            )
+            if switched:
+                self._record(Event(step, "switch", name, switched, why, stabilizer=stabilizer))
+
+    def decide(
+        self,
+        alarms: list[Alarm],
+        step: int,
+        last_ended: int,
+        restless: Mapping[str, Collection[int]],
+        way_back: str,
+    ) -> None:
+        """Lets the policy decide, and carries out its decisions."""
+        called = self._instrumentation.sites
+        for name, site in called.items():
+            switched = _switched_heads(site.asked)
+            if site.mixed_heads is not None and 0 < len(switched) < site.num_heads:
+                why = f"switched back: {site.mixed_heads}"
+                self._instrumentation.give_back(site)
+                self._record(Event(last_ended, "switch", name, switched, why, stabilizer="none"))
+        if self._policy is None:
+            return
+        own = {name: site.asked for name, site in called.items()}
+        asked, advice = {**self.asked_elsewhere, **own}, self._policy.advice
+        for decision in self._policy.decide(alarms, step, asked, restless):
+            self._act(decision, self._policy, last_ended)
+        if self._policy.advice != advice:
+            why = f"{self._policy.advice}; {way_back} {self._policy.remedy}"
+            if self._dry_run:
+                why = (
+                    "dry run: no head was switched, so it is not known whether that helps; had all"
+                    f" alarms come in spite of the switches, the advice would be: {why}"
+                )
+            self._record(Event(last_ended, "advisory", "", (), why))
+
+    def _act(self, decision: Decision, policy: Policy, step: int) -> None:
+        site = self._instrumentation.sites.get(decision.site)  # or other ranks have it
+        asked = self.asked_elsewhere[decision.site] if site is None else site.asked
+        refusal, heads, why = self.refusals.get(decision.site), decision.heads, decision.why
+        if site is not None and site.mixed_heads is not None:
+            heads = tuple(range(site.num_heads))
+        if decision.stabilizer == "none" and not self._dry_run:
+            # Leave heads alone whose switch was refused, or that somebody has switched since.
+            ours = {head for head, name in enumerate(asked) if name == policy.stabilizer}
+            refusal, heads = None, tuple(head for head in heads if head in ours)
+            if not heads:
+                return
+        refusal = "dry run" if self._dry_run else refusal
+        if refusal is None and site is not None:
+            self._instrumentation.ask(decision.site, decision.stabilizer, heads)
+        elif refusal is None:
+            for head in heads:
+                asked[head] = decision.stabilizer
+        else:
+            why = f"not switched to {decision.stabilizer}: {refusal} ({decision.why})"
+            if not self._dry_run:
+                policy.was_refused(decision.site, heads)
+        kind = "refusal" if refusal else "switch"
+        self._record(Event(step, kind, decision.site, heads, why, stabilizer=decision.stabilizer))
+
+    def already(self, alarm: Alarm) -> str:
+        """Returns a clause on the alarmed heads that are switched already, or ""."""
+        names = self.running().get(alarm.site, [])
+        return "".join(
+            f"; head {head} runs {names[head]} already"
+            for head in alarm.heads
+            if head < len(names) and names[head] != "none"
+        )
+
+    def events(self, step: int, is_resumed: bool) -> Iterator[Event]:
+        """Yields switches that say what is switched, for a run that continues in a new folder."""
+        why = "as before the run was resumed" if is_resumed else "before the first step"
+        for site, names in self.asked().items():
+            for stabilizer in dict.fromkeys(name for name in names if name != "none"):
+                heads = tuple(head for head, name in enumerate(names) if name == stabilizer)
+                yield Event(step, "switch", site, heads, why, stabilizer=stabilizer)
+
+
+@dataclass
+class _Reported:
+    """What was reported of an attention module.
+
+    Attributes:
+        asked: What its heads were asked to run at the last check.
+        names: What its heads run according to the reports.
+        turns: How often a change was reported.
+        lasting: Number of steps for which the module has differed from the reports.
+        some: Whether it was reported that only some of the calls can be switched.
+    """
+
+    asked: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    turns: int = 0
+    lasting: int = 0
+    some: bool = False
+
+    def ask(self, asked: tuple[str, ...]) -> set[int]:
+        """Takes what the heads are asked to run; returns the heads that were switched meanwhile."""
+        known = len(self.asked) == len(asked)
+        new = {h for h, name in enumerate(asked) if not known or self.asked[h] != name}
+        self.names = tuple(
+            name if head in new else self.names[head] for head, name in enumerate(asked)
+        )
+        self.asked = asked
+        return new
+
+
+class SwitchReports:
+    """Reports what switched heads really run if that is not what was asked for, step by step."""
+
+    def __init__(self, instrumentation: Instrumentation) -> None:
+        self._instrumentation = instrumentation
+        self._reported: dict[str, _Reported] = {}
+
+    def check(self, step: int, is_last: bool = False) -> Iterator[Event]:
+        """Yields the reports of a step that has ended; free while nothing is switched."""
+        switched = self._instrumentation.switched
+        if not switched and not self._reported:
+            return
+        for name in self._reported.keys() - {site.name for site in switched}:
+            del self._reported[name]
+        for site in switched:
+            calls = site.calls
+            if calls.step < self._instrumentation.latest_step:  # not called in this step
+                if site in self._instrumentation.lost():
+                    yield from self._gone(site, step, "its module is no longer in the model")
+            elif site.sharded is not None:
+                yield from self._gone(site, step, site.sharded)
+            else:
+                yield from self._compare(site, calls, step, is_last)
+
+    def _gone(self, site: Site, step: int, why: str) -> Iterator[Event]:
+        """Undoes a switch that can never take effect again."""
+        heads = _switched_heads(site.outgrown or site.asked)
+        self._instrumentation.give_back(site)
+        self._reported.pop(site.name, None)
+        yield Event(step, "switch", site.name, heads, f"switched back: {why}", stabilizer="none")
+
+    def _compare(self, site: Site, calls: StepCalls, step: int, is_last: bool) -> Iterator[Event]:
+        asked = tuple(site.outgrown or site.asked)
+        refusal = calls.refusal
+        if refusal is None and site.outgrown is not None:
+            refusal = f"it has {site.num_heads} heads now, and the switch was made for {len(asked)}"
+        runs = tuple(site.stabilizers) if refusal is None else ("none",) * len(asked)
+        reported = self._reported.setdefault(site.name, _Reported())
+        new = reported.ask(asked)
+        changed = {head for head, name in enumerate(runs) if name != reported.names[head]}
+        is_turn = not changed <= new
+        reported.lasting = reported.lasting + 1 if is_turn else 0
+        earlier = site.substituted_in(calls.step)
+        reason = refusal or calls.bypass or site.substituted or earlier
+        is_mixed = refusal is None and (calls.bypass or (earlier and runs == asked))
+        if not reported.some and reason and (is_mixed or (is_turn and reported.turns >= 2)):
+            reported.some = True
+            why = (
+                f"heads {list(_switched_heads(asked))} of {site.name} run what they are switched to"
+                f" in some calls only: {reason}"
+            )
+            yield Event(step, "monitor_error", "", (), why)
+        if is_turn and reported.turns >= 2 and reported.lasting < LASTING and not is_last:
+            changed &= new
+        elif changed and (is_turn or not reported.turns):
+            reported.turns, reported.lasting = reported.turns + 1, 0
+        reported.names = tuple(
+            runs[head] if head in changed else name for head, name in enumerate(reported.names)
+        )
+        by_names: dict[tuple[str, bool], list[int]] = {}
+        for head in sorted(changed):
+            by_names.setdefault((runs[head], runs[head] == asked[head]), []).append(head)
+        for (name, is_asked), heads in by_names.items():
+            wanted = list(dict.fromkeys(asked[head] for head in heads))
+            missing = f"{' and '.join(wanted)} {'does' if len(wanted) == 1 else 'do'} not run"
+            if is_asked:
+                why = "its calls can be switched again"
+            elif refusal is not None:
+                why = (
+                    f"{missing}: {refusal}; the heads are not stabilized until its calls can be"
+                    " switched again"
+                )
+            elif name == "none":
+                why = f"{missing}, and the heads are not stabilized: {site.substituted}"
+            else:
+                why = site.substituted  # which says what runs
+            yield Event(step, "switch", site.name, tuple(heads), why, stabilizer=name)
+
+
+def _switched_heads(names: Sequence[str]) -> tuple[int, ...]:
+    return tuple(head for head, name in enumerate(names) if name != "none")
+
+
+class _Clipped(NamedTuple):
+    """The head of an attention module that a clip scaled most.
+
+    Attributes:
+        head: Its number.
+        logit: Its largest logit, before the clip.
+        scale: By how much its logits were scaled.
+        norm: Spectral norm of its W_Q before the clip; NaN if unknown.
+        in_vain: How many clips before it, in a row, lowered W_Q and not the logits.
+    """
+
+    head: int
+    logit: float
+    scale: float
+    norm: float
+    in_vain: int
+
+    def in_vain_now(self, logit: float, norm: float) -> int:
+        """Returns `in_vain` with this clip, from what the next sample shows."""
+        if self.in_vain == MOST_IN_VAIN:
+            return self.in_vain
+        # Less than half of the way, in logarithms; W_Q has the square root of the scale.
+        is_as_large = logit > self.logit * self.scale**0.5
+        is_scaled = norm < self.norm * self.scale**0.25
+        return self.in_vain + 1 if is_as_large and is_scaled else 0
+
+
+def clip(site: Site, max_logits: Sequence[float], bound: float) -> dict[int, float]:
+    """Scales the heads of an attention module that are above the bound, in place."""
+    scales = [bound / s if bound < s < float("inf") else 1.0 for s in max_logits]
+    clipped = {head: scale for head, scale in enumerate(scales) if scale < 1}
+    if clipped:
+        site.scale_logits(torch.tensor(scales, dtype=torch.float64))
+    return clipped
+
+
+class Clipping:
+    """Clips the heads that sampled steps find above a bound, and records it."""
+
+    def __init__(self, is_dry_run: bool, record: Callable[[Event], None]) -> None:
+        self._is_dry_run, self._record = is_dry_run, record
+        # (attention module, head) -> step of the event about it; (module, -1): a refusal.
+        self._reported: dict[tuple[str, int], int] = {}
+        self._clipped: dict[str, _Clipped] = {}
+
+    def act(
+        self, sites: Mapping[str, Site], samples: Iterable[Sample], bound: float, why: str
+    ) -> None:
+        """Clips by the samples of one step; called between steps."""
+        samples = list(samples)
+        logits = [sample for sample in samples if sample.indicator == "max_logit"]
+        norms = {s.site: s.values for s in samples if s.indicator == "w_q_spectral_norm"}
+        # All ranks see the same samples, so all of them refuse, or none.
+        are_parts = any(sample.site not in sites for sample in logits)
+        for sample in logits:
+            above = tuple(head for head, s in enumerate(sample.values) if s > bound)
+            if not above:
+                continue
+            if self._is_dry_run:
+                refusal = "dry run"
+            elif are_parts:
+                refusal = "ranks hold different parts of the model"
+            else:
+                refusal = self._clip(sites, sample, norms.get(sample.site), bound)
+            if refusal is not None:
+                if self._is_new(sample.step, sample.site, (-1,)):
+                    sentence = f"not clipped: {refusal} ({why})"
+                    self._record(Event(sample.step, "refusal", sample.site, above, sentence))
+            elif self._is_new(sample.step, sample.site, above):
+                largest = max(sample.values[head] for head in above)
+                sentence = (
+                    f"W_Q and W_K were scaled so that logits end at {bound:,g}; the largest was"
+                    f" {largest:,.0f} ({why})"
+                )
+                self._record(Event(sample.step, "clip", sample.site, above, sentence))
+
+    def _clip(
+        self,
+        sites: Mapping[str, Site],
+        sample: Sample,
+        norms: Sequence[float] | None,
+        bound: float,
+    ) -> str | None:
+        """Clips a module's heads; returns why not where that did not happen."""
+        norms = norms or [math.nan] * len(sample.values)
+        in_vain, last = 0, self._clipped.get(sample.site)
+        if last is not None:
+            in_vain = last.in_vain_now(sample.values[last.head], norms[last.head])
+            if in_vain == MOST_IN_VAIN:
+                self._clipped[sample.site] = last._replace(in_vain=in_vain)
+                return f"{in_vain} clips of head {last.head} lowered W_Q and not the logits"
+        site = sites[sample.site]
+        try:
+            if (shared := _sharing(site, sites)) is not None:
+                return (
+                    f"its W_Q or W_K is that of '{shared}', too, which a clip would scale as well"
+                )
+            clipped = clip(site, sample.values, bound)
+        except LayoutUnavailable as unavailable:
+            return str(unavailable)
+        if clipped:
+            head = min(clipped, key=clipped.__getitem__)
+            self._clipped[sample.site] = _Clipped(
+                head, sample.values[head], clipped[head], norms[head], in_vain
+            )
+        return None
+
+    def _is_new(self, step: int, site: str, heads: Sequence[int]) -> bool:
+        last = {head: self._reported.get((site, head), -REPORTED_EVERY) for head in heads}
+        new = [head for head in heads if step - last[head] >= REPORTED_EVERY]
+        self._reported.update({(site, head): step for head in new})
+        return bool(new)
+
+
+def _sharing(site: Site, sites: Mapping[str, Site]) -> str | None:
+    """Returns the name of another module that has some of the weights that a clip scales."""
+    scaled = set(map(id, site.scaled_parameters()))
+    for name, other in sites.items():
+        if other is not site and not scaled.isdisjoint(map(id, other.module.parameters())):
+            return name
+    return None
