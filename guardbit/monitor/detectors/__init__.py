@@ -17,13 +17,23 @@ import numpy as np
 
 from guardbit.catalog import INDICATORS
 from guardbit.monitor.detectors import rules
-from guardbit.monitor.detectors.rule import Finding, Rule, Snapshot, reads_of, role_of
+from guardbit.monitor.detectors.rule import (
+    OVERFLOW,
+    Finding,
+    Rule,
+    Snapshot,
+    State,
+    Values,
+    from_plain,
+    heads_where,
+    reads_of,
+    role_of,
+    to_plain,
+)
 
 # What the rules are, their folder says, and it alone.
 from guardbit.monitor.detectors.rules import *  # noqa: F403
 from guardbit.monitor.detectors.rules import DEFAULT_RULES, CommonMode
-from guardbit.monitor.detectors.rules.common import heads_where
-from guardbit.monitor.detectors.values import OVERFLOW, State, Values, from_plain, to_plain
 from guardbit.records import SUBJECTS, Alarm, Role, Sample
 
 

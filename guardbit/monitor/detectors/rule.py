@@ -1,16 +1,44 @@
-"""What a rule is: it looks at a snapshot of the telemetry and returns findings."""
+"""What a rule is: it looks at a snapshot of the telemetry and returns findings.
+
+The values of heads are FP64 arrays while rules compute, and plain lists in their states.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from guardbit.monitor.detectors.values import State, Values, finite
 from guardbit.records import Role
+
+Values = NDArray[np.float64]
+State = dict[str, Any]
+
+#: Stands for inf, which JSON has not: the largest FP32 number.
+OVERFLOW = float(np.finfo(np.float32).max)
+
+
+def finite(values: Values) -> list[float]:
+    """Returns the values that are no NaN, as plain floats."""
+    return values[~np.isnan(values)].tolist()
+
+
+def to_plain(values: Values) -> list[float | None]:
+    """Returns one plain float a head, None for NaN, as JSON has no NaN."""
+    if not np.isnan(values).any():  # by far the most
+        return values.tolist()
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def from_plain(values: list[float | None], heads: int = 0) -> Values:
+    """Undoes `to_plain`; pads with NaN up to `heads` heads."""
+    # NumPy reads None as NaN.
+    return np.array(values + [None] * (heads - len(values)), np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +135,31 @@ def judges_heads(rule: Rule) -> bool:
 def role_of(rule: Rule) -> Role:
     """Returns what a rule judges."""
     return getattr(rule, "role", Role())
+
+
+# --- what several rules need ---------------------------------------------------------------------
+
+
+def heads_where(mask: np.ndarray) -> tuple[int, ...]:
+    """Returns the numbers of the heads for which a mask, (heads,), is true."""
+    return tuple(np.flatnonzero(mask).tolist())
+
+
+def check_thresholds(rule: Any, **smallest: int) -> None:
+    """Refuses thresholds that are no numbers, or too small."""
+    for field in dataclasses.fields(rule):
+        if field.name == "name":
+            continue
+        value, bound = getattr(rule, field.name), smallest.get(field.name, 0)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ValueError(f"{rule.name}.{field.name} is {number!r}; it must be a number")
+            if not number >= bound:
+                raise ValueError(f"{rule.name}.{field.name} is {number}; it must be >= {bound}")
+
+
+def smaller_of_last_two(state: State, site: str, values: Values) -> Values:
+    """Returns each head's smaller value of this sample and its last one; NaN for the first."""
+    previous = from_plain(state.get(site, []), len(values))
+    state[site] = to_plain(np.where(np.isnan(values), previous, values))
+    return np.minimum(previous, values)

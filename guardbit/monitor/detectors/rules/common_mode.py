@@ -8,13 +8,15 @@ from typing import ClassVar
 
 import numpy as np
 
-from guardbit.monitor.detectors.rule import Finding, Snapshot
-from guardbit.monitor.detectors.rules.common import (
+from guardbit.monitor.detectors.rule import (
+    Finding,
+    Snapshot,
+    State,
+    Values,
     check_thresholds,
     heads_where,
     smaller_of_last_two,
 )
-from guardbit.monitor.detectors.values import State, Values
 from guardbit.records import Role
 
 

@@ -9,9 +9,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from guardbit.monitor.detectors.rule import Finding, Snapshot
-from guardbit.monitor.detectors.rules.common import check_thresholds, heads_where
-from guardbit.monitor.detectors.values import State, Values
+from guardbit.monitor.detectors.rule import (
+    Finding,
+    Snapshot,
+    State,
+    Values,
+    check_thresholds,
+    heads_where,
+)
 from guardbit.records import Role
 
 #: Evidence is cut here, above any threshold in use.

@@ -10,13 +10,17 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from guardbit.monitor.detectors.rule import Finding, Snapshot
-from guardbit.monitor.detectors.rules.common import (
+from guardbit.monitor.detectors.rule import (
+    Finding,
+    Snapshot,
+    State,
+    Values,
     check_thresholds,
+    from_plain,
     heads_where,
     smaller_of_last_two,
+    to_plain,
 )
-from guardbit.monitor.detectors.values import State, Values, from_plain, to_plain
 
 
 class Lead(NamedTuple):

@@ -7,9 +7,7 @@ import statistics
 from dataclasses import dataclass
 from typing import ClassVar
 
-from guardbit.monitor.detectors.rule import Finding, Snapshot
-from guardbit.monitor.detectors.rules.common import check_thresholds
-from guardbit.monitor.detectors.values import OVERFLOW, State
+from guardbit.monitor.detectors.rule import OVERFLOW, Finding, Snapshot, State, check_thresholds
 from guardbit.records import Role
 
 

@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from guardbit.monitor.detectors.rule import Finding, Snapshot
-from guardbit.monitor.detectors.rules.common import check_thresholds, heads_where
-from guardbit.monitor.detectors.values import State
+from guardbit.monitor.detectors.rule import Finding, Snapshot, State, check_thresholds, heads_where
 from guardbit.records import Role
 
 
