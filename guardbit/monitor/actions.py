@@ -86,7 +86,6 @@ class Switching:
     def switch(
         self, site: str, stabilizer: str, heads: Sequence[int] | None, why: str, step: int
     ) -> None:
-        """Switches heads by hand, see `MonitorSession.switch`."""
         before = self._instrumentation.asked()
         self._instrumentation.switch(site, stabilizer, heads)
         for name, now in self._instrumentation.asked().items():
@@ -106,7 +105,6 @@ class Switching:
         restless: Mapping[str, Collection[int]],
         way_back: str,
     ) -> None:
-        """Lets the policy decide, and carries out its decisions."""
         called = self._instrumentation.sites
         for name, site in called.items():
             switched = _switched_heads(site.asked)

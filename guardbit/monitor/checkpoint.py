@@ -44,7 +44,6 @@ class Checkpoint:
     def state_dict(
         self, switched: dict[str, list[str]], measurement: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes; plain Python only."""
         self.findings.state_is_taken(self.schedule.last_ended)
         return {
             "format": _FORMAT,

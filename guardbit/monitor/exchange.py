@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
@@ -29,12 +30,13 @@ _SAME_WEIGHTS = 1e-4
 
 
 class Part(NamedTuple):
-    """What a rank reports of its part of the model.
+    """What a rank knows of its part of the model, or all ranks of the whole.
 
     Attributes:
-        samples: What it measured.
+        samples: What was measured.
         refusals: Why no call so far could be switched, or None, by attention module.
-        asked: The stabilizers asked for, by attention module.
+        asked: The stabilizers asked for, by attention module; of the whole, those in modules that
+            this rank does not hold.
         metadata: What the run's metadata says of its attention modules.
         recorded: The events of this rank alone since the last sampled step: attention that it did
             not see, and what its switched heads ran.
@@ -45,22 +47,6 @@ class Part(NamedTuple):
     asked: dict[str, list[str]]
     metadata: dict[str, dict[str, Any]]
     recorded: list[Event]
-
-
-class Whole(NamedTuple):
-    """What all ranks know together.
-
-    Attributes:
-        samples: One list a part; rank 0's comes first.
-        refusals: See `Part`.
-        asked_elsewhere: The stabilizers asked for in modules that this rank does not hold.
-        metadata: See `Part`.
-    """
-
-    samples: list[list[Sample]]
-    refusals: dict[str, str | None]
-    asked_elsewhere: dict[str, list[str]]
-    metadata: dict[str, dict[str, Any]]
 
 
 class Exchange:
@@ -87,7 +73,7 @@ class Exchange:
         if ranks.world_size() > 1:
             self._recorded.append(event)
 
-    def tell_what_is_lacking(self) -> None:
+    def log_what_is_lacking(self) -> None:
         """Logs which weights this rank cannot read; what rank 0 lacks, the journal says."""
         for name, known in self.metadata.items() if ranks.rank() > 0 else ():
             why = known["weights_unavailable"]
@@ -106,27 +92,26 @@ class Exchange:
             log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")
         return not any(same)
 
-    def share(self, samples: list[Sample], step: int) -> Whole:
+    def share(self, samples: list[Sample], step: int) -> Part:
         """Returns what the ranks know, and records the other parts' events; all ranks call it."""
         attempt, several = self._stages.attempt, ranks.world_size() > 1
-        refusals = attempt("refusals", self._lasting_refusals) or {}
-        asked = attempt("stabilizers", self._instrumentation.asked) if several else None
-        mine = Part(samples, refusals, asked or {}, self.metadata, self._recorded)
+        refusals = attempt("refusals", self._lasting_refusals)
+        asked = attempt("stabilizers", self._instrumentation.asked) if several else {}
+        mine = Part(samples, refusals or {}, asked or {}, self.metadata, self._recorded)
         self._recorded = []
         heads = attempt("ranks", self._own_heads) if several else None
         parts = ranks.of_each_part(mine, heads)
-        whole = Whole([part.samples for part in parts], {}, {}, {})
+        whole = Part(joined([part.samples for part in parts]), {}, {}, {}, parts[0].recorded)
         for part in reversed(parts):
             whole.refusals.update(part.refusals)
             whole.metadata.update(part.metadata)
-            elsewhere = {n: names for n, names in part.asked.items() if n not in mine.asked}
-            whole.asked_elsewhere.update(elsewhere)
+            whole.asked.update({n: a for n, a in part.asked.items() if n not in mine.asked})
         if several and len(parts) == 1:
             self._compare_weights(samples, step)
-        recorded = list(parts[0].recorded)
+        known = list(whole.recorded)
         for event in (event for part in parts[1:] for event in part.recorded):
-            if event not in recorded:
-                recorded.append(event)
+            if event not in known:
+                known.append(event)
                 self._record(event)
         return whole
 
@@ -134,7 +119,6 @@ class Exchange:
         return {name: site.lasting_refusal for name, site in self._instrumentation.sites.items()}
 
     def _own_heads(self) -> list[tuple[str, range]]:
-        """The heads that are on this rank."""
         return [(name, site.own_heads) for name, site in self._instrumentation.sites.items()]
 
     def _compare_weights(self, samples: list[Sample], step: int) -> None:
@@ -147,3 +131,18 @@ class Exchange:
         if are_other and not self._are_other:
             self._are_other = True
             self._record(Event(step, "monitor_error", "", (), _OTHER_WEIGHTS))
+
+
+def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
+    """Joins the samples of ranks with different parts of a model."""
+    samples: dict[tuple[int, str, str], Sample] = {}
+    for sample in (sample for part in parts for sample in part):
+        key = sample.step, sample.site, sample.indicator
+        first = samples.setdefault(key, sample)
+        if first is not sample and len(first.values) == len(sample.values):
+            values = tuple(
+                other if math.isnan(value) else value
+                for value, other in zip(first.values, sample.values, strict=True)
+            )
+            samples[key] = replace(first, values=values)
+    return list(samples.values())

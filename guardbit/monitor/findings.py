@@ -33,7 +33,6 @@ class Findings:
         return tuple(self._first.values())
 
     def add(self, alarm: Alarm) -> None:
-        """Takes an alarm or an advisory."""
         self._first.setdefault((alarm.rule, alarm.site), alarm)
         if not alarm.role.is_advisory:
             self.alarmed.setdefault(alarm.site, set()).update(alarm.heads)
@@ -73,7 +72,6 @@ class Findings:
         yield from map(event_of, self.alarms)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` takes."""
         # Plain tuples only: PyTorch loads no other with weights_only.
         alarms = [(*astuple(alarm)[:-1], tuple(alarm.role)) for alarm in self.alarms]
         alarmed = {site: sorted(heads) for site, heads in self.alarmed.items()}
@@ -86,7 +84,6 @@ class Findings:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run stood."""
         alarms = [
             Alarm(step, site, tuple(heads), rule, why, Role(*role))
             for step, site, heads, rule, why, role in state["first_alarms"]

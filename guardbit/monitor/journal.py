@@ -147,7 +147,6 @@ class Journal:
         )
 
     def record(self, event: Event) -> None:
-        """Logs an event and writes it down."""
         self._log(event)
         if self._is_kept():
             self._events.append(event)
@@ -243,7 +242,6 @@ class Journal:
         self._try_to_write([])
 
     def note(self, metadata: Mapping[str, Any]) -> None:
-        """Adds to the run's metadata."""
         self._notes |= metadata
         self._try_to_write([])
 

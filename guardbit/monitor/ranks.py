@@ -32,13 +32,11 @@ class RanksLostError(RuntimeError):
 
 
 def world_size() -> int:
-    """Number of ranks, 1 without `torch.distributed`."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_world_size() if distributed else 1
 
 
 def rank() -> int:
-    """This process's rank, 0 without `torch.distributed`."""
     return torch.distributed.get_rank() if world_size() > 1 else 0
 
 
@@ -82,7 +80,6 @@ def gathered(x: Tensor, group: object = None) -> list[Tensor]:
 
 
 def _exchanged(what: str, mine: Tensor) -> list[Tensor]:
-    """Returns a tensor of each rank."""
     global _are_lost
     default = torch.distributed.group.WORLD
     if _are_lost is default:

@@ -23,7 +23,6 @@ class Schedule:
         self._is_first = True
 
     def begin(self, step: int, is_wanted: bool) -> None:
-        """Begins a micro-batch of a step."""
         if step != self.step:
             self.is_sampled = self.is_due(step, is_wanted)
             self.step = step
@@ -43,7 +42,6 @@ class Schedule:
 
     @property
     def is_within_step(self) -> bool:
-        """Whether a step has begun and not ended."""
         return self.step is not None and self.step != self.last_ended
 
     def is_due(self, step: int, is_wanted: bool) -> bool:
@@ -55,7 +53,6 @@ class Schedule:
 
 
 def checked_step(step: int) -> int:
-    """Returns the number of a step."""
     try:
         checked = operator.index(step)
     except TypeError:
@@ -88,7 +85,6 @@ class Stepping:
         self._said: set[str] = set()
 
     def begin(self, step: int) -> None:
-        """A micro-batch of a step begins."""
         if self._is_open and step == self._last:
             self._batches += 1
         else:
@@ -113,21 +109,17 @@ class Stepping:
         self._last, self._is_open, self._was_abandoned = step, True, False
 
     def end(self) -> None:
-        """A step ends."""
         self._is_open, self._not_ended = False, 0
         self._has_any_ended = self._has_any_ended or self._last is not None
 
     def abandon(self) -> None:
-        """A step is forgotten, and may begin again."""
         self._is_open, self._not_ended, self._was_abandoned = False, 0, True
 
     def use(self, what: str) -> None:
-        """Something is called that belongs to a step."""
         if self._last is None:
             self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
 
     def close(self) -> None:
-        """The session is closed."""
         if self._last is None:
             self._once(
                 "not begun",

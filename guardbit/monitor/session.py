@@ -38,7 +38,6 @@ from guardbit.monitor.measure import (
     Measurement,
     NoAttentionSeenError,
     Sent,
-    joined,
     largest,
 )
 from guardbit.monitor.notices import Notices
@@ -481,7 +480,7 @@ class MonitorSession(Guarded):
         if why_none is not None:
             self._notices.none_called(step, why_none)
         self._exchange.metadata = self._facts()
-        self._exchange.tell_what_is_lacking()
+        self._exchange.log_what_is_lacking()
         if ranks.world_size() == 1:  # else once they know of one another's
             self._describe(self._exchange.metadata)
         return columns
@@ -529,10 +528,10 @@ class MonitorSession(Guarded):
         # calls cannot be switched is no reason not to switch the next ones.
         known = self._exchange.share(samples, ended)
         self._switching.refusals = known.refusals
-        self._switching.asked_elsewhere = known.asked_elsewhere
+        self._switching.asked_elsewhere = known.asked
         if ranks.world_size() > 1:
             self.attempt("metrics", lambda: self._describe(known.metadata))
-        return joined(known.samples)
+        return known.samples
 
     def _record_alarms(self, found: list[Alarm]) -> None:
         """Records alarms and advisories; their heads are audited at each sampled step from now."""

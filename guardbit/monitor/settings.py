@@ -95,7 +95,6 @@ class Settings:
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """Names of the indicators."""
         return INDICATORS if self.indicators is None else tuple(self.indicators)
 
     def described(self) -> dict[str, Any]:
@@ -172,7 +171,6 @@ def _is_amount(number: object) -> bool:
 
 
 def check_folder(dirpath: object) -> None:
-    """Refuses what is no folder for a run."""
     if dirpath is not None and (not dirpath or not isinstance(dirpath, str | os.PathLike)):
         raise ValueError(f"dirpath is {dirpath!r}; it must be a path, or None")
     if dirpath is not None and os.path.isfile(dirpath):

@@ -127,13 +127,11 @@ def reads_of(rule: Rule) -> list[list[str]]:
 
 
 def judges_heads(rule: Rule) -> bool:
-    """Whether a rule raises alarms on heads."""
     role = role_of(rule)
     return role.judges == "head" and not role.is_advisory
 
 
 def role_of(rule: Rule) -> Role:
-    """Returns what a rule judges."""
     return getattr(rule, "role", Role())
 
 

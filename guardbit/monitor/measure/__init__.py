@@ -10,8 +10,7 @@ from guardbit.monitor.measure.measurement import (
     Measurement,
     NoAttentionSeenError,
     Sent,
-    joined,
     largest,
 )
 
-__all__ = ["Measurement", "NoAttentionSeenError", "Sent", "joined", "largest"]
+__all__ = ["Measurement", "NoAttentionSeenError", "Sent", "largest"]

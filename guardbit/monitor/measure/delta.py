@@ -31,13 +31,11 @@ class DeltaProbe(CallProbe):
         self.totals = self.indicators
 
     def update(self, view: CallView) -> Found:
-        """Takes the bias of a call's recomputed rows."""
         exact = view.shadow
         bias = _delta_bias(view.call, exact.out, view.rows)
         return Found(range(view.call.q.size(1)), (exact.row_max, *bias))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
         row_max, bias, bias_abs = values
         return [counted_rows(row_max), bias, bias_abs]
 

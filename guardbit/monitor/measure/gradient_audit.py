@@ -39,7 +39,6 @@ class GradientAudit(CallProbe):
         return Found(heads, gradient_error(q, dq, view.exact_dq, directions))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
         return [per_head(rows) for rows in values]
 
     def compute(self, state: Mapping[str, Tensor], loss_scale: float) -> dict[str, Tensor]:

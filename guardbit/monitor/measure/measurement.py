@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -87,11 +86,9 @@ class Measurement:
 
     @property
     def num_sites(self) -> int:
-        """Number of sites known, of all ranks."""
         return max(len(self._known), self._num_joined)
 
     def begin(self) -> None:
-        """Starts a sampled step."""
         if self._metric is not None:
             self._metric.reset()
 
@@ -246,7 +243,6 @@ class Measurement:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from the `state_dict` of a measurement."""
         self._layers = dict(state["layers"])
         self._running_sums.sums = copy.deepcopy(state["running_sums"])
         self.suspects = {site: set(heads) for site, heads in state["suspects"].items()}
@@ -271,21 +267,6 @@ class Measurement:
             )
             for place, (name, site) in enumerate(sites.items())
         }  # fmt: skip
-
-
-def joined(parts: Sequence[Sequence[Sample]]) -> list[Sample]:
-    """Joins the samples of ranks with different parts of a model."""
-    samples: dict[tuple[int, str, str], Sample] = {}
-    for sample in (sample for part in parts for sample in part):
-        key = sample.step, sample.site, sample.indicator
-        first = samples.setdefault(key, sample)
-        if first is not sample and len(first.values) == len(sample.values):
-            values = tuple(
-                other if math.isnan(value) else value
-                for value, other in zip(first.values, sample.values, strict=True)
-            )
-            samples[key] = replace(first, values=values)
-    return list(samples.values())
 
 
 def largest(samples: Sequence[Sample]) -> dict[str, float]:

@@ -82,7 +82,6 @@ class RowProbe(CallProbe):
         return Found(range(view.call.q.size(1)), (recomputed.row_max, *read))
 
     def reduce(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """See `CallProbe.reduce`."""
         row_max, *read = values
         reduced = (
             STATISTICS[name].reduce(rows, row_max)

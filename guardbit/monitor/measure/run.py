@@ -60,7 +60,6 @@ class RunProbe:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a `state_dict`."""
         self._kept = [(name, step, value, factor) for name, step, value, factor in state["scalars"]]
 
 

@@ -38,7 +38,6 @@ _ATTENTION_OF_TORCH = (
 
 
 def is_of_fabric(module: nn.Module) -> bool:
-    """Whether a module is what `Fabric.setup` returns."""
     owner = type(module).__module__
     return type(module).__name__ == "_FabricModule" and owner.endswith("fabric.wrappers")
 
@@ -252,7 +251,6 @@ class Instrumentation:
         self._clock.tell()
 
     def end_step(self) -> None:
-        """Ends the training step."""
         self._clock.end_told()
 
     @property
@@ -362,7 +360,6 @@ def select(named: Mapping[str, T], patterns: Sequence[str], kind: str) -> dict[s
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name stands for all that match it."""
     return any(character in name for character in "*?[")
 
 

@@ -55,12 +55,10 @@ class Site:
 
     @property
     def state(self) -> SiteState:
-        """What the kernels know of it."""
         return runtime.site(self.number)
 
     @property
     def record(self) -> SiteRecord:
-        """What is known of its calls."""
         return interception.site_record(self.enclosing) or _NEVER_CALLED
 
     @property
@@ -127,7 +125,6 @@ class Site:
 
     @property
     def sharded(self) -> str | None:
-        """Why it is unknown which of the site's heads are on this rank, or None."""
         return self.record.sharded
 
     @property

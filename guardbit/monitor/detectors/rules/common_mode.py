@@ -55,7 +55,6 @@ class CommonMode:
 
     @property
     def levels(self) -> dict[str, float]:
-        """What pages draw, see `Rule`."""
         return {"max_logit": self.logit}
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:

@@ -93,7 +93,6 @@ class GradientError:
 
     @property
     def levels(self) -> dict[str, float]:
-        """What pages draw, see `Rule`."""
         return {"dq_coherent_error": self.tolerated}
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:

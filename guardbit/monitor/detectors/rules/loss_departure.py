@@ -43,7 +43,6 @@ class LossDeparture:
 
     @property
     def levels(self) -> dict[str, float]:
-        """What pages draw, see `Rule`."""
         return {"loss": self.rise}
 
     def examine(self, snapshot: Snapshot, state: State) -> list[Finding]:
