@@ -1,9 +1,13 @@
-"""Toy transformers to watch: attention with what most tests vary, and a model of such layers."""
+"""Toy transformers to watch, of attention with what most tests vary, and a rule that alarms."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from guardbit.monitor.detectors import Finding
 
 
 class Attention(nn.Module):
@@ -87,3 +91,22 @@ class Model(nn.Module):
         for layer in self.layers:
             x = layer(x, *how)
         return x
+
+
+@dataclass(frozen=True)
+class Fires:
+    """A rule that names heads of a module in each of its samples, or in one, counted from 1."""
+
+    site: str
+    heads: tuple[int, ...] = (1,)
+    sample: int | None = None
+    why: str = "it is time"
+    indicator: str = "max_logit"
+    name: str = "fires"
+
+    def examine(self, snapshot, state):
+        if self.site not in snapshot.of(self.indicator):
+            return []
+        state["seen"] = state.get("seen", 0) + 1
+        is_due = self.sample in (None, state["seen"])
+        return [Finding(self.site, self.heads, self.why)] if is_due else []

@@ -27,8 +27,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
-from guardbit.callbacks.lines import first_line, last_line
-from guardbit.callbacks.loggers import LoggedRun
+from guardbit.callbacks.loggers import LoggedRun, first_line, last_line
 from guardbit.guard import refusing
 from guardbit.monitor.policy import Policy
 from guardbit.monitor.session import MonitorSession

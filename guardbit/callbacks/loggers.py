@@ -1,7 +1,9 @@
-"""What loggers get of a sampled step: scalars, texts and pictures."""
+"""What a run's console and loggers get: lines, scalars, texts and pictures."""
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from guardbit.catalog import LOGGED_KEYS, RUN_INDICATORS
 from guardbit.dashboards.history import History
-from guardbit.records import Alarm, Sample
+from guardbit.records import Alarm, RunEnd, Sample
 
 if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
@@ -27,6 +29,36 @@ WORST_KEYS: tuple[str, ...] = (
 
 #: Samples that are kept: enough for a head's baseline, few enough to cost no time.
 _BUCKETS = 64
+
+
+def first_line(every_n_train_steps: int, dirpath: str | os.PathLike[str]) -> str:
+    """Says that the run is watched, and where to look."""
+    return (
+        f"GuardBit samples attention every {every_n_train_steps} steps; to look on:"
+        f" guardbit live {shlex.quote(str(dirpath))}"
+    )
+
+
+def last_line(end: RunEnd, session: MonitorSession, dirpath: str | os.PathLike[str]) -> str:
+    """Says what was found, and where the report comes from."""
+    num_alarmed = session.num_alarmed_heads
+    watched, modules = session.coverage
+    if session.sampled_step is None:
+        found = "no step was sampled"
+    elif not watched:
+        found = "no head was watched"
+    elif num_alarmed:
+        found = f"{num_alarmed} head{'s' * (num_alarmed > 1)} alarmed"
+        found += ", no stabilizer attached" * (session.policy is None)
+    else:
+        found = f"no head alarmed up to step {session.sampled_step}"
+    if 0 < watched < modules:
+        found += f", in the {watched} of {modules} attention modules that are watched"
+    off = sorted(session.stages_off)
+    if off:
+        found += f" (off after an error: {', '.join(off)})"
+    report = f"; the report: guardbit report {shlex.quote(str(dirpath))}"
+    return f"GuardBit: run {end}, {found}{report if os.path.isdir(dirpath) else ''}"
 
 
 class WorstHead(NamedTuple):

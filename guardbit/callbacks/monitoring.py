@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 
 from guardbit import guard
 from guardbit.callbacks.doors import GuardedCallback, end, guarded, nothing, watched
-from guardbit.callbacks.lines import first_line, last_line
-from guardbit.callbacks.loggers import LoggedRun, send_picture, send_text
+from guardbit.callbacks.loggers import LoggedRun, first_line, last_line, send_picture, send_text
 from guardbit.guard import refusing
 from guardbit.monitor.detectors import DEFAULT_RULES, Rule
 from guardbit.monitor.policy import Policy

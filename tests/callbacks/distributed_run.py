@@ -10,7 +10,6 @@ the same run twice would not end with the same bits otherwise.
 import importlib.util
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,7 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from guardbit import AttentionMonitor, AutoStabilizer
-from guardbit.monitor.detectors import DEFAULT_RULES, Finding
+from guardbit.monitor.detectors import DEFAULT_RULES
+from tests.toys import Fires
 
 SITE = "net.h.1.attn"
 
@@ -29,17 +29,6 @@ path = Path(__file__).with_name("conftest.py")
 specification = importlib.util.spec_from_file_location("tiny", path)
 tiny = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(tiny)
-
-
-@dataclass(frozen=True)
-class FiresAtSecondSample:
-    name: str = "fires"
-
-    def examine(self, frame, state):
-        if SITE not in frame.of("max_logit"):
-            return []
-        state["seen"] = state.get("seen", 0) + 1
-        return [Finding(SITE, (1,), "the second has come")] if state["seen"] == 2 else []
 
 
 class Sharded(tiny.TinyGPT):
@@ -99,7 +88,7 @@ def main(strategy, accelerator, folder):
     plain, _ = train(strategy, accelerator, folder)
     watching = AttentionMonitor(3, dirpath=folder / f"{strategy}-watched", strict=True)
     watched, watcher = train(strategy, accelerator, folder, watching)
-    rules = (FiresAtSecondSample(), *DEFAULT_RULES)
+    rules = (Fires(SITE, sample=2), *DEFAULT_RULES)
     acting = AttentionMonitor(3, rules=rules, dirpath=folder / f"{strategy}-acted", strict=True)
     acted, actor = train(
         strategy, accelerator, folder, acting, AutoStabilizer("compensated", scope="head")

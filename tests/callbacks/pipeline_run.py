@@ -9,15 +9,13 @@ next, which GuardBit does not see anyway. Writes what each rank saw to FOLDER/RA
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from guardbit import MonitorSession, Policy
-from guardbit.monitor.detectors import Finding
-from tests.toys import Attention
+from tests.toys import Attention, Fires
 
 SIZE, WIDTH, STEPS = 16, 32, 3
 HEADS = (2, 4)  # of the two stages
@@ -41,19 +39,6 @@ class Stage(nn.Module):
         return x
 
 
-@dataclass(frozen=True)
-class FiresAtOnce:
-    """Names the last head of the second stage."""
-
-    name: str = "fires"
-
-    def examine(self, frame, state):
-        if "layers.1" not in frame.of("max_logit") or "done" in state:
-            return []
-        state["done"] = True
-        return [Finding("layers.1", (3,), "the first has come")]
-
-
 def batch(step):
     return torch.randn(2, 12, WIDTH, generator=torch.Generator().manual_seed(step))
 
@@ -64,7 +49,7 @@ def watch(folder, rank, steps, state=None):
     session = MonitorSession(
         model,
         every_n_train_steps=1,
-        rules=(FiresAtOnce(),),
+        rules=(Fires("layers.1", (3,), sample=1),),
         policy=Policy("compensated", scope="head"),
         dirpath=folder if rank == 0 else None,
         strict=True,

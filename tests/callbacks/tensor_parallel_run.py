@@ -11,7 +11,6 @@ import json
 import logging
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,8 +27,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import LayoutUnavailable, MonitorSession, Policy
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.monitor.detectors import DEFAULT_RULES, Finding
+from guardbit.monitor.detectors import DEFAULT_RULES
 from tests.oracle import attend
+from tests.toys import Fires
 
 HEADS, SIZE, WIDTH, STEPS = 4, 16, 32, 4
 
@@ -92,21 +92,8 @@ class Model(nn.Module):
         return self.whole(self.shared(x))
 
 
-@dataclass(frozen=True)
-class FiresAtSecondSample:
-    """Names head 3, which is on the second rank."""
-
-    name: str = "fires"
-
-    def examine(self, frame, state):
-        site = "shared.core"
-        if site not in frame.of("max_logit"):
-            return []
-        state["seen"] = state.get("seen", 0) + 1
-        return [Finding(site, (3,), "the second has come")] if state["seen"] == 2 else []
-
-
-RULES = (FiresAtSecondSample(), *DEFAULT_RULES)
+#: Head 3 is on the second rank.
+RULES = (Fires("shared.core", (3,), sample=2), *DEFAULT_RULES)
 
 
 def batch(step):

@@ -23,8 +23,8 @@ from guardbit import HuggingFaceMonitor, Policy, read_events, read_metadata, rea
 from guardbit.callbacks import huggingface
 from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
 from guardbit.catalog import LOGGED_KEYS
-from guardbit.monitor.detectors import Finding
 from guardbit.store.reading import read_end
+from tests.toys import Fires
 
 SITE = "transformer.h.1.attn"
 
@@ -39,18 +39,6 @@ class Tokens(Dataset):
     def __getitem__(self, index):
         tokens = torch.randint(48, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
-
-
-class FiresAtSecondSample:
-    """Names head 1 of one site when its second value comes."""
-
-    name = "fires"
-
-    def examine(self, frame, state):
-        if SITE not in frame.of("max_logit"):
-            return []
-        state["seen"] = state.get("seen", 0) + 1
-        return [Finding(SITE, (1,), "the second has come")] if state["seen"] == 2 else []
 
 
 class Norms(TrainerCallback):
@@ -255,7 +243,7 @@ def test_a_training_within_another_does_not_end_it(tmp_path):
 def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, same_weights):
     def monitor():
         policy = Policy("row_max", quiet_steps=5, scope="head")
-        return HuggingFaceMonitor(3, policy=policy, rules=(FiresAtSecondSample(),), strict=True)
+        return HuggingFaceMonitor(3, policy=policy, rules=(Fires(SITE, sample=2),), strict=True)
 
     whole = train(tmp_path / "whole", monitor())
     train(tmp_path / "parts", monitor(), steps=8)
@@ -275,7 +263,7 @@ def test_an_alarm_switches_and_a_resumed_run_is_the_run_never_stopped(tmp_path, 
 
 def test_a_second_run_with_the_same_callback_begins_anew(tmp_path):
     # The policy remembers what it has switched, and would keep those heads for good.
-    rules = (FiresAtSecondSample(),)
+    rules = (Fires(SITE, sample=2),)
     monitor = HuggingFaceMonitor(
         3, policy=Policy("row_max", scope="head"), rules=rules, strict=True
     )

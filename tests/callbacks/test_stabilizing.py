@@ -1,7 +1,6 @@
 """`AutoStabilizer` in real, small Lightning runs: switching, undoing, refusing, resuming."""
 
 from collections import Counter
-from dataclasses import dataclass
 
 import pandas as pd
 import pytest
@@ -9,7 +8,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_metadata, read_run
-from guardbit.monitor.detectors import DEFAULT_RULES, Finding, GradientError, LossDeparture
+from guardbit.monitor.detectors import DEFAULT_RULES, GradientError, LossDeparture
+from tests.toys import Fires
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -21,25 +21,7 @@ pytestmark = [
 SITE = "net.h.1.attn"
 
 
-@dataclass(frozen=True)
-class FiresAtSample:
-    """Names head 1 of one site when its `sample`-th value comes; remembers how many came."""
-
-    sample: int = 2
-    site: str = SITE
-    indicator: str = "max_logit"
-    name: str = "fires_at_sample"
-
-    def examine(self, frame, state):
-        values = frame.of(self.indicator).get(self.site)
-        if values is None:
-            return []
-        state["seen"] = state.get("seen", 0) + 1
-        fires = state["seen"] == self.sample
-        return [Finding(self.site, (1,), f"sample {self.sample} has come")] if fires else []
-
-
-RULES = (FiresAtSample(), *DEFAULT_RULES)
+RULES = (Fires(SITE, sample=2), *DEFAULT_RULES)
 
 
 class Stabilizers(Callback):
@@ -85,7 +67,7 @@ def test_an_alarm_switches_its_heads_from_the_next_step_on(trains, tmp_path, mon
     assert steps_with(watching.used, "FLASH_ATTENTION") == [0, 3, 4, 5, 6, 7]
     assert events_of(tmp_path / "run", "alarm") == [(3, SITE, (1,), "")]
     assert events_of(tmp_path / "run", "switch") == [(3, SITE, (1,), "compensated")]
-    assert "fires_at_sample" in read_events(tmp_path / "run").iloc[1].why
+    assert "fires" in read_events(tmp_path / "run").iloc[1].why
 
 
 def test_by_default_the_alarmed_layer_gets_an_exact_delta_and_keeps_its_kernel(trains, tmp_path):
@@ -121,7 +103,7 @@ def test_a_dry_run_records_and_switches_nothing(trains, tmp_path, same_weights):
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
-    assert why == "not switched to compensated: dry run (alarmed by fires_at_sample)"
+    assert why == "not switched to compensated: dry run (alarmed by fires)"
 
 
 def test_the_policy_undoes_a_switch_after_the_quiet_period(trains, tmp_path):
@@ -178,14 +160,14 @@ def test_a_site_that_cannot_be_switched_is_recorded_with_the_reason(trains, tmp_
             attend = attention.attend
             attention.attend = lambda *x: attend(*(y.double() for y in x)).float()
 
-    rules = (FiresAtSample(indicator="w_q_spectral_norm"),)
+    rules = (Fires(SITE, sample=2, indicator="w_q_spectral_norm"),)
     monitor = AttentionMonitor(3, rules=rules, dirpath=tmp_path / "run", strict=True)
     trains.fit(monitor, AutoStabilizer("compensated", scope="head"), model=Double())
     assert events_of(tmp_path / "run", "switch") == []
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (1,), "compensated")]
     why = read_events(tmp_path / "run").query("kind == 'refusal'").why.item()
     refused = "not switched to compensated: it computes in torch.float64"
-    assert why == f"{refused} (alarmed by fires_at_sample)"
+    assert why == f"{refused} (alarmed by fires)"
     trains.fit(monitor, AutoStabilizer("compensated", scope="model"), model=Double())
     assert events_of(tmp_path / "run", "switch") == [(3, "net.h.0.attn", (0, 1), "compensated")]
     assert events_of(tmp_path / "run", "refusal") == [(3, SITE, (0, 1), "compensated")]
@@ -229,7 +211,7 @@ def resumable(trains):
 def trained(trains, folder, stabilizer, max_steps, ckpt_path=None, **settings):
     # Sampled are 0, 3, 6, ...; the second sample fires, so the switch is from step 4 on. The rule
     # for the audit's errors remembers every sample, that for the loss the last eight.
-    rules = (FiresAtSample(), GradientError(), LossDeparture())
+    rules = (Fires(SITE, sample=2), GradientError(), LossDeparture())
     monitor = AttentionMonitor(3, rules=rules, dirpath=folder / "run", strict=True)
     checkpoint = ModelCheckpoint(
         folder / f"until-{max_steps}", "{step}", every_n_train_steps=8, save_top_k=-1
@@ -340,7 +322,7 @@ def test_a_resumed_run_that_dies_before_its_first_step_keeps_its_state(trains, t
     trained(trains, tmp_path, "compensated", 8)
     path = tmp_path / "until-8" / "step=8.ckpt"
     monitor = AttentionMonitor(
-        3, rules=(FiresAtSample(), GradientError(), LossDeparture()), dirpath=tmp_path / "run"
+        3, rules=(Fires(SITE, sample=2), GradientError(), LossDeparture()), dirpath=tmp_path / "run"
     )
     model = resumable(trains)
     settings = {"ckpt_path": path, "max_steps": 12}
@@ -358,7 +340,7 @@ def test_a_run_that_is_resumed_with_another_stabilizer_acts_on_its_next_alarm(
     trains, tmp_path, before
 ):
     # docs/alarms.md: from watching alone to switching, and from heads to the model.
-    rules = (FiresAtSample(2, name="first"), FiresAtSample(5, name="second"))
+    rules = (Fires(SITE, sample=2, name="first"), Fires(SITE, sample=5, name="second"))
 
     def fit(*stabilizer, **settings):
         monitor = AttentionMonitor(2, rules=rules, dirpath=tmp_path / "run", strict=True)

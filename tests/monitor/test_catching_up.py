@@ -1,17 +1,14 @@
 """Samples that come from the device later: judged after the next step, and else as ever."""
 
-from dataclasses import dataclass
-
 import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.monitor.detectors import Finding
 from guardbit.monitor.measure import run as transfer
 from guardbit.monitor.policy import Policy
-from tests.toys import Attention
+from tests.toys import Attention, Fires
 
 SITE = "0"
 
@@ -42,16 +39,6 @@ def come_late(monkeypatch):
 @pytest.fixture
 def waits(monkeypatch):
     return come_late(monkeypatch)
-
-
-@dataclass(frozen=True)
-class Always:
-    """Names head 1 at every sample; an alarm is repeated after many steps only."""
-
-    name: str = "always"
-
-    def examine(self, frame, state):
-        return [Finding(SITE, (1,), "it always does")] if SITE in frame.of("max_logit") else []
 
 
 class Run:
@@ -94,7 +81,7 @@ def test_what_comes_late_is_the_same_and_is_waited_for_after_the_next_step(
     tmp_path, monkeypatch, cadence
 ):
     def run(path):
-        one = Run(every_n_train_steps=cadence, dirpath=path, rules=(Always(),))
+        one = Run(every_n_train_steps=cadence, dirpath=path, rules=(Fires(SITE),))
         return one.steps(range(8))
 
     at_once = run(tmp_path / "at once")
@@ -130,7 +117,7 @@ def test_a_switch_takes_effect_one_step_later_and_the_journal_says_when(tmp_path
     run = Run(
         every_n_train_steps=3,
         dirpath=tmp_path,
-        rules=(Always(),),
+        rules=(Fires(SITE),),
         policy=Policy("compensated", scope="head"),
     )
     run.steps(range(4))
@@ -151,7 +138,7 @@ def test_a_policy_that_is_due_switches_after_the_first_step(waits):
 def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, last):
     settings = {
         "every_n_train_steps": 3,
-        "rules": (Always(),),
+        "rules": (Fires(SITE),),
         "policy": Policy("compensated", scope="head"),
     }
 
@@ -178,7 +165,7 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
 
 def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):
     run = Run(
-        every_n_train_steps=3, rules=(Always(),), policy=Policy("compensated", scope="head")
+        every_n_train_steps=3, rules=(Fires(SITE),), policy=Policy("compensated", scope="head")
     ).steps([0])
     run.session.begin_batch(1)
     run.backward(1)
@@ -194,7 +181,7 @@ def test_the_end_leaves_no_sample_out(tmp_path, waits):
     run = Run(
         every_n_train_steps=3,
         dirpath=tmp_path,
-        rules=(Always(),),
+        rules=(Fires(SITE),),
         policy=Policy("compensated", scope="head"),
     )
     run.steps(range(4))
@@ -208,7 +195,7 @@ def test_the_end_leaves_no_sample_out(tmp_path, waits):
 def test_several_ranks_do_not_put_off_what_they_agree_on(monkeypatch, waits):
     from guardbit.monitor import ranks
 
-    run = Run(every_n_train_steps=3, rules=(Always(),))
+    run = Run(every_n_train_steps=3, rules=(Fires(SITE),))
     monkeypatch.setattr(ranks, "world_size", lambda: 2)
     monkeypatch.setattr(ranks, "rank", lambda: 0)
     monkeypatch.setattr(ranks, "all_agree", lambda holds, about: holds)

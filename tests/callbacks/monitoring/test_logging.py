@@ -14,13 +14,12 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 
 from guardbit import AttentionMonitor, AutoStabilizer, read_events, read_run
-from guardbit.callbacks.lines import last_line
-from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS
+from guardbit.callbacks.loggers import COUNTED_KEYS, WORST_KEYS, last_line
 from guardbit.catalog import LOGGED_KEYS
-from guardbit.monitor.detectors import Finding
 from guardbit.monitor.measure import run as transfer
 from guardbit.store import read_end
 from tests.callbacks.monitoring.reading import SITES, Recorder
+from tests.toys import Fires
 
 pytestmark = [
     # Advice of Lightning on worker processes, logging intervals and the like.
@@ -78,17 +77,9 @@ def test_the_keys_logged_are_the_keys_documented(trains, tmp_path, monkeypatch, 
     assert Bars.seen[-1] == {"alarmed_heads": 0}
 
 
-class Fires:
-    """Names head 1 of the second layer at its first value."""
-
-    name = "fires"
-
-    def examine(self, frame, state):
-        is_there = SITES[1] in frame.of("max_logit")
-        return [Finding(SITES[1], (1,), "a sentence of its own")] if is_there else []
-
-
-@pytest.mark.parametrize("rules", [(), (Fires(),)], ids=["healthy", "alarmed"])
+@pytest.mark.parametrize(
+    "rules", [(), (Fires(SITES[1], why="a sentence of its own"),)], ids=["healthy", "alarmed"]
+)
 def test_a_run_ends_with_a_line_that_says_where_its_report_is(trains, tmp_path, caplog, rules):
     monitor = AttentionMonitor(2, dirpath=tmp_path / "a run", strict=True, rules=rules)
     with caplog.at_level(logging.INFO):
@@ -151,7 +142,9 @@ def test_a_stabilizer_that_does_not_say_whether_it_acts_is_refused():
 
 
 def test_the_sentence_of_an_alarm_is_logged_once(trains, tmp_path, caplog):
-    monitor = AttentionMonitor(2, dirpath=tmp_path, strict=True, rules=(Fires(),))
+    monitor = AttentionMonitor(
+        2, dirpath=tmp_path, strict=True, rules=(Fires(SITES[1], why="a sentence of its own"),)
+    )
     trains.fit(monitor, AutoStabilizer(), max_steps=5)
     kinds = set(read_events(tmp_path)["kind"])
     assert {"alarm", "switch", "verdict"} <= kinds
