@@ -63,13 +63,13 @@ def nothing(_: object) -> None:
 
 
 def guarded(event: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a method so that a framework may call it: without a session it does nothing."""
+    """Wraps a method so that a framework may call it: with a session it gets it, else nothing."""
 
     @functools.wraps(event)
     def with_session(self: GuardedCallback, *args: Any, **kwargs: Any) -> None:
         session = self.session
         if session is not None:
-            session.always("callback", lambda: event(self, *args, **kwargs))
+            session.always("callback", lambda: event(self, session, *args, **kwargs))
 
     return guard.method(nothing)(with_session)
 

@@ -159,86 +159,72 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
 
     @guarded
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        session: MonitorSession,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        **__: Any,
     ) -> None:
-        """Begins the session's step."""
-        if self.session is not None:
-            self.session.begin_batch(state.global_step)
+        """Begins a micro-batch of the session's step."""
+        session.begin_batch(state.global_step)
 
-    @guarded
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        """Begins a further micro-batch of the session's step."""
-        if self.session is not None:
-            self.session.begin_batch(state.global_step)
+    on_substep_end = on_step_begin
 
     @guarded
     def on_pre_optimizer_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: Optimizer,
-        **_: Any,
+        self, session: MonitorSession, *_: Any, optimizer: Optimizer, **__: Any
     ) -> None:
         """Takes the scale of the loss in FP16 training."""
-        if self.session is not None and self.session.is_sampled:
+        if session.is_sampled:
             scaler = getattr(optimizer, "scaler", None)  # of Accelerate's wrapper
-            self.session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
+            session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
 
     @guarded
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        session: MonitorSession,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
     ) -> None:
         """Ends the session's step: on sampled steps it measures, judges and acts."""
-        if self.session is not None:
-            self.session.end_step()
-            self._report(args, state, control, **kwargs)
+        session.end_step()
+        self._report(args, state, control, **kwargs)
 
     @guarded
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        logs: dict[str, float] | None = None,
-        **_: Any,
+        self, session: MonitorSession, *_: Any, logs: dict[str, float] | None = None, **__: Any
     ) -> None:
         """Takes the loss and the gradient norm the Trainer logs after a step."""
-        if self.session is None or not logs:
-            return
+        logs = logs or {}
         if "loss" in logs:
-            self.session.loss(logs["loss"])
+            session.loss(logs["loss"])
         if "grad_norm" in logs:
-            self.session.grad_norm(logs["grad_norm"])
+            session.grad_norm(logs["grad_norm"])
 
     @guarded
     def on_evaluate(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        metrics: dict[str, float] | None = None,
-        **_: Any,
+        self, session: MonitorSession, *_: Any, metrics: dict[str, float] | None = None, **__: Any
     ) -> None:
         """Records the loss of an evaluation."""
-        if self.session is not None and metrics and "eval_loss" in metrics:
-            self.session.validation_loss(metrics["eval_loss"])
+        if metrics and "eval_loss" in metrics:
+            session.validation_loss(metrics["eval_loss"])
 
     @guarded
     def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        session: MonitorSession,
+        args: TrainingArguments,
+        state: TrainerState,
+        *_: Any,
+        **__: Any,
     ) -> None:
         """Puts the state beside the checkpoint just written."""
-        session = self.session
-        if session is None or not state.is_world_process_zero:
-            return
-        path = _state_path(args, state)
-        session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
+        if state.is_world_process_zero:
+            path = _state_path(args, state)
+            session.attempt("checkpoint", lambda: _save(path, session.state_dict(), self.strict))
 
     @guard.method(nothing, at_last=end)
     def on_train_end(

@@ -185,22 +185,22 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             self.session.load_state_dict(state)
 
     @guarded
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Tells the session which optimizer step the batch belongs to."""
-        if self.session is not None:
-            self._step = trainer.global_step
-            self._grad_norms.clear()
-            self.session.begin_batch(self._step)
+    def on_train_batch_start(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
+        """Passes on which optimizer step the batch belongs to."""
+        self._step = trainer.global_step
+        self._grad_norms.clear()
+        session.begin_batch(self._step)
 
     @guarded
     def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+        self,
+        session: MonitorSession,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        optimizer: Optimizer,
     ) -> None:
         """Takes the gradient norm of a sampled step, before clipping."""
-        session = self.session
-        if session is not None and session.is_sampled:
+        if session.is_sampled:
             scaler = getattr(trainer.precision_plugin, "scaler", None)
             session.loss_scale = 1.0 if scaler is None else scaler.get_scale()
             session.attempt("grad_norm", lambda: self._take_grad_norm(session, optimizer, scaler))
@@ -208,43 +208,34 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
     @guarded
     def on_train_batch_end(
         self,
+        session: MonitorSession,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         outputs: Tensor | Mapping[str, Any] | None,
-        batch: Any,
-        batch_idx: int,
+        *_: Any,
     ) -> None:
         """Hands the loss over and, when the optimizer has stepped, ends the session's step."""
-        session = self.session
-        if session is None:
-            return
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             # Lightning has divided the loss by the number of micro-batches.
             factor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             session.loss(loss, factor)
-        if trainer.global_step == self._step:
-            return
-        session.end_step()
-        if self._has_news(session):
-            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
+        if trainer.global_step != self._step:
+            session.end_step()
+            self._log_news(session, trainer, pl_module)
 
     @guarded
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_end(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
         """Records the validation's loss, where the model logs one as `val_loss`."""
         loss = trainer.callback_metrics.get("val_loss")
-        if self.session is not None and loss is not None and not trainer.sanity_checking:
-            self.session.validation_loss(loss)
+        if loss is not None and not trainer.sanity_checking:
+            session.validation_loss(loss)
 
     @guarded
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, session: MonitorSession, trainer: pl.Trainer, *_: Any) -> None:
         """Logs the last sampled step, where its numbers were still to come from a GPU."""
-        session = self.session
-        if session is None:
-            return
         session.catch_up()
-        if self._has_news(session):
-            session.attempt("logging", lambda: self._log(session, trainer, None))
+        self._log_news(session, trainer, None)
 
     @guard.method(nothing, at_last=end)
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -301,10 +292,13 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._grad_norms[id(optimizer)] = norm
         session.grad_norm(get_total_norm(list(self._grad_norms.values())))
 
-    def _has_news(self, session: MonitorSession) -> bool:
-        """Whether the session has judged a step that was not logged; asked once a step."""
+    def _log_news(
+        self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
+    ) -> None:
+        """Logs a step that the session has judged since; once a step."""
         before, self._logged_step = self._logged_step, session.sampled_step
-        return self._logged_step != before
+        if self._logged_step != before:
+            session.attempt("logging", lambda: self._log(session, trainer, pl_module))
 
     def _log(
         self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guardbit.monitor import ranks
-from guardbit.monitor.sites import Site
 from guardbit.monitor.stages import Stages, log
-from guardbit.records import STABILIZERS, Event, RunEnd, Sample, printable
+from guardbit.records import Event, RunEnd, Sample, printable
 from guardbit.store import RunWriter, folder_of_run, is_run, read_events
 
 _PACKAGES = ("guardbit", "torch", "lightning", "triton")
@@ -276,43 +275,6 @@ class Journal:
         versions = {"python": platform.python_version()}
         versions |= {name: _version(name) for name in _PACKAGES}
         return {"settings": dict(self._settings), "versions": versions}
-
-
-def kernel_of(site: Site | None) -> str:
-    """Names what has run a site's attention, "" where that is not known."""
-    if site is None:
-        return ""
-    names = {name for _, name in site.launches} - {*STABILIZERS, "triton"}
-    return ", ".join(sorted(names))
-
-
-def metadata_of(
-    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None] = lambda _: None
-) -> dict[str, dict[str, Any]]:
-    """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
-    return {
-        name: {
-            "heads": site.num_heads,
-            "kernels": sorted({kernel for _, kernel in site.launches}),
-            "entry": site.entry,
-            "not_switchable": site.lasting_refusal,
-            "unwatched": site.unwatched or why_passed_by(name),
-            "unstabilizable": site.unstabilizable,
-            "weights_unavailable": site.why_unavailable("query"),
-            "keys_unavailable": _own_reason(site),
-            "errors_unavailable": site.errors_unavailable,
-            "normalises_queries": site.normalises_queries,
-            "query_of_latent": site.query_of_latent,
-            "several_calls": site.several_calls,
-            "mixed_heads": site.mixed_heads,
-        }
-        for name, site in sites.items()
-    }
-
-
-def _own_reason(site: Site) -> str | None:
-    """Why W_K is unavailable where W_Q is not, or None."""
-    return None if site.why_unavailable("query") else site.why_unavailable("key")
 
 
 def leave_word(dirpath: str | os.PathLike[str] | None, why: str) -> None:

@@ -10,8 +10,8 @@ from guardbit.monitor import ranks
 from guardbit.monitor.actions import SwitchReports
 from guardbit.monitor.coverage import Coverage
 from guardbit.monitor.exchange import Exchange
-from guardbit.monitor.journal import Journal, kernel_of
-from guardbit.monitor.sites import Instrumentation
+from guardbit.monitor.journal import Journal
+from guardbit.monitor.sites import Instrumentation, kernel_of
 from guardbit.monitor.stages import log
 from guardbit.records import Alarm, Event, Sample
 

@@ -33,7 +33,7 @@ from guardbit.monitor.coverage import MissedModules
 from guardbit.monitor.detectors import Detectors
 from guardbit.monitor.exchange import PARTS, Exchange
 from guardbit.monitor.findings import Findings, event_of
-from guardbit.monitor.journal import OFF, Journal, leave_word, metadata_of
+from guardbit.monitor.journal import OFF, Journal, leave_word
 from guardbit.monitor.measure import (
     Measurement,
     NoAttentionSeenError,
@@ -51,7 +51,7 @@ from guardbit.monitor.settings import (
     takes_settings,
     warn_of_settings,
 )
-from guardbit.monitor.sites import Instrumentation, checked_heads, instrument
+from guardbit.monitor.sites import Instrumentation, checked_heads, instrument, metadata_of
 from guardbit.monitor.snapshots import Snapshots
 from guardbit.monitor.stages import FailedElsewhereError, Stages, log
 from guardbit.records import Alarm, Event, RunEnd, Sample

@@ -8,6 +8,6 @@ inst.remove()
 """
 
 from guardbit.monitor.sites.instrumentation import Instrumentation, checked_heads, instrument
-from guardbit.monitor.sites.site import Site
+from guardbit.monitor.sites.site import Site, kernel_of, metadata_of
 
-__all__ = ["Instrumentation", "Site", "checked_heads", "instrument"]
+__all__ = ["Instrumentation", "Site", "checked_heads", "instrument", "kernel_of", "metadata_of"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from guardbit.monitor import interception
 from guardbit.monitor.interception import SiteRecord, StepCalls
 from guardbit.monitor.layouts import HeadRows, HeadsExchanged, Layout, LayoutUnavailable, Side
 from guardbit.monitor.projections import Weights, settle, why_quantised, why_sharded
+from guardbit.records import STABILIZERS
 
 T = TypeVar("T")
 
@@ -380,3 +381,37 @@ class Site:
             f"PyTorch's kernel drops entries of P (dropout {dropout_p}) and does not say which, so"
             " its output cannot be recomputed"
         )
+
+
+def kernel_of(site: Site | None) -> str:
+    """Names what has run a site's attention, "" where that is not known."""
+    if site is None:
+        return ""
+    names = {name for _, name in site.launches} - {*STABILIZERS, "triton"}
+    return ", ".join(sorted(names))
+
+
+def metadata_of(
+    sites: Mapping[str, Site], why_passed_by: Callable[[str], str | None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Returns the metadata of attention modules: kernels, what is unavailable, and why."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, site in sites.items():
+        without_query = site.why_unavailable("query")
+        found[name] = {
+            "heads": site.num_heads,
+            "kernels": sorted({kernel for _, kernel in site.launches}),
+            "entry": site.entry,
+            "not_switchable": site.lasting_refusal,
+            "unwatched": site.unwatched or why_passed_by(name),
+            "unstabilizable": site.unstabilizable,
+            "weights_unavailable": without_query,
+            # That of W_K alone.
+            "keys_unavailable": None if without_query else site.why_unavailable("key"),
+            "errors_unavailable": site.errors_unavailable,
+            "normalises_queries": site.normalises_queries,
+            "query_of_latent": site.query_of_latent,
+            "several_calls": site.several_calls,
+            "mixed_heads": site.mixed_heads,
+        }
+    return found
