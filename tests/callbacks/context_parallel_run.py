@@ -6,12 +6,8 @@ Trains over gloo in PyTorch's `context_parallel`, in each of the ways of `WAYS`,
 each rank saw to FOLDER/WAY/RANK.json.
 """
 
-import json
-import logging
 import sys
-import warnings
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 import torch.distributed
@@ -23,6 +19,7 @@ from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import LayoutUnavailable, MonitorSession
+from tests.callbacks.several_ranks import logged, on_gloo
 from tests.toys import Attention
 
 HEADS, SIZE, WIDTH, TOKENS, STEPS = 4, 16, 32, 16, 3
@@ -89,28 +86,26 @@ def close_inside(mesh):
     return *losses, plain
 
 
-def train(folder, way, mesh):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    logging.getLogger("guardbit").addHandler(handler)
-    plain = steps(model_of(way), mesh, way)
-    model, samples = model_of(way), []
-    session = MonitorSession(model, every_n_train_steps=1, strict=True)
-    watched = steps(model, mesh, way, session, samples)
-    try:
-        session.instrumentation.check_switch("0", "exact_delta")
-        refusal = None
-    except ValueError as error:
-        refusal = str(error)
-    try:
-        weight = session.instrumentation.sites["1"].query_weight(3)
-        is_right = torch.equal(weight, model[1].q_proj.weight[3 * SIZE :])
-    except LayoutUnavailable as error:
-        is_right = str(error)
-    session.close()
-    logging.getLogger("guardbit").removeHandler(handler)
-    found = {
+def train(way, mesh):
+    if way != "math":
+        set_rotate_method(way)
+    with logged() as lines:
+        plain = steps(model_of(way), mesh, way)
+        model, samples = model_of(way), []
+        session = MonitorSession(model, every_n_train_steps=1, strict=True)
+        watched = steps(model, mesh, way, session, samples)
+        try:
+            session.instrumentation.check_switch("0", "exact_delta")
+            refusal = None
+        except ValueError as error:
+            refusal = str(error)
+        try:
+            weight = session.instrumentation.sites["1"].query_weight(3)
+            is_right = torch.equal(weight, model[1].q_proj.weight[3 * SIZE :])
+        except LayoutUnavailable as error:
+            is_right = str(error)
+        session.close()
+    return {
         "plain": plain,
         "watched": watched,
         "alone": steps(model_of(way), None, way),
@@ -120,7 +115,6 @@ def train(folder, way, mesh):
         "lines": lines,
         "closed": close_inside(mesh) if way == "allgather" else None,
     }
-    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 def let_the_ring_run_on_cpus():
@@ -153,18 +147,10 @@ def let_the_ring_run_on_cpus():
 
 
 def main(folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     torch.distributed.init_process_group("gloo")
     let_the_ring_run_on_cpus()
     mesh = init_device_mesh("cpu", (2,))
-    for way in WAYS:
-        path = Path(folder) / way
-        path.mkdir(exist_ok=True)
-        if way != "math":
-            set_rotate_method(way)
-        train(path, way, mesh)
-    torch.distributed.destroy_process_group()
+    on_gloo(folder, WAYS, lambda _, way: train(way, mesh))
 
 
 if __name__ == "__main__":

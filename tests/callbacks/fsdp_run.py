@@ -7,10 +7,7 @@ Trains over gloo under FSDP2, once for each of `MODELS`, and writes what each ra
 FOLDER/MODEL/RANK.json.
 """
 
-import json
 import sys
-import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed
@@ -22,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from guardbit import MonitorSession
+from tests.callbacks.several_ranks import on_gloo
 from tests.toys import Attention
 
 SIZE, WIDTH, STEPS = 16, 34, 3
@@ -149,7 +147,7 @@ class Exchanges:
         DTensor.full_tensor, torch.distributed.all_reduce = self.full_tensor, self.all_reduce
 
 
-def train(folder, name, mesh):
+def train(name, mesh):
     place = mesh["data"].get_local_rank()
     plain, _, _ = steps(model_of(name, mesh), place)
     model = model_of(name, mesh)
@@ -157,28 +155,21 @@ def train(folder, name, mesh):
     samples = []
     watched, norms, exchanged = steps(model, place, session, samples)
     session.close()
-    found = {
+    return {
         "plain": plain,
         "watched": watched,
         "norms": norms,
         "exchanged": exchanged,
         "samples": samples,
     }
-    (folder / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
 
 
 def main(folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     torch.distributed.init_process_group("gloo")
     is_shared = torch.distributed.get_world_size() == 4
     shape, names = ((2, 2), ("data", "heads")) if is_shared else ((2,), ("data",))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for name in ["whole"] if is_shared else MODELS:
-        path = Path(folder) / name
-        path.mkdir(exist_ok=True)
-        train(path, name, mesh)
-    torch.distributed.destroy_process_group()
+    on_gloo(folder, ["whole"] if is_shared else MODELS, lambda _, name: train(name, mesh))
 
 
 if __name__ == "__main__":

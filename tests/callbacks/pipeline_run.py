@@ -7,7 +7,6 @@ next, which GuardBit does not see anyway. Writes what each rank saw to FOLDER/RA
 """
 
 import json
-import logging
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession, Policy
+from tests.callbacks.several_ranks import logged
 from tests.toys import Attention, Fires
 
 SIZE, WIDTH, STEPS = 16, 32, 3
@@ -86,18 +86,14 @@ def main(folder):
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, folder = torch.distributed.get_rank(), Path(folder)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("guardbit").addHandler(handler)
-    logging.getLogger("guardbit").setLevel(logging.INFO)
-    ran, state = watch(folder / "run", rank, range(STEPS))
+    with logged() as lines:
+        ran, state = watch(folder / "run", rank, range(STEPS))
     box = [state]
     torch.distributed.broadcast_object_list(box)  # all read what rank 0 has written
     again, _ = watch(folder / "resumed", rank, range(STEPS, STEPS + 1), box[0])
     watch_same_names(folder / "replicas", rank, 0)
     watch_same_names(folder / "stages", rank, rank)
-    found = {"ran": ran, "again": again, "lines": lines}
+    found = {"ran": ran, "again": again, "lines": [text for _, text in lines]}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -1,5 +1,7 @@
-"""Runs a script on several processes."""
+"""Runs a script on several processes, and takes what each rank saw from one to the tests."""
 
+import json
+import logging
 import multiprocessing
 import os
 import runpy
@@ -7,6 +9,9 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
 
 #: Imported once, in a process that every rank is a fork of: seconds a rank otherwise.
 IMPORTED = ["lightning.pytorch", "guardbit.callbacks.monitoring", "guardbit.callbacks.stabilizing"]
@@ -35,6 +40,38 @@ def launch(script, ranks, *arguments, **environment):
             processes.append(context.Process(target=run, args=(command, of_one, log.name)))
         codes = exit_codes(processes, seconds=240)
         assert codes == [0] * ranks, (codes, log.read()[-6000:])
+
+
+def on_gloo(folder, ways, train):
+    """Calls `train(way)` for each way, on a rank of a group, and keeps what it returns."""
+    import torch
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    for way in ways:
+        path = Path(folder) / way
+        path.mkdir(exist_ok=True)
+        found = train(path, way)
+        (path / f"{torch.distributed.get_rank()}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def seen(folder):
+    """What each rank has returned."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+
+
+@contextmanager
+def logged():
+    """Level and text of each line that GuardBit logs, from INFO on."""
+    lines, logger, handler = [], logging.getLogger("guardbit"), logging.Handler()
+    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(handler)
 
 
 def exit_codes(processes, seconds):

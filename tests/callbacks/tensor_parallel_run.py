@@ -3,15 +3,10 @@
     python -m torch.distributed.run --nproc-per-node 2 tensor_parallel_run.py FOLDER
 
 with the repository's root in PYTHONPATH. Trains over gloo, with q, k and v of `ColwiseParallel`, in
-each of the ways of `WAYS`, and writes what each rank saw to FOLDER/WAY/RANK.json. What a step in
-BF16 rounded away is in FOLDER/WAY/rounding-RANK.json.
+each of the ways of `WAYS`, and writes what each rank saw to FOLDER/WAY/RANK.json.
 """
 
-import json
-import logging
 import sys
-import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit import LayoutUnavailable, MonitorSession, Policy
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.detectors import DEFAULT_RULES
+from tests.callbacks.several_ranks import logged, on_gloo
 from tests.oracle import attend
 from tests.toys import Fires
 
@@ -120,10 +116,6 @@ def steps(model, after=lambda step: None, session=None):
 
 def train(folder, way, mesh):
     rank = torch.distributed.get_rank()
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append((record.levelname, record.getMessage()))
-    logging.getLogger("guardbit").addHandler(handler)
 
     def compiled(model):
         return torch.compile(model, backend="aot_eager") if way == "compiled" else model
@@ -180,8 +172,7 @@ def train(folder, way, mesh):
     site = session.instrumentation.sites["shared.core"]
     resumed = site.launches.get(("forward", "compensated"), 0), site.stabilizers
     session.close()
-    logging.getLogger("guardbit").removeHandler(handler)
-    found = {
+    return {
         "plain": plain,
         "watched": watched,
         "acted": acted,
@@ -190,12 +181,10 @@ def train(folder, way, mesh):
         "samples": [(s.step, s.site, s.layer, s.indicator, s.values) for s in samples],
         "seen": seen,
         "resumed": resumed,
-        "lines": lines,
     }
-    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
-def rounding(folder, way, mesh):
+def rounding(way, mesh):
     """The delta bias of a step in BF16, as GuardBit measures it and by what the calls have shown.
 
     Of each site of this rank: measured and exact, the sums over rows of dO (O - exact O) and of
@@ -229,21 +218,18 @@ def rounding(folder, way, mesh):
             "exact": [x.sum((0, 2)).tolist() for x in (errors, errors.abs())],
         }
     session.close()
-    rank = torch.distributed.get_rank()
-    (folder / f"rounding-{rank}.json").write_text(json.dumps(found))
+    return found
 
 
 def main(folder):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,))
-    for way in WAYS:
-        path = Path(folder) / way
-        path.mkdir(exist_ok=True)
-        train(path, way, mesh)
-        if way in ROUNDED:
-            rounding(path, way, mesh)
-    torch.distributed.destroy_process_group()
+
+    def seen(path, way):
+        with logged() as lines:
+            found = train(path, way, mesh)
+        return {**found, "lines": lines, "rounding": rounding(way, mesh) if way in ROUNDED else {}}
+
+    on_gloo(folder, WAYS, seen)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,12 @@
 PyTorch's ring is its own, around the kernel of the CPU, which it does not know by itself.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from tests.callbacks import context_parallel_run as script
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import launch, seen
 
 REASON = (
     "context parallelism spreads its tokens over several ranks, so that no rank has whole rows of"
@@ -24,10 +22,6 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     launch(script.__file__, 2, folder)
     return folder
-
-
-def seen(folder):
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.mark.parametrize("way", script.WAYS)

@@ -1,12 +1,10 @@
 """Norms of weights that FSDP2 shards, from the shards: what is exchanged are no whole weights."""
 
-import json
-
 import numpy as np
 import pytest
 
 from tests.callbacks import fsdp_run as script
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import launch, seen
 
 HEAD = script.SIZE * script.WIDTH
 #: Rows of heads that lie on both ranks of two, which are put together: of W_Q and of W_K.
@@ -30,10 +28,6 @@ def two(tmp_path_factory):
 def four(tmp_path_factory):
     """Two ranks share the heads, and two the weights of these."""
     return run(tmp_path_factory.mktemp("four"), 4)
-
-
-def seen(folder):
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
 
 
 def check_norms(ranks):

@@ -1,7 +1,5 @@
 """Three gloo processes with a stage of a model each: all are watched, and rank 0 records all."""
 
-import json
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from guardbit import read_events, read_run
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.store import read_metadata
 from tests.callbacks import pipeline_run as script
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import launch, seen
 from tests.oracle import scores_of
 
 
@@ -18,7 +16,7 @@ def run(tmp_path_factory):
     """The folder, and what the ranks saw."""
     folder = tmp_path_factory.mktemp("run")
     launch(script.__file__, 3, folder)
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    return folder, seen(folder)
 
 
 def test_the_store_has_the_sites_of_all_stages(run):

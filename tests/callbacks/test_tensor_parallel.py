@@ -1,7 +1,5 @@
 """Two gloo processes that share the heads of a layer: heads are numbered over both."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -9,7 +7,7 @@ import torch
 from guardbit import read_events, read_run
 from guardbit.kernels.spec import AttentionSpec
 from tests.callbacks import tensor_parallel_run as script
-from tests.callbacks.several_ranks import launch
+from tests.callbacks.several_ranks import launch, seen
 from tests.oracle import attend
 
 REASON = "their shapes do not tell which of the heads are here"
@@ -24,20 +22,16 @@ def runs(tmp_path_factory):
     return folder
 
 
-def seen(folder):
-    """The folder, and what both ranks saw."""
-    return folder, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
-
-
 @pytest.fixture(params=[way for way in script.WAYS if way != "gathered"])
 def shared(request, runs):
     """A way in which each rank has two of the four heads."""
-    return request.param, *seen(runs / request.param)
+    folder = runs / request.param
+    return request.param, folder, seen(folder)
 
 
 @pytest.mark.parametrize("way", script.WAYS)
 def test_a_watched_run_computes_the_bits_of_an_unwatched_one(runs, way):
-    for rank in seen(runs / way)[1]:
+    for rank in seen(runs / way):
         assert rank["watched"] == rank["plain"]
 
 
@@ -112,7 +106,8 @@ def test_a_switch_reaches_the_rank_that_has_the_head_at_the_next_step(shared):
 
 
 def test_heads_that_are_put_together_before_attention_are_refused_with_the_reason(runs):
-    folder, ranks = seen(runs / "gathered")
+    folder = runs / "gathered"
+    ranks = seen(folder)
     for rank in ranks:
         assert REASON in rank["refusal"]
         assert all(REASON in norm for norm in rank["norms"])
@@ -127,9 +122,8 @@ def test_heads_that_are_put_together_before_attention_are_refused_with_the_reaso
 
 @pytest.mark.parametrize("way", script.ROUNDED)
 def test_a_layer_that_every_rank_has_whole_is_counted_once(runs, way):
-    ranks = [json.loads((runs / way / f"rounding-{rank}.json").read_text()) for rank in range(2)]
-    for rank in ranks:
-        for site, found in rank.items():
+    for rank in seen(runs / way):
+        for site, found in rank["rounding"].items():
             if way == "gathered" and site == SITE:
                 assert found["measured"] == [None, None]
                 continue
