@@ -11,7 +11,7 @@ import math
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 #: The ways to compute a head's attention. "none" leaves it as it is.
 STABILIZERS: tuple[str, ...] = (
@@ -23,19 +23,17 @@ STABILIZERS: tuple[str, ...] = (
 )
 
 EventKind = Literal["alarm", "advisory", "switch", "clip", "refusal", "verdict", "monitor_error"]
-EVENT_KINDS: tuple[EventKind, ...] = (
-    "alarm", "advisory", "switch", "clip", "refusal", "verdict", "monitor_error"
-)  # fmt: skip
+EVENT_KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 #: What a rule can judge: single heads, the whole model at once, or the loss.
 Subject = Literal["head", "model", "loss"]
-SUBJECTS: tuple[Subject, ...] = ("head", "model", "loss")
+SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 
 Verdict = Literal["stable", "rounding", "learning-rate", "unclear"]
 
 #: How a run ended; one that was killed has no time to say.
 RunEnd = Literal["finished", "interrupted", "crashed"]
-RUN_ENDS: tuple[RunEnd, ...] = ("finished", "interrupted", "crashed")
+RUN_ENDS: tuple[RunEnd, ...] = get_args(RunEnd)
 
 
 def printable(text: str) -> str:
