@@ -5,63 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 
-
-class Schedule:
-    """Counts steps.
-
-    Attributes:
-        step: The step that began last; None before the first, and when it was abandoned.
-        last_ended: The step that ended last; None before the first.
-        is_sampled: Whether the step that has begun is sampled.
-    """
-
-    def __init__(self, cadence: int) -> None:
-        self._cadence = cadence
-        self.step: int | None = None
-        self.last_ended: int | None = None
-        self.is_sampled = False
-        self._is_first = True
-
-    def begin(self, step: int, is_wanted: bool) -> None:
-        if step != self.step:
-            self.is_sampled = self.is_due(step, is_wanted)
-            self.step = step
-
-    def end(self) -> tuple[int, bool] | None:
-        """Ends the step; returns it and whether it was sampled, or None if none has begun."""
-        if self.step is None:
-            return None
-        self.last_ended = self.step
-        was_sampled, self.is_sampled = self.is_sampled, False
-        self._is_first = False
-        return self.step, was_sampled
-
-    def abandon(self) -> None:
-        """Forgets the step that has not ended; it may begin again."""
-        self.step, self.is_sampled = None, False
-
-    @property
-    def is_within_step(self) -> bool:
-        return self.step is not None and self.step != self.last_ended
-
-    def is_due(self, step: int, is_wanted: bool) -> bool:
-        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
-        if self._is_first and is_wanted:
-            return True
-        previous = step - 1 if self.last_ended is None else self.last_ended
-        return step % self._cadence == 0 or step // self._cadence != previous // self._cadence
-
-
-def checked_step(step: int) -> int:
-    try:
-        checked = operator.index(step)
-    except TypeError:
-        checked = -1
-    if checked < 0:
-        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
-    return checked
-
-
 #: So many steps in a row are no accident: one may be left out after an error that the loop caught.
 _IN_A_ROW = 3
 
@@ -74,17 +17,77 @@ _HOW = (
 )
 
 
-class Stepping:
-    """Follows the steps that a session is told of, and tells once what is wrong with them."""
+class Schedule:
+    """Counts steps, and warns once of each way in which a loop does not begin or end them.
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
+    Attributes:
+        step: The step that began last; None before the first, and when it was abandoned.
+        last_ended: The step that ended last; None before the first.
+        is_sampled: Whether the step that has begun is sampled.
+    """
+
+    def __init__(self, cadence: int, warn: Callable[[str], None] = lambda line: None) -> None:
+        self._cadence, self._warn = cadence, warn
+        self.step: int | None = None
+        self.last_ended: int | None = None
+        self.is_sampled = False
+        self._has_any_ended = False
+        # For the warnings: the step that began last, abandoned or not, and what became of it.
         self._last: int | None = None
-        self._is_open = self._was_abandoned = self._has_any_ended = False
+        self._is_open = self._was_abandoned = False
         self._not_ended = self._repeated = self._batches = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, is_wanted: bool) -> None:
+        # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
+        if step != self.step:
+            self.is_sampled = self.is_due(step, is_wanted)
+            self.step = step
+        self._follow(step)
+
+    def end(self) -> tuple[int, bool] | None:
+        """Ends the step; returns it and whether it was sampled, or None if none has begun."""
+        self.use("end_step")
+        self._is_open, self._not_ended = False, 0
+        if self.step is None:
+            return None
+        self.last_ended = self.step
+        was_sampled, self.is_sampled = self.is_sampled, False
+        self._has_any_ended = True
+        return self.step, was_sampled
+
+    def abandon(self) -> None:
+        """Forgets the step that has not ended; it may begin again."""
+        self.step, self.is_sampled = None, False
+        self._is_open, self._not_ended, self._was_abandoned = False, 0, True
+
+    @property
+    def is_within_step(self) -> bool:
+        return self.step is not None and self.step != self.last_ended
+
+    def is_due(self, step: int, is_wanted: bool) -> bool:
+        """Whether a step is to be sampled: the first at or after each multiple of the cadence."""
+        if not self._has_any_ended and is_wanted:
+            return True
+        previous = step - 1 if self.last_ended is None else self.last_ended
+        return step % self._cadence == 0 or step // self._cadence != previous // self._cadence
+
+    def use(self, what: str) -> None:
+        """Warns where something is called that belongs to a step, and none has begun."""
+        if self._last is None:
+            self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
+
+    def close(self) -> None:
+        """Warns where no step has begun, or none has ended."""
+        if self._last is None:
+            self._once(
+                "not begun",
+                f"no step was watched, because none has begun (in a loop of your own: {_HOW})",
+            )
+        elif not self._has_any_ended and not self._was_abandoned:
+            self._not_measured(f"steps have begun, up to step {self._last}, and none has ended")
+
+    def _follow(self, step: int) -> None:
         if self._is_open and step == self._last:
             self._batches += 1
         else:
@@ -94,12 +97,12 @@ class Stepping:
                 self._repeated = self._repeated + 1 if is_same else 0
             self._batches = 1
         if self._not_ended == _IN_A_ROW:
-            self._tell_not_ended(
+            self._not_measured(
                 f"{_IN_A_ROW} steps in a row have begun and not ended, the last of them step"
                 f" {self._last}"
             )
         if self._batches > _MANY:
-            self._tell_not_ended(f"step {step} has begun {_MANY} times and not ended")
+            self._not_measured(f"step {step} has begun {_MANY} times and not ended")
         if self._repeated == _IN_A_ROW - 1:
             self._once(
                 "repeated",
@@ -108,27 +111,7 @@ class Stepping:
             )
         self._last, self._is_open, self._was_abandoned = step, True, False
 
-    def end(self) -> None:
-        self._is_open, self._not_ended = False, 0
-        self._has_any_ended = self._has_any_ended or self._last is not None
-
-    def abandon(self) -> None:
-        self._is_open, self._not_ended, self._was_abandoned = False, 0, True
-
-    def use(self, what: str) -> None:
-        if self._last is None:
-            self._once("not begun", f"{what}() was called, but no step has begun: {_HOW}")
-
-    def close(self) -> None:
-        if self._last is None:
-            self._once(
-                "not begun",
-                f"no step was watched, because none has begun (in a loop of your own: {_HOW})",
-            )
-        elif not self._has_any_ended and not self._was_abandoned:
-            self._tell_not_ended(f"steps have begun, up to step {self._last}, and none has ended")
-
-    def _tell_not_ended(self, what: str) -> None:
+    def _not_measured(self, what: str) -> None:
         self._once(
             "not ended",
             f"{what}: nothing of that is measured (in a loop of your own: {_HOW}; with a framework:"
@@ -136,6 +119,16 @@ class Stepping:
         )
 
     def _once(self, what: str, line: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            self._tell(line)
+        if what not in self._warned:
+            self._warned.add(what)
+            self._warn(line)
+
+
+def checked_step(step: int) -> int:
+    try:
+        checked = operator.index(step)
+    except TypeError:
+        checked = -1
+    if checked < 0:
+        raise ValueError(f"step is {step!r}; it must be a whole number, 0 or more")
+    return checked

@@ -43,7 +43,7 @@ from guardbit.monitor.measure import (
 from guardbit.monitor.notices import Notices
 from guardbit.monitor.preflight import Examinations
 from guardbit.monitor.presence import Presence
-from guardbit.monitor.schedule import Schedule, Stepping, checked_step
+from guardbit.monitor.schedule import Schedule, checked_step
 from guardbit.monitor.settings import (
     PREFLIGHT_SECONDS,
     Settings,
@@ -197,8 +197,7 @@ class MonitorSession(Guarded):
         )
         # A step whose samples are still to be judged, and these, unless they could not be sent.
         self._unjudged: tuple[int, Sent | None] | None = None
-        self._schedule = Schedule(settings.every_n_train_steps)
-        self._stepping = Stepping(_warn)
+        self._schedule = Schedule(settings.every_n_train_steps, _warn)
         self._findings = Findings()
         self._stages = Stages(self._strict, self._report_failure)
         self._presence = Presence(self.instrumentation, self._schedule, self._stages)
@@ -268,8 +267,6 @@ class MonitorSession(Guarded):
             if self._notices.first("closed"):
                 log.warning("the session is closed: step %d and later ones are not watched", step)
             return
-        self._stepping.begin(step)
-        # Done first, before anything can fail: all ranks have to agree on which steps are sampled.
         self._schedule.begin(step, self._wants_first_step())
         self.attempt(_WATCHING, lambda: self._begin(step, is_new))
 
@@ -336,7 +333,7 @@ class MonitorSession(Guarded):
             value: One number.
             factor: What to multiply it with to undo a division by the number of micro-batches.
         """
-        self._stepping.use("loss")
+        self._schedule.use("loss")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
             self._take("loss", value, lambda: self._measurement.run.loss(step, value, factor))
@@ -344,7 +341,7 @@ class MonitorSession(Guarded):
     @guard.method(_nothing)
     def grad_norm(self, value: Tensor | float) -> None:
         """Takes the total gradient norm of the current step, before clipping."""
-        self._stepping.use("grad_norm")
+        self._schedule.use("grad_norm")
         step = self._schedule.step
         if step is not None and self._takes_scalars():
             self._take("grad_norm", value, lambda: self._measurement.run.grad_norm(step, value))
@@ -391,8 +388,6 @@ class MonitorSession(Guarded):
         Returns:
             The alarms raised now.
         """
-        self._stepping.use("end_step")
-        self._stepping.end()
         ended = self._schedule.end()
         if ended is None:
             return []
@@ -569,7 +564,6 @@ class MonitorSession(Guarded):
         step = self._schedule.step
         if step is None or not self._schedule.is_within_step:
             return
-        self._stepping.abandon()
         self._schedule.abandon()
         self.attempt("capture", lambda: self.instrumentation.observe(None))
         self.attempt("capture", self._measurement.discard)
@@ -591,7 +585,7 @@ class MonitorSession(Guarded):
         self._presence.close()
         with ExitStack() as each:  # in reverse order, and all of them whatever one raises
             for last in (
-                self._stepping.close,
+                self._schedule.close,
                 self._notices.close,
                 lambda: self._journal.close(end),
                 self._write_what_is_left,

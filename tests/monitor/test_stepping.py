@@ -1,4 +1,4 @@
-"""A loop that tells its steps wrongly is told so once, and one that tells them well is not."""
+"""A loop that begins or ends its steps wrongly is warned once, and one that does it well is not."""
 
 import logging
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from guardbit import MonitorSession
-from guardbit.monitor.schedule import Stepping
+from guardbit.monitor.schedule import Schedule
 
 
 @pytest.fixture
@@ -16,86 +16,85 @@ def said():
 
 
 @pytest.fixture
-def stepping(said):
-    return Stepping(said.append)
+def schedule(said):
+    return Schedule(100, said.append)
 
 
-def test_steps_that_begin_and_end_need_no_word(stepping, said):
+def test_steps_that_begin_and_end_need_no_word(schedule, said):
     for step in range(10):
         for _ in range(3):  # micro-batches
-            stepping.begin(step)
-            stepping.use("loss")
-        stepping.use("end_step")
-        stepping.end()
-    stepping.begin(3)  # back to an older checkpoint
-    stepping.end()
-    stepping.close()
+            schedule.begin(step, False)
+            schedule.use("loss")
+        schedule.end()
+    schedule.begin(3, False)  # back to an older checkpoint
+    schedule.end()
+    schedule.close()
     assert said == []
 
 
-def test_steps_that_an_error_cut_short_are_no_mistake(stepping, said):
+def test_steps_that_an_error_cut_short_are_no_mistake(schedule, said):
     for step in (0, 1, 2):  # the loop caught errors in steps 0 and 1
-        stepping.begin(step)
-    stepping.end()
+        schedule.begin(step, False)
+    schedule.end()
     for _ in range(2):  # a step that is done once more
-        stepping.begin(3)
-        stepping.end()
+        schedule.begin(3, False)
+        schedule.end()
     for _ in range(5):  # and one that takes several tries
-        stepping.begin(4)
-        stepping.abandon()
-    stepping.begin(4)
-    stepping.end()
-    stepping.close()
+        schedule.begin(4, False)
+        schedule.abandon()
+    schedule.begin(4, False)
+    schedule.end()
+    schedule.close()
     assert said == []
 
 
-def test_steps_that_never_end_are_told_once(stepping, said):
+def test_steps_that_never_end_are_told_once(schedule, said):
     for step in range(10):
-        stepping.begin(step)
-    stepping.close()
+        schedule.begin(step, False)
+    schedule.close()
     (line,) = said
     assert line.startswith("3 steps in a row have begun and not ended, the last of them step 2: ")
 
 
 @pytest.mark.parametrize("steps", [[0], [0, 1], [0] * 20])
-def test_a_session_in_which_no_step_ended_says_so_at_its_end(stepping, said, steps):
+def test_a_session_in_which_no_step_ended_says_so_at_its_end(schedule, said, steps):
     for step in steps:
-        stepping.begin(step)
-    stepping.close()
+        schedule.begin(step, False)
+    schedule.close()
     (line,) = said
     assert line.startswith(f"steps have begun, up to step {steps[-1]}, and none has ended: nothing")
 
 
-def test_more_micro_batches_than_anybody_has_are_told_while_the_run_goes_on(stepping, said):
+def test_more_micro_batches_than_anybody_has_are_told_while_the_run_goes_on(schedule, said):
     for _ in range(1024):
-        stepping.begin(0)
+        schedule.begin(0, False)
     assert said == []
-    stepping.begin(0)
+    schedule.begin(0, False)
     (line,) = said
     assert line.startswith("step 0 has begun 1024 times and not ended")
 
 
-def test_a_number_that_does_not_move_is_told_once(stepping, said):
+def test_a_number_that_does_not_move_is_told_once(schedule, said):
     for _ in range(10):
-        stepping.begin(7)
-        stepping.end()
+        schedule.begin(7, False)
+        schedule.end()
     (line,) = said
     assert line.startswith("step 7 has begun and ended 2 times, and begins again")
 
 
 @pytest.mark.parametrize("what", ["loss", "end_step"])
-def test_what_comes_without_a_step_is_told_once(stepping, said, what):
+def test_what_comes_without_a_step_is_told_once(schedule, said, what):
     for _ in range(3):
-        stepping.use(what)
-    stepping.close()
+        schedule.end() if what == "end_step" else schedule.use(what)
+    schedule.close()
     (line,) = said
     assert line.startswith(
         f"{what}() was called, but no step has begun: call begin_batch(step) before"
     )
 
 
-def test_a_session_without_a_step_says_so_at_its_end(stepping, said):
-    stepping.close()
+def test_a_session_without_a_step_says_so_at_its_end(schedule, said):
+    schedule.close()
     (line,) = said
     assert line.startswith("no step was watched, because none has begun")
 
