@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,28 +43,18 @@ _training: WeakSet[HuggingFaceMonitor] = WeakSet()
 _lock = threading.Lock()
 
 
-def _all_training() -> list[HuggingFaceMonitor]:
-    with _lock:
-        return list(_training)
-
-
 class _Training(NamedTuple):
-    """A call of a Trainer's `train`.
-
-    Attributes:
-        model: What it trains.
-        trainer: The Trainer; None if it was not found, and then the call never counts as over.
-        thread: The thread that it runs in.
-    """
+    """A call of a Trainer's `train`: what it trains, the Trainer, and its thread."""
 
     model: nn.Module
     trainer: Trainer | None
     thread: int
 
     def is_over(self, model: nn.Module) -> bool:
-        """Whether the call was of this model and has ended; told in its own thread only."""
+        """Whether the call was of this model and has ended, as far as its own thread shows."""
         is_here = self.model is model and self.thread == threading.get_ident()
-        return is_here and self.trainer is not None and not _is_running(self.trainer)
+        is_running = any(each is self.trainer for each in _callers())
+        return is_here and self.trainer is not None and not is_running
 
 
 class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
@@ -109,10 +98,8 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
             )
         self.strict = self.settings.strict
         self.session: MonitorSession | None = None
-        self._place: str | os.PathLike[str] = ""
         self._reporters: list[TrainerCallback] = []
         self._logged = LoggedRun()
-        self._logged_step: int | None = None
         self._run: _Training | None = None
 
     @guard.method(nothing)
@@ -128,13 +115,15 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         """Instruments the model and, in a resumed run, takes over the state of its checkpoint."""
         self._run = None
         end(self, "crashed")  # had the run before ended, its session were closed
-        for other in _all_training():
+        with _lock:
+            others = list(_training)
+        for other in others:
             other._end_if_over(model)
-        self._place = dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
+        dirpath = self.settings.dirpath or Path(args.output_dir or ".") / RUN_FOLDER
         self._reporters = []
         with suppress(Exception):  # of other code's frames
             self._reporters = _reporters_beside(self)
-        self._logged, self._logged_step = LoggedRun(), None
+        self._logged = LoggedRun(dirpath)
         own = {"dirpath": dirpath if state.is_world_process_zero else None}
         self.session = watched(
             self.strict, lambda: MonitorSession(model, **{**vars(self.settings), **own})
@@ -239,7 +228,7 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
         end(self, "finished")
         if state.is_world_process_zero:
             with suppress(Exception):  # as at the start
-                print(last_line("finished", session, self._place), flush=True)
+                print(last_line("finished", session, self._logged.place), flush=True)
 
     def _end_if_over(self, model: nn.Module) -> None:
         """Ends the session of a training of this model that is over: Ctrl-C tells no callback.
@@ -262,11 +251,11 @@ class HuggingFaceMonitor(GuardedCallback, TrainerCallback):
     ) -> None:
         """Hands the scalars of a step that was judged to the Trainer's reporters."""
         session = self.session
-        if session is None or session.sampled_step in (None, self._logged_step):
+        step = None if session is None else session.sampled_step
+        if session is None or step is None or not self._logged.is_new(session):
             return
-        self._logged_step = session.sampled_step
         then = copy.copy(state)
-        then.global_step = session.sampled_step
+        then.global_step = step
 
         def report() -> None:
             metrics = self._logged.metrics(session)
@@ -300,10 +289,6 @@ def _callers() -> Iterator[object]:
 def _calling_trainer() -> Trainer | None:
     """The Trainer whose `train` is running in this thread, the innermost; None if none is found."""
     return next((each for each in _callers() if isinstance(each, Trainer)), None)
-
-
-def _is_running(trainer: Trainer) -> bool:
-    return any(each is trainer for each in _callers())
 
 
 def _state_path(args: TrainingArguments, state: TrainerState) -> Path:

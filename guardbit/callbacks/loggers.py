@@ -73,14 +73,22 @@ class LoggedRun:
     """The past of a run, as far as loggers need it; it starts afresh when a run is resumed.
 
     Attributes:
+        place: Folder of the telemetry.
         num_samples: Number of sampled steps taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: str | os.PathLike[str] = "") -> None:
+        self.place = place
         self.num_samples = 0
+        self._step: int | None = None
         self._history = History(_BUCKETS)
         self._layer_of: dict[str, int] = {}
         self._logged: set[tuple[str, str, tuple[int, ...]]] = set()
+
+    def is_new(self, session: MonitorSession) -> bool:
+        """Whether the session has judged a step since this was asked last."""
+        before, self._step = self._step, session.sampled_step
+        return self._step != before
 
     def metrics(self, session: MonitorSession) -> dict[str, float]:
         """Takes in the step that a session has judged; returns its scalars by key."""

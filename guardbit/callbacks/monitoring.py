@@ -143,8 +143,6 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self._step = 0
         self._grad_norms: dict[int, Tensor] = {}
         self._logged = LoggedRun()
-        self._place: str | os.PathLike[str] = ""
-        self._logged_step: int | None = None
 
     @guard.method(nothing)
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -153,8 +151,8 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
             _check_alone(trainer)
         # The next fit may do without `AutoStabilizer`.
         policy, self.policy = self.policy, None
-        self._logged, self._logged_step = LoggedRun(), None
-        self._place = dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
+        dirpath = self.settings.dirpath or _run_directory(trainer) / RUN_FOLDER
+        self._logged = LoggedRun(dirpath)
         own = {
             "policy": policy,
             "dry_run": self.dry_run,
@@ -276,7 +274,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         finally:
             end(self, how)
         with suppress(Exception):  # of a handler of the user's
-            rank_zero_info(last_line(how, session, self._place))
+            rank_zero_info(last_line(how, session, self._logged.place))
 
     def _take_grad_norm(
         self, session: MonitorSession, optimizer: Optimizer, scaler: Any | None
@@ -296,8 +294,7 @@ class AttentionMonitor(GuardedCallback, pl.Callback):
         self, session: MonitorSession, trainer: pl.Trainer, pl_module: pl.LightningModule | None
     ) -> None:
         """Logs a step that the session has judged since; once a step."""
-        before, self._logged_step = self._logged_step, session.sampled_step
-        if self._logged_step != before:
+        if self._logged.is_new(session):
             session.attempt("logging", lambda: self._log(session, trainer, pl_module))
 
     def _log(
