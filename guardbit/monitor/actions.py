@@ -77,7 +77,7 @@ class Switching:
 
     def load(self, stabilizers: Stabilizers, is_of_parts: bool = False) -> None:
         """Asks for the stabilizers of a checkpoint, some of which may be of other ranks' parts."""
-        modules = set(self._instrumentation.modules)
+        modules = self._instrumentation.candidates
         self._instrumentation.load_stabilizers(
             {name: s for name, s in stabilizers.items() if name in modules or not is_of_parts}
         )

@@ -86,7 +86,7 @@ class Exchange:
         if self._are_compared:
             return False
         self._are_compared = True
-        modules, sites = self._instrumentation.modules, list(self._instrumentation.sites)
+        modules, sites = self._instrumentation.candidates, list(self._instrumentation.sites)
         same = [ranks.all_agree(True, sorted(names)) for names in (modules, sites)]
         if not any(same) and ranks.rank() == 0:
             log.info("%s; those of rank 0: %s", PARTS, ", ".join(sites) or "none")

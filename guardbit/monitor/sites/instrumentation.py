@@ -123,11 +123,6 @@ class Instrumentation:
         interception.attach(site.module, site.number)
 
     @property
-    def modules(self) -> list[str]:
-        """Names of the modules that may call attention, in the order of the model."""
-        return list(self._sites)
-
-    @property
     def sites(self) -> dict[str, Site]:
         """The sites that have called attention, by name, in the order of the model."""
         return {name: site for name, site in self._present().items() if site.was_called}
