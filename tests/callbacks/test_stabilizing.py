@@ -270,9 +270,9 @@ def test_the_state_is_plain_and_loads_with_weights_only(trains, tmp_path):
     saved = torch.load(tmp_path / "until-8" / "step=8.ckpt", weights_only=True)
     state = saved["callbacks"]["AttentionMonitor"]
     assert state["stabilizers"] == {SITE: ["none", "compensated"]}
-    assert state["last_step"] == 7 and [step for step, _, _ in state["measurement"]["losses"]] == [
-        7
-    ]
+    assert state["last_step"] == 7 and [
+        step for name, step, _, _ in state["measurement"]["scalars"] if name == "loss"
+    ] == [7]
 
     def check(value):
         if isinstance(value, dict):
