@@ -15,7 +15,7 @@ from guardbit.kernels import dispatch
 
 def _exact(*tensors: Tensor, **how: Any) -> Tensor:
     """Delta from unrounded probabilities."""
-    return dispatch.carry_exact_delta(*tensors, **how)
+    return dispatch.carry_exact_delta(*tensors, **how).out
 
 
 #: Stabilizer -> what writes its O', called as `dispatch.carry_exact_delta` is: with d_out, q, k, v,

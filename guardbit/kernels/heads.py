@@ -100,7 +100,7 @@ def forward(
             on_triton = dispatch.on_triton(options.backend, q)
             if spec.dropout_p > 0:
                 random[2].random_()
-            result = dispatch.launcher("forward", on_triton, q.device.type)(
+            result = dispatch.launcher("forward", on_triton)(
                 q,
                 k,
                 v,
@@ -267,7 +267,7 @@ def _by_ours(
         tensors = (*tensors[:-1], None)
     if len(plan.own) < call.heads:
         tensors = _chosen(plan.own, *tensors)
-    found = dispatch.launcher("backward", ran.on_triton, d_out.device.type)(
+    found = dispatch.launcher("backward", ran.on_triton)(
         *tensors,
         causal=call.spec.causal,
         scale=call.spec.scale,

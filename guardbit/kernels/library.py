@@ -21,9 +21,9 @@ from guardbit import guard
 from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned, promise_aligned_outputs
 from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.dispatch import is_direct
 from guardbit.kernels.engines import LibraryEngine, library_engine
 from guardbit.kernels.engines.random import drawing_once
+from guardbit.kernels.op import is_direct
 from guardbit.kernels.plan import Call
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime

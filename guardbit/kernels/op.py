@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend
 
 from guardbit import guard
-from guardbit.kernels import dispatch, heads
+from guardbit.kernels import heads
 from guardbit.kernels.alignment import promise_aligned_outputs
 from guardbit.kernels.engines import Drawn, Inputs, Whole
 from guardbit.kernels.engines.random import drawing_once
@@ -56,6 +56,18 @@ _library.define(
     " bool wants_mask, bool traced) -> (Tensor dq, Tensor dk, Tensor dv, Tensor d_mask)",
     tags=(_LOOKED_UP,),
 )
+
+
+def is_direct(*tensors: Tensor) -> bool:
+    """Whether an op's implementation may be called directly: no mode or subclass intercepts it."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(x) in _PLAIN and (x.is_cuda or x.is_cpu) for x in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def attention(request: Request) -> tuple[Tensor, Tensor]:
@@ -138,7 +150,7 @@ class _Attention(torch.autograd.Function):
 def _gradients(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     saved = _read(ctx)
     if not torch.is_grad_enabled():
-        run = run_backward if dispatch.is_direct(d_out, *saved[:3]) else _backward
+        run = run_backward if is_direct(d_out, *saved[:3]) else _backward
         gradients = run(d_out, *saved, *ctx.arguments)
     else:
         gradients = _backward_of_create_graph(d_out, saved, ctx.arguments)
@@ -161,7 +173,7 @@ def _read(ctx: Any) -> Any:
 
 def _below_autograd(request: Request) -> tuple[Tensor, ...]:
     with torch._C._AutoDispatchBelowAutograd():
-        if dispatch.is_direct(request.q, request.k, request.v):
+        if is_direct(request.q, request.k, request.v):
             return run_forward(*request)
         op = _with_dropout if request.dropout_p > 0 else _without_dropout
         return op(*request)
@@ -200,7 +212,7 @@ def _differentiable(*arguments: Any) -> tuple[Tensor, ...]:
     else:
         run = partial(_below_autograd, Request(*arguments))
     # A compiler that traces the op draws nothing.
-    draws = Request(*arguments).dropout_p > 0 and dispatch.is_direct(q, k, v)
+    draws = Request(*arguments).dropout_p > 0 and is_direct(q, k, v)
     return drawing_once(run, q.device, draws)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from guardbit.kernels import audit, delta, reference, shadow
+from guardbit.kernels import reference
+from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head
 from guardbit.monitor.measure.rows import shared_maxima

@@ -15,6 +15,9 @@ from guardbit.kernels.reference.audit import (
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import (
+    Carried,
+    carry_compensated_delta,
+    carry_exact_delta,
     exact_delta,
     float_carrier,
     lse_gradient,
@@ -26,6 +29,7 @@ from guardbit.kernels.spec import Causal
 
 __all__ = [
     "FORWARD_STABILIZERS",
+    "Carried",
     "Causal",
     "Dropout",
     "Forward",
@@ -33,6 +37,8 @@ __all__ = [
     "RowMaxima",
     "Shadow",
     "backward",
+    "carry_compensated_delta",
+    "carry_exact_delta",
     "delta_bias",
     "exact_delta",
     "exact_query_gradient",

@@ -190,7 +190,7 @@ def shadow(
     """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
 
     Two passes over the keys: the counts need the row's maximum first. A third where biases may
-    differ. Autocast must be off.
+    differ.
 
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
@@ -297,7 +297,7 @@ def exact_query_gradient(
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
     to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
-    among those. Autocast must be off.
+    among those.
 
     Args:
         d_out: (B, H, N, E), gradient of the output.

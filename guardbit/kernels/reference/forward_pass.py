@@ -75,7 +75,7 @@ def forward(
 
     Scores, l and the accumulator of O are FP32; P-bar is rounded to the input's dtype before the
     product with V while l sums the unrounded P-bar; O is divided by l and rounded once. FP32 inputs
-    round nowhere. Autocast must be off.
+    round nowhere.
 
     - none: nothing more.
     - compensated: l sums the rounded P-bar, and the residual P-bar V / l - O is kept for the
