@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import varlen
 
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
-from guardbit.kernels.engines.library import to_library_layout
+from guardbit.kernels.engines.libraries import to_library_layout
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
