@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from guardbit.kernels import dispatch, reference, tiles
 from guardbit.kernels.device import delta as kernels
 from guardbit.kernels.device import launch
-from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from guardbit.kernels import mask as geometry
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit, shadow
-from guardbit.kernels.mask import geometry
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
 from tests.oracle import DEVICE, attend, largest_products, scores_of, seen_keys

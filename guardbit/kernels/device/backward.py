@@ -30,7 +30,7 @@ from guardbit.kernels.device.primitives import (
     store_tile,
 )
 from guardbit.kernels.device.rounding import decode_residual, round_nearest, widen
-from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Gradients
 from guardbit.records import STABILIZERS
 
@@ -398,9 +398,8 @@ def backward(
     d_out, q, k, v, out = map(launch.rows_adjacent, (d_out, q, k, v, out))
     batch, computed_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
-    launch.check_count(stabilizers, computed_heads)
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(tuple(stabilizers), q.device)
+    codes = launch.device_codes(tuple(stabilizers), computed_heads, q.device)
     if "compensated" in stabilizers and residual is None:
         raise ValueError("Compensated heads need the forward's residual, but it is None.")
     # Never read if no head is compensated; any pointer to bytes will do.

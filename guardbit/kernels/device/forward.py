@@ -33,7 +33,7 @@ from guardbit.kernels.device.primitives import (
     store_tile,
 )
 from guardbit.kernels.device.rounding import encode_residual, round_nearest
-from guardbit.kernels.mask.geometry import causal_shift
+from guardbit.kernels.mask import causal_shift
 from guardbit.kernels.reference import Causal, Dropout, Forward
 from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
@@ -314,9 +314,8 @@ def forward(
     batch, num_heads, seqlen_q, head_dim = q.shape
     kv_heads, seqlen_k = k.shape[1:3]
     computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
-    launch.check_count(stabilizers, len(computed))
     shift = causal_shift(causal, seqlen_q, seqlen_k)
-    codes = launch.device_codes(tuple(stabilizers), q.device)
+    codes = launch.device_codes(tuple(stabilizers), len(computed), q.device)
     out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
     compensated = "compensated" in stabilizers

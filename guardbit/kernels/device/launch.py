@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,7 +15,8 @@ from guardbit.kernels import tiles
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
-from guardbit.kernels.mask.geometry import causal_shift, dense_mask, visible_range
+from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
+from guardbit.kernels.reference.forward_pass import check_stabilizers
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tiles import Pass, Tile
 from guardbit.records import STABILIZERS
@@ -38,22 +38,12 @@ def check_tensors(**tensors: Tensor) -> None:
             raise ValueError(f"The Triton kernels need CUDA tensors, but {name} is on {x.device}.")
 
 
-def check_count(stabilizers: Sequence[str], heads: int) -> None:
-    """Raises unless there is one name for each head."""
-    if len(stabilizers) != heads:
-        raise ValueError(
-            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
-        )
-
-
 @lru_cache(maxsize=1024)
-def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
+def device_codes(stabilizers: tuple[str, ...], heads: int, device: torch.device) -> Tensor:
     """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    unknown = sorted(set(stabilizers) - set(STABILIZERS))
-    if unknown:
-        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
-    codes = [STABILIZERS.index(name) for name in stabilizers]
-    return device_constant(tuple(codes), torch.int8, device)
+    check_stabilizers(stabilizers, heads, STABILIZERS)
+    codes = tuple(STABILIZERS.index(name) for name in stabilizers)
+    return device_constant(codes, torch.int8, device)
 
 
 def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:

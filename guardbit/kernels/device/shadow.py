@@ -46,7 +46,7 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.device.rounding import round_nearest, widen
-from guardbit.kernels.mask.geometry import IRRELEVANT, hidden_rows
+from guardbit.kernels.mask import IRRELEVANT, hidden_rows
 from guardbit.kernels.reference import RowMaxima, Shadow
 from guardbit.kernels.spec import AttentionSpec
 

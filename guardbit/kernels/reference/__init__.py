@@ -21,7 +21,6 @@ from guardbit.kernels.reference.delta import (
     exact_delta,
     float_carrier,
     lse_gradient,
-    sink_gradient,
     write_carrier,
 )
 from guardbit.kernels.reference.forward_pass import FORWARD_STABILIZERS, Forward, forward
@@ -47,6 +46,5 @@ __all__ = [
     "lse_gradient",
     "row_maxima",
     "shadow",
-    "sink_gradient",
     "write_carrier",
 ]

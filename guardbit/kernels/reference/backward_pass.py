@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask, visible_range
+from guardbit.kernels.mask import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     float32_products,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
+from guardbit.kernels.mask import key_spans, mask_tile, visible_range
 from guardbit.kernels.reference.common import capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
@@ -114,31 +114,6 @@ def exact_delta(
             weighted = (d_out_rows @ v_wide[:, :, seen].mT).mul_(probabilities).sum(-1)
             delta[:, places, present] = (weighted / row_sum).masked_fill(row_sum == 0, unseeing)
     return delta
-
-
-def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequence[int]) -> Tensor:
-    """Computes the gradient of some heads' sinks from exact delta: -sum_i P_i delta_i.
-
-    A sink has no value, so its dP is 0 and its dS = P (0 - delta), with P = exp(sink - L). In a
-    kernel that takes delta from its rounded O, this gradient is as wrong as delta, row by row.
-
-    Args:
-        delta: FP32 (B, C, N), see `exact_delta`.
-        lse: FP32 (B, H, N), the kernel's own, the sinks in it.
-        sinks: (H,), see `AttentionSpec`.
-        head_ids: The C query heads that delta is of.
-
-    Returns:
-        FP64 (C,), summed over batch and rows. A row with delta 0, such as one that sees no key,
-        adds 0 whatever its L.
-
-    Raises:
-        IndexError: If a head does not exist.
-    """
-    check_heads(head_ids, len(sinks))
-    index = torch.tensor(list(head_ids), dtype=torch.int64, device=delta.device)
-    probabilities = (sinks[index, None].double() - lse[:, index].double()).exp()
-    return -(probabilities * delta).where(delta != 0, 0.0).sum((0, 2))
 
 
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
