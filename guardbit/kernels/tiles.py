@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """What the compiler is told."""
+        """Options for the compiler."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,

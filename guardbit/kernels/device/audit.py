@@ -7,11 +7,6 @@ Scores are kept as products q k with the sign of the scale, or with a soft cap a
 What a mask adds is divided by the size of the scale, or by the cap. The sum is called s here.
 """
 
-# Triton types kernels and launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import math

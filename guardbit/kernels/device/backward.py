@@ -4,11 +4,6 @@ Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_
 `(B, H, N)`. There are no atomics, so every run gives the same bits.
 """
 
-# Triton types kernels and launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -8,11 +8,6 @@ takes none from the kernel that calls it.
 Shapes: out, residual, d_out `(B, H, N, D)`; C heads are wanted.
 """
 
-# Triton types kernels and launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -4,11 +4,6 @@ Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv
 `(B, H, N, E)`; C heads are wanted. Scores are kept as plain products q k, as in the forward.
 """
 
-# Triton types kernels and launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

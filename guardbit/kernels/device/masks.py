@@ -1,9 +1,5 @@
 """Masks inside kernels: which keys the rows of a tile see, and how a dense mask is loaded."""
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import triton

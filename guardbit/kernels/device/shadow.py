@@ -7,11 +7,6 @@ Scores are kept as plain products q k, as in the forward, or with a soft cap as 
 Both are called s here.
 """
 
-# Triton types kernels and launches: constexpr parameters take plain values, launches take options.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import math
