@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from guardbit.kernels import backward, compensated, delta, forward, shadow
+from guardbit.kernels.device import backward, carrier, delta, forward, shadow
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import switchable_attention
 
 Shape = tuple[int, int, int, int, int]
 
@@ -208,7 +208,7 @@ def of_parts(name: str, tensors: list[Tensor]) -> Kernel:
             return (delta.exact_delta(d_out, q, k, v, lse, **settings),)
         if name == "delta_carrier":
             return delta.carry_exact_delta(d_out, q, k, v, out, lse, **settings, into=into)
-        compensated.carry_compensated_delta(d_out, out, residual, into, head_ids=heads)
+        carrier.carry_compensated_delta(d_out, out, residual, into=into, head_ids=heads)
         return (into,)
 
     return Kernel(run, None, None)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from guardbit.kernels import audit, backward, compensated, delta, delta_bias, forward, shadow
+from guardbit.kernels.device import audit, backward, carrier, delta, forward, shadow
 from guardbit.kernels.reference import Forward
 from guardbit.kernels.spec import AttentionSpec, Documents
 
@@ -60,7 +60,7 @@ def call_all(width: int, causal: bool) -> None:
         ):
             check_measures(spec, d_out, q, k, v, result)
         into = result.out.clone()
-        compensated.carry_compensated_delta(d_out, result.out, result.residual, into, head_ids=[1])
+        carrier.carry_compensated_delta(d_out, result.out, result.residual, into=into, head_ids=[1])
         assert into.isfinite().all()
 
 
@@ -79,9 +79,7 @@ def check_measures(
     """Launches the shadow, the bias of delta, the audit and exact delta."""
     for rows in (None, torch.arange(0, q.shape[2], 3, device="cuda")):
         exact = shadow.shadow(q, k, v, query_ids=rows, spec=spec).out
-        bias = delta_bias.delta_bias(
-            d_out, result.out, exact, residual=result.residual, query_ids=rows
-        )
+        bias = audit.delta_bias(d_out, result.out, exact, residual=result.residual, query_ids=rows)
         assert all(x.isfinite().all() for x in (exact, *bias))
     exact = audit.exact_query_gradient(d_out, q, k, v, head_ids=[1, 2], spec=spec)
     assert exact.isfinite().all()

@@ -27,7 +27,8 @@ import triton
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from guardbit.kernels import delta, forward, reference, tiles
+from guardbit.kernels import reference, tiles
+from guardbit.kernels.device import delta, forward
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.kernels.tiles import Tile
 

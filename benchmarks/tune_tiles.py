@@ -19,7 +19,8 @@ from operator import itemgetter
 import torch
 import triton
 
-from guardbit.kernels import backward, forward, tiles
+from guardbit.kernels import tiles
+from guardbit.kernels.device import backward, forward
 from guardbit.kernels.tiles import Pass, Tile
 
 #: B, H, N by head dimension: GPT-2 small, longer contexts, and wider heads.

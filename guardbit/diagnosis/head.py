@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import dense_mask, visible_range
+from guardbit.kernels.mask import dense_mask, visible_range
 from guardbit.kernels.spec import AttentionSpec
 
 

@@ -69,7 +69,7 @@ class OwnKernels(Engine):
         return Gradients(*found)
 
     def _launcher(self, direction: Literal["forward", "backward"], q: Tensor) -> Callable[..., Any]:
-        return dispatch.launcher(direction, dispatch.on_triton("auto", q), q.device.type)
+        return dispatch.launcher(direction, dispatch.on_triton("auto", q))
 
 
 def sdpa_candidates(call: Call, own: bool) -> Candidates:

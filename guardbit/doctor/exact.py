@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from guardbit.doctor.call import Call
-from guardbit.kernels.mask.geometry import (
+from guardbit.kernels.mask import (
     dense_mask,
     key_spans,
     mask_tile,

@@ -13,7 +13,7 @@ from guardbit.doctor.call import Call
 from guardbit.doctor.exact import Exact, Unit
 from guardbit.doctor.running import Gap, Results, backward, delta_error
 from guardbit.kernels.engines import Engine, Inputs
-from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.mask import mask_tile
 
 # Truncation makes numbers smaller by u / m on average, m of 1 to 2 the significand, alike in
 # logarithm: by 0.72 u. Rounding to nearest by none. A share beyond half of that is truncation.

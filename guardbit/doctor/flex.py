@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend
 
 from guardbit.doctor.call import Call
 from guardbit.kernels.engines.base import Engine, Gradients, Inputs
-from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.mask import mask_tile
 
 
 class Flex(Engine):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guardbit.doctor.call import Call, Shape
-from guardbit.kernels.mask.geometry import mask_tile, visible_range
+from guardbit.kernels.mask import mask_tile, visible_range
 from guardbit.kernels.spec import AttentionSpec
 
 # What the scores of low and high logsumexp are: exp of it overflows FP32 from ln(3.4e38) = 88.7 on.

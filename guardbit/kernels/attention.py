@@ -16,10 +16,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from guardbit.kernels import dispatch, execution, op
+from guardbit.kernels import dispatch, op
+from guardbit.kernels.attention_call import Call
 from guardbit.kernels.autocast import autocast_tensors
-from guardbit.kernels.reference import Causal
 from guardbit.kernels.runtime import NO_SITE, runtime
+from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.records import STABILIZERS
 
 #: Head sizes every backend supports.
@@ -162,6 +163,7 @@ def flash_attention(
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if backend not in dispatch.BACKENDS:
         raise ValueError(f"backend is {backend!r}; allowed are {', '.join(dispatch.BACKENDS)}")
+    scale = 1.0 / math.sqrt(q.size(3)) if scale is None else float(scale)
     inside = runtime.is_inside_site()
     site = runtime.current if inside else _NO_SITE_TENSOR
     if inside and not torch.compiler.is_compiling():
@@ -169,22 +171,19 @@ def flash_attention(
             listener(q, k, v)
         site = runtime.here()
     out, lse = op.attention(
-        execution.Request(
+        Call(
             q,
             k,
             v,
-            None,
+            AttentionSpec(scale, causal, dropout_p=float(dropout_p)),
             site,
-            [STABILIZERS.index(name) for name in stabilizers],
-            causal=execution.causal_code(causal),
-            scale=scale,
-            dropout_p=dropout_p,
-            beta=beta,
-            eps=eps,
-            backend=dispatch.BACKENDS.index(backend),
             native=False,
-            training=execution.is_training(q, k, v),
+            training=op.is_training(q, k, v),
             traced=torch.compiler.is_compiling(),
+            stabilizers=tuple(STABILIZERS.index(name) for name in stabilizers),
+            beta=float(beta),
+            eps=float(eps),
+            backend=dispatch.BACKENDS.index(backend),
         )
     )
     return (out, lse) if return_lse else out

@@ -1,14 +1,60 @@
-"""What is handed to the observer of an attention module."""
+"""One attention call: what the op is asked for, and what observers of its module get."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
+from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
+
+
+class Call(NamedTuple):
+    """One call, made once, where it enters GuardBit.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        spec: What the call asks for besides.
+        site: Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a
+            Python number.
+        library: The engine of the library whose function was called; None for PyTorch's choice.
+        native: Whether PyTorch's or a library's function was called, not `flash_attention`.
+        training: Whether a gradient will be asked for.
+        wants_mask: Whether the gradient of an additive mask is asked for.
+        traced: Whether a compiler traces the call.
+        stabilizers: For each head, its index in `STABILIZERS`, as the call itself asks for it.
+        beta: See `guardbit.flash_attention`.
+        eps: The same.
+        backend: Index in `dispatch.BACKENDS`.
+        keeps_residual: Whether a compiled graph reserves memory for the residual of `compensated`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    spec: AttentionSpec
+    site: Tensor
+    library: LibraryEngine | None = None
+    native: bool = True
+    training: bool = False
+    wants_mask: bool = False
+    traced: bool = False
+    stabilizers: Sequence[int] = ()
+    beta: float = 2.0
+    eps: float = 1e-3
+    backend: int = 0
+    keeps_residual: bool = True
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.q.size(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,107 +1,65 @@
 """What the attention op does when it runs, forward and backward.
 
-Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
-lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`.
-
 Each head is computed as `guardbit.kernels.runtime` says at that moment, see
 `guardbit.kernels.heads`. A head that is not switched keeps its bits.
+
+Where GuardBit's part of a call fails, PyTorch's own function computes it. The forward then marks
+the call, and the backward runs PyTorch's function again under autograd. So results and gradients
+are those of a model without GuardBit, to the bit. With dropout the generator is set back first, so
+that PyTorch's function draws what it would have drawn. A call of `guardbit.flash_attention` or of a
+library has no such function: it is tried once more.
+
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; out `(B, H, N, D)`;
+lse `(B, H, N)` FP32; mask broadcasts to `(B, H, N, M)`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit import guard
-from guardbit.kernels import dispatch, engines, heads
+from guardbit.kernels import engines, heads
 from guardbit.kernels.alignment import aligned
-from guardbit.kernels.attention_call import AttentionCall
-from guardbit.kernels.engines import Engine
-from guardbit.kernels.plan import Call, plan_of
+from guardbit.kernels.attention_call import AttentionCall, Call
+from guardbit.kernels.engines import Drawn, scaled_dot_product_attention
+from guardbit.kernels.engines.random import drawing_again, drawing_once, generator_of
+from guardbit.kernels.plan import plan_of
 from guardbit.kernels.runtime import runtime
-from guardbit.kernels.spec import AttentionSpec, Causal
 from guardbit.records import STABILIZERS
 
-_CAUSAL_NAMES: tuple[Causal, ...] = (False, True, "top-left")
+# What `Left.kernels` begins with where PyTorch's function computed the call; no number of a
+# backend. The backend that it chose comes next.
+_BY_PYTORCH = -1000
+
+NUM_KERNEL_FACTS = 3
 
 
-class Request(NamedTuple):
-    """The arguments of the op, in the order of its schema.
+class Left(NamedTuple):
+    """What the op returns: its result, and what the forward leaves for the backward.
 
     Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        mask: Boolean or additive, see `AttentionSpec`; None for none.
-        site: Number of the attention module, a 0-d CPU tensor: the compiler would specialise on a
-            Python number.
-        stabilizers: For each head, its stabilizer's index in `STABILIZERS`.
-        causal: Index in (False, True, "top-left").
-        scale: Factor of the scores; None for 1 / sqrt(D).
-        dropout_p: Probability with which an entry of P is dropped.
-        beta: See `guardbit.flash_attention`.
-        eps: The same.
-        backend: Index in `dispatch.BACKENDS`.
-        native: Whether PyTorch's function was called, and not `flash_attention`.
-        training: Whether a gradient will be asked for.
-        wants_mask: Whether the gradient of the mask is asked for.
-        traced: Whether a compiler traces the call.
-        keeps_residual: Whether a compiled graph reserves memory for the residual of `compensated`.
+        out: The output.
+        lse: Logsumexp; zeros where the engine returns none.
+        residual: INT8, what rounding took from O in compensated heads; empty if there are none.
+        kernels: INT64 `(3 + H,)` on the CPU: backend, whether its backward serves all heads,
+            whether ours ran in Triton, and the stabilizer of each head.
+        random: INT64 `(3,)`, see `Drawn.philox`, and the key of our kernels; empty without dropout.
+        generator_state: See `Drawn`.
     """
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    site: Tensor
-    stabilizers: list[int]
-    causal: int = 0
-    scale: float | None = None
-    dropout_p: float = 0.0
-    beta: float = 2.0
-    eps: float = 1e-3
-    backend: int = 0
-    native: bool = True
-    training: bool = False
-    wants_mask: bool = False
-    traced: bool = False
-    keeps_residual: bool = True
-
-
-def is_training(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a gradient of the call will be asked for."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-
-
-def causal_code(causal: Causal) -> int:
-    """The op's number for a causal mask."""
-    return {False: 0, True: 1, "top-left": 2}[causal]
-
-
-@lru_cache(maxsize=1024)
-def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(STABILIZERS[code] for code in codes)
-
-
-def spec_of(
-    q: Tensor, mask: Tensor | None, causal: int, scale: float | None, dropout_p: float
-) -> AttentionSpec:
-    """Puts together what the call asks for; arguments as in `Request`."""
-    scale = 1.0 / math.sqrt(q.size(-1)) if scale is None else scale
-    if mask is None:
-        return _spec_without_mask(scale, causal, dropout_p)
-    return AttentionSpec(scale, _CAUSAL_NAMES[causal], mask, dropout_p)
-
-
-@lru_cache(maxsize=1024)
-def _spec_without_mask(scale: float, causal: int, dropout_p: float) -> AttentionSpec:
-    return AttentionSpec(scale, _CAUSAL_NAMES[causal], None, dropout_p)
+    out: Tensor
+    lse: Tensor
+    residual: Tensor
+    kernels: Tensor
+    random: Tensor
+    generator_state: Tensor
 
 
 # Small tensors that are made once: at 5 us each they would be half of a call's time on the host.
@@ -111,81 +69,49 @@ def _spec_without_mask(scale: float, causal: int, dropout_p: float) -> Attention
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _kernels(backend: SDPBackend, shared: bool, on_triton: bool, names: tuple[str, ...]) -> Tensor:
-    """Encodes what ran, for the backward; see `run_forward`."""
     codes = [STABILIZERS.index(name) for name in names]
     return torch.tensor(
         [int(backend.value), int(shared), int(on_triton), *codes], dtype=torch.int64
     )
 
 
-NUM_KERNEL_FACTS = 3
-
-
-def read_kernels(kernels: Tensor, q: Tensor) -> tuple[Engine | None, bool, bool, tuple[str, ...]]:
-    """Decodes `_kernels`: engine, shared backward, Triton, and one stabilizer for each head."""
-    backend, shared, on_triton, *codes = kernels.tolist()
-    backend = SDPBackend(backend)
-    engine = None if backend == SDPBackend.ERROR else engines.engine_of(backend, q)
-    return engine, bool(shared), bool(on_triton), _names(tuple(codes))
-
-
 @lru_cache
 @torch.inference_mode(False)
-def _nothing(dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _nothing(dtype: torch.dtype, device: torch.device | str, place: int = 0) -> Tensor:
+    """Returns an empty tensor; what an op returns at different places must not be the same."""
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def run_forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Runs the forward; arguments as in `Request`."""
-    request = Request(*arguments)
-    q, traced = request.q, request.traced
-    spec = spec_of(q, request.mask, request.causal, request.scale, request.dropout_p)
-    state = runtime.site(int(request.site))
-    state.requested = _names(tuple(request.stabilizers))
-    state.native_dropout_p = spec.dropout_p if request.native else 0.0
-    state.is_masked = spec.mask is not None
-    state.begin_forward()
-    if request.training:
-        state.ran_at = state.clock.now
-    if traced or spec.dropout_p > 0:
-        random, generator_state = empty_random_outputs(q, spec.dropout_p)
-    else:
-        random, generator_state = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
-    call = Call(
-        q, request.k, request.v, spec, state, request.native, request.wants_mask
-    )  # fmt: skip
-    options = heads.Options(request.beta, request.eps, dispatch.BACKENDS[request.backend])
-    ran = heads.forward(
-        call,
-        state.running,
-        options,
-        request.training,
-        request.keeps_residual or not traced,
-        random,
-        generator_state,
-    )
-    out, residual = ran.out, ran.residual
-    if traced:
-        out = heads.laid_out_as(out, heads.empty_out(q, request.v))
-    if residual is not None:
-        residual = heads.laid_out_as(residual, q)
-    elif traced and request.keeps_residual:
-        residual = torch.empty_like(q, dtype=torch.int8)
-    else:
-        residual = _nothing(torch.int8, q.device)
-    backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
-    kernels = _kernels(backend, ran.shared, ran.on_triton, ran.names)
-    lse = ran.lse.contiguous()
-    if traced:
-        # The compiler may use the memory of what an op returns again.
-        kernels = kernels.clone()
-        residual = residual if residual.numel() else residual.clone()
-        out, lse, residual = map(aligned, (out, lse, residual))
-    return out, lse, residual, kernels, random, generator_state
+@lru_cache(maxsize=1024)
+def _names(codes: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(STABILIZERS[code] for code in codes)
 
 
-def empty_random_outputs(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
-    """Allocates `random` and `generator_state` of `run_forward`; both are empty without dropout."""
+def ran_of(call: Call, left: Left) -> heads.Ran:
+    """Decodes what ran; the engine is PyTorch's where its function computed the call."""
+    if is_by_pytorch(left):
+        engine = engines.engine_of(SDPBackend(int(left.kernels[1])), call.q)
+        return heads.Ran(left.out, left.lse, None, engine, False, False, ("none",) * call.heads)
+    backend, shared, on_triton, *codes = left.kernels.tolist()
+    names, engine = _names(tuple(codes)), call.library
+    if engine is None and backend != SDPBackend.ERROR.value:
+        engine = engines.engine_of(SDPBackend(backend), call.q)
+    residual = left.residual if "compensated" in names else None
+    return heads.Ran(left.out, left.lse, residual, engine, bool(shared), bool(on_triton), names)
+
+
+def is_by_pytorch(left: Left) -> bool:
+    """Whether PyTorch's function computed a forward."""
+    return int(left.kernels[0]) == _BY_PYTORCH
+
+
+def drawn_of(call: Call, left: Left) -> Drawn | None:
+    """Where the random numbers of a call came from; None without dropout."""
+    return Drawn(left.random[:2], left.generator_state) if call.spec.dropout_p > 0 else None
+
+
+def empty_random(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
+    """Allocates `random` and `generator_state`; both are empty without dropout."""
     words, state_bytes = (3, engines.state_bytes(q.device)) if dropout_p > 0 else (0, 0)
     return (
         q.new_empty(words, dtype=torch.int64),
@@ -193,94 +119,157 @@ def empty_random_outputs(q: Tensor, dropout_p: float) -> tuple[Tensor, Tensor]:
     )
 
 
-def run_backward(
-    d_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    site: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    residual: Tensor,
-    kernels: Tensor,
-    random: Tensor,
-    generator_state: Tensor,
-    causal: int,
-    scale: float | None,
-    dropout_p: float,
-    native: bool,
-    wants_mask: bool,
-    traced: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Runs the backward; arguments as in the op's schema, `traced` as for the forward."""
-    number = int(site)
-    state = runtime.site(number)
-    spec = spec_of(q, mask, causal, scale, dropout_p)
-    engine, shared, on_triton, names = read_kernels(kernels, q)
-    call = Call(q, k, v, spec, state, native, wants_mask)
-    kept = residual if "compensated" in names else None
-    ran = heads.Ran(out, lse, kept, engine, shared, on_triton, names)
-    gradients, carried, names = heads.backward(call, d_out, ran, random, generator_state)
-    dq, dk, dv, d_mask = gradients[:4]
-    if traced or not native:
-        dq, dk, dv = map(heads.laid_out_as, (dq, dk, dv), (q, k, v))
-    if d_mask is None:
-        d_mask = q.new_empty(0) if traced else _nothing(q.dtype, q.device)
-    elif mask is not None:
-        d_mask = heads.laid_out_as(d_mask.to(mask.dtype), mask)
+def empty_out(call: Call) -> Tensor:
+    """An output, uninitialised, in the layout that compiled graphs are promised."""
+    q, width = call.q, call.v.size(3)
+    if call.library is not None:
+        batch, num_heads, rows, _ = q.shape
+        return q.new_empty(batch, rows, num_heads, width).transpose(1, 2)
+    return torch.empty_like(q) if q.size(3) == width else q.new_empty(*q.shape[:3], width)
+
+
+# --- forward -------------------------------------------------------------------------------------
+
+
+def _forward(call: Call) -> Left:
+    q, dropout_p, traced = call.q, call.spec.dropout_p, call.traced
+    state = runtime.site(int(call.site))
+    state.requested = _names(tuple(call.stabilizers))
+    state.native_dropout_p = dropout_p if call.native else 0.0
+    state.is_masked = call.spec.mask is not None
+    state.begin_forward()
+    if call.training:
+        state.ran_at = state.clock.now
+    if traced or dropout_p > 0:
+        random, generator_state = empty_random(q, dropout_p)
+    else:
+        random, generator_state = _nothing(torch.int64, q.device), _nothing(torch.uint8, "cpu")
+    ran = heads.forward(call, state, random, generator_state)
+    out, lse, residual = ran.out, ran.lse.contiguous(), ran.residual
+    if residual is not None:
+        residual = heads.laid_out_as(residual, q)
+    elif traced and call.keeps_residual:
+        residual = torch.empty_like(q, dtype=torch.int8)
+    else:
+        residual = _nothing(torch.int8, q.device)
+    backend = SDPBackend.ERROR if ran.engine is None else ran.engine.backend
+    kernels = _kernels(backend, ran.shared, ran.on_triton, ran.names)
     if traced:
-        dq, dk, dv, d_mask = map(aligned, (dq, dk, dv, d_mask))
+        # The compiler may use the memory of what an op returns again.
+        kernels = kernels.clone()
+        residual = residual if residual.numel() else residual.clone()
+        out = heads.laid_out_as(out, empty_out(call))
+        out, lse, residual = map(aligned, (out, lse, residual))
+    return Left(out, lse, residual, kernels, random, generator_state)
+
+
+def _has_original(call: Call) -> bool:
+    return call.native and call.library is None
+
+
+def forward_by_pytorch(call: Call) -> Left:
+    """Computes a call by PyTorch's function."""
+    if not _has_original(call):
+        return _forward(call)
+    q, k, v, spec = call[:4]
+    random, generator_state = empty_random(q, spec.dropout_p)
+    if spec.dropout_p > 0:
+        generator_state.copy_(generator_of(q.device).get_state())
+    if call.training:  # PyTorch's choice of a kernel depends on it
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.set_grad_enabled(call.training):
+        out = _by_pytorch(call._replace(q=q, k=k, v=v)).detach()
+    lse = q.new_zeros(q.shape[:-1], dtype=torch.float32, requires_grad=False)
+    residual = torch.empty(0, dtype=torch.int8, device=q.device)
+    if call.traced:
+        out = aligned(heads.laid_out_as(out, empty_out(call)))
+        if call.keeps_residual:
+            residual = torch.empty_like(call.q, dtype=torch.int8)
+    kernels = torch.full((NUM_KERNEL_FACTS + q.size(1),), _BY_PYTORCH, dtype=torch.int64)
+    try:
+        backend = engines.choose(q, k, v, spec, call.training, call.wants_mask).backend
+    except Exception:
+        backend = SDPBackend.MATH  # takes every call
+    kernels[1] = int(backend.value)
+    return Left(out, lse, residual, kernels, random, generator_state)
+
+
+def _by_pytorch(call: Call) -> Tensor:
+    q, k, v, spec = call[:4]
+    with torch.autocast(q.device.type, enabled=False):
+        return scaled_dot_product_attention(
+            q, k, v, spec.mask, spec.dropout_p, spec.causal is not False,
+            scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
+        )  # fmt: skip
+
+
+@guard.function(runtime.tell_fault, otherwise=forward_by_pytorch)
+def run_forward(call: Call) -> Left:
+    """Runs the forward."""
+    try:
+        return drawing_once(partial(_forward, call), call.q.device, call.spec.dropout_p > 0)
+    except Exception as error:
+        state = runtime.site(int(call.site))
+        if {*state.running} - {"none"}:
+            state.fall_back(error)
+        raise
+
+
+# --- backward ------------------------------------------------------------------------------------
+
+
+def _backward(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+    q, traced, mask, sinks = call.q, call.traced, call.spec.mask, call.spec.sinks
+    ran = ran_of(call, left)
+    found, carried, names = heads.backward(call, d_out, ran, left.random, left.generator_state)
+    gradients = found[:3]
+    if traced or not call.native:
+        gradients = tuple(map(heads.laid_out_as, gradients, call[:3]))
+    d_mask, d_sinks = (
+        q.new_empty(0) if traced else _nothing(q.dtype, q.device, place) for place in range(2)
+    )
+    if found.d_mask is not None and mask is not None:
+        d_mask = heads.laid_out_as(found.d_mask.to(mask.dtype), mask)
+    if found.d_sinks is not None and sinks is not None:
+        d_sinks = found.d_sinks.to(sinks.dtype)
+    if traced:
+        gradients = tuple(map(aligned, gradients))
+        d_mask, d_sinks = aligned(d_mask), aligned(d_sinks)
 
     def again() -> tuple[Tensor, Tensor, Tensor]:
-        with state.uncounted():
-            same = Call(q, k, v, spec, state, native, wants_mask)
-            found, _, _ = heads.backward(same, d_out, ran, random, generator_state)
+        with runtime.site(int(call.site)).uncounted():
+            found, _, _ = heads.backward(call, d_out, ran, left.random, left.generator_state)
         return found.dq, found.dk, found.dv
 
-    gradients = dq, dk, dv
-    _report(
-        call,
-        number,
-        k,
-        carried,
-        None if shared else kept,
-        d_out,
-        gradients,
-        names,
-        random,
-        engine,
-        again,
-    )
-    return dq, dk, dv, d_mask
+    _report(call, d_out, ran, carried, names, gradients, left.random, again)
+    return (*gradients, d_mask, d_sinks)
 
 
 @guard.function(runtime.tell_fault)
 def _report(
     call: Call,
-    number: int,
-    k: Tensor,
-    carried: Tensor,
-    residual: Tensor | None,
     d_out: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
+    ran: heads.Ran,
+    carried: Tensor,
     names: tuple[str, ...],
+    gradients: tuple[Tensor, ...],
     random: Tensor,
-    engine: Engine | None,
     again: Callable[[], tuple[Tensor, Tensor, Tensor]],
 ) -> None:
     """Reports a call to the observer of its attention module, if there is one."""
-    if call.state.observer is None:
+    number = int(call.site)
+    state = runtime.site(number)
+    if state.observer is None:
         return
     dq, dk, dv = gradients
-    call.state.observer(
+    state.observer(
         AttentionCall(
             site=number,
             q=call.q,
-            k=k,
+            k=call.k,
             v=call.v,
             out=carried,
-            residual=residual,
+            residual=None if ran.shared else ran.residual,
             d_out=d_out,
             dq=dq,
             dk=dk,
@@ -288,7 +277,36 @@ def _report(
             spec=call.spec,
             stabilizers=names,
             dropout=heads.dropout_of(call, plan_of(names, call.native), random),
-            kernel="guardbit" if engine is None else engine.name,
+            kernel="guardbit" if ran.engine is None else ran.engine.name,
             again=again,
         )
     )
+
+
+def backward_by_pytorch(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+    """Computes the gradients of a call by PyTorch's function."""
+    drawn = drawn_of(call, left)
+    # Only GuardBit knows what its own forward dropped.
+    if not is_by_pytorch(left) and (not _has_original(call) or drawn is not None):
+        return _backward(call, d_out, left)
+    q, k, v = (x.detach().requires_grad_() for x in call[:3])
+    spec, leaves = call.spec, [q, k, v]
+    if call.wants_mask and spec.mask is not None:
+        mask = spec.mask.detach().requires_grad_()
+        spec = replace(spec, mask=mask)
+        leaves.append(mask)
+    with torch.enable_grad(), drawing_again(q.device, drawn):
+        again = _by_pytorch(call._replace(q=q, k=k, v=v, spec=spec))
+    found = list(torch.autograd.grad(again, leaves, d_out))
+    if call.traced:
+        found[:3] = map(heads.laid_out_as, found[:3], call[:3])
+    found += [q.new_empty(0, requires_grad=False) for _ in range(5 - len(found))]
+    return tuple(map(aligned, found)) if call.traced else tuple(found)
+
+
+@guard.function(runtime.tell_fault, otherwise=backward_by_pytorch)
+def run_backward(call: Call, d_out: Tensor, left: Left) -> tuple[Tensor, ...]:
+    """Computes dq, dk, dv, and the gradients of mask and sinks, empty where not asked for."""
+    if is_by_pytorch(left):
+        return backward_by_pytorch(call, d_out, left)
+    return _backward(call, d_out, left)

@@ -18,21 +18,14 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels import dispatch, engines
+from guardbit.kernels.attention_call import Call
 from guardbit.kernels.constants import device_constant
-from guardbit.kernels.deltas import DELTAS
 from guardbit.kernels.engines import Drawn, Engine, Gradients, Inputs
 from guardbit.kernels.key_shifts import shift_keys, shift_of_lse
-from guardbit.kernels.plan import OWN_FORWARD, Call, Plan, plan_of, resolve
+from guardbit.kernels.plan import DELTAS, OWN_FORWARD, Plan, plan_of, resolve
 from guardbit.kernels.reference import Dropout, Forward
+from guardbit.kernels.runtime import runtime
 from guardbit.kernels.site_state import SiteState, is_recomputing
-
-
-class Options(NamedTuple):
-    """Options of our forward only, see `guardbit.flash_attention`."""
-
-    beta: float
-    eps: float
-    backend: str
 
 
 class Ran(NamedTuple):
@@ -60,23 +53,16 @@ class Ran(NamedTuple):
 # --- forward -------------------------------------------------------------------------------------
 
 
-def forward(
-    call: Call,
-    asked: tuple[str, ...],
-    options: Options,
-    training: bool,
-    keeps_residual: bool,
-    random: Tensor,
-    generator_state: Tensor,
-) -> Ran:
+def forward(call: Call, state: SiteState, random: Tensor, generator_state: Tensor) -> Ran:
     """Runs a call forward."""
-    q, v, spec, state = call.q, call.v, call.spec, call.state
-    engine = call.library
+    q, k, v, spec = call[:4]
+    engine, training = call.library, call.training
     if engine is None and call.native:
-        engine = engines.choose(q, call.k, v, spec, training, call.wants_mask)
-    names, shared, why = resolve(call, asked, engine, keeps_residual)
+        engine = engines.choose(q, k, v, spec, training, call.wants_mask)
+    keeps_residual = call.keeps_residual or not call.traced
+    names, shared, why = resolve(call, state.running, engine, keeps_residual)
     plan = plan_of(names, call.native)
-    keys = shift_keys(call.k, plan.names)
+    keys = shift_keys(k, plan.names)
     k = keys.k
     drawn = Drawn(random[:2], generator_state) if spec.dropout_p > 0 else None
     out, lse, residual, on_triton = None, None, None, False
@@ -84,7 +70,8 @@ def forward(
 
     def run_engine() -> tuple[Tensor, Tensor]:
         assert engine is not None
-        out, lse = engine.forward(Inputs(q, k, v, spec, drawn, call.wants_mask), training)
+        inputs = Inputs(q, k, v, spec, drawn, call.wants_mask)
+        out, lse = engine.forward(inputs, training)
         state.launches["forward", engine.name] += 1
         if lse is None or lse.numel() == 0:
             return out, q.new_zeros(q.shape[:-1], dtype=torch.float32)
@@ -97,18 +84,18 @@ def forward(
         out, lse = run_engine()
     if plan.own:
         try:
-            on_triton = dispatch.on_triton(options.backend, q)
+            on_triton = dispatch.on_triton(dispatch.BACKENDS[call.backend], q)
             if spec.dropout_p > 0:
                 random[2].random_()
-            result = dispatch.launcher("forward", on_triton, q.device.type)(
+            result = dispatch.launcher("forward", on_triton)(
                 q,
                 k,
                 v,
                 causal=spec.causal,
                 scale=spec.scale,
                 stabilizers=plan.own_names,
-                beta=options.beta,
-                eps=options.eps,
+                beta=call.beta,
+                eps=call.eps,
                 head_ids=plan.own if out is not None else None,
                 dropout=dropout_of(call, plan, random),
             )
@@ -164,13 +151,6 @@ def _count(state: SiteState, way: str, plan: Plan, on_triton: bool) -> None:
         state.launches[way, "triton"] += 1
 
 
-def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """An output, uninitialised, laid out as q where values are as wide as keys."""
-    if q.size(3) == v.size(3):
-        return torch.empty_like(q)
-    return q.new_empty(*q.shape[:3], v.size(3))
-
-
 def laid_out_as(x: Tensor, like: Tensor) -> Tensor:
     """Returns x in the memory layout of `like`, which the op's fake kernels promise."""
     if x.stride() == like.stride():
@@ -186,23 +166,31 @@ def backward(
     call: Call, d_out: Tensor, ran: Ran, random: Tensor, generator_state: Tensor
 ) -> tuple[Gradients, Tensor, tuple[str, ...]]:
     """Runs a call backward."""
-    state, engine = call.state, ran.engine
+    state, engine = runtime.site(int(call.site)), ran.engine
     plan = plan_of(ran.names, call.native)
     keys = shift_keys(call.k, plan.names)
-    call.k = keys.k
+    call = call._replace(k=keys.k)
     if keys.shifts and not call.native:
         ran = ran._replace(lse=ran.lse - shift_of_lse(call.q, keys, call.spec.scale))
     drawn = Drawn(random[:2], generator_state) if call.spec.dropout_p > 0 else None
     try:
-        carried = _carried(call, d_out, ran, plan)
+        carried = _carried(call, state, d_out, ran, plan)
     except Exception as error:
         if not call.native:
             raise
         # The gradients are then PyTorch's own.
         state.fall_back(error)
         carried, plan = ran.out, plan_of(_without_carriers(plan.names, ran.shared), True)
+
+    def by_engine(d_out: Tensor) -> Gradients:
+        assert engine is not None
+        inputs = Inputs(*call[:4], drawn, call.wants_mask)
+        found = engine.backward(inputs, d_out, engine.laid_out(carried, call.q), ran.lse)
+        state.launches["backward", engine.name] += 1
+        return found
+
     if engine is not None and (ran.shared or not plan.own):
-        return _by_engine(call, engine, d_out, carried, ran.lse, drawn), carried, plan.names
+        return by_engine(d_out), carried, plan.names
     own = None
     try:
         own = _by_ours(call, d_out, carried, ran, plan, random)
@@ -213,15 +201,14 @@ def backward(
         state.fall_back(error)
         plan = plan_of(_without_ours(plan.names), True)
     if own is None:
-        assert engine is not None
-        return _by_engine(call, engine, d_out, carried, ran.lse, drawn), carried, plan.names
+        return by_engine(d_out), carried, plan.names
+    _count(state, "backward", plan, ran.on_triton)
     if engine is None or len(plan.own) == call.heads:
         return own, carried, plan.names
     # With d_out 0 in our heads, the engine adds exact zeros for them. The other heads' gradients
     # keep their bits, and a key head that both share gets only the engine's part here.
     index = device_constant(plan.own, torch.int64, d_out.device)
-    others = _by_engine(call, engine, d_out.index_fill(1, index, 0), carried, ran.lse, drawn)
-    return _merge(others, own, plan.own), carried, plan.names
+    return _merge(by_engine(d_out.index_fill(1, index, 0)), own, plan.own), carried, plan.names
 
 
 def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
@@ -229,9 +216,9 @@ def _without_carriers(names: tuple[str, ...], shared: bool) -> tuple[str, ...]:
     return tuple("none" if name in carried else name for name in names)
 
 
-def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
+def _carried(call: Call, state: SiteState, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
     """Returns O, or an O' whose rows carry the delta of the stabilized heads."""
-    carried, state = ran.out, call.state
+    carried = ran.out
     for name, head_ids in plan.deltas:
         into = None if carried is ran.out else carried
         tensors = d_out, call.q, call.k, call.v, ran.out, ran.lse
@@ -249,16 +236,6 @@ def _carried(call: Call, d_out: Tensor, ran: Ran, plan: Plan) -> Tensor:
     return carried
 
 
-def _by_engine(
-    call: Call, engine: Engine, d_out: Tensor, out: Tensor, lse: Tensor, drawn: Drawn | None
-) -> Gradients:
-    out = engine.laid_out(out, call.q)
-    inputs = Inputs(call.q, call.k, call.v, call.spec, drawn, call.wants_mask)
-    found = engine.backward(inputs, d_out, out, lse)
-    call.state.launches["backward", engine.name] += 1
-    return found
-
-
 def _by_ours(
     call: Call, d_out: Tensor, out: Tensor, ran: Ran, plan: Plan, random: Tensor
 ) -> Gradients:
@@ -267,14 +244,13 @@ def _by_ours(
         tensors = (*tensors[:-1], None)
     if len(plan.own) < call.heads:
         tensors = _chosen(plan.own, *tensors)
-    found = dispatch.launcher("backward", ran.on_triton, d_out.device.type)(
+    found = dispatch.launcher("backward", ran.on_triton)(
         *tensors,
         causal=call.spec.causal,
         scale=call.spec.scale,
         stabilizers=plan.own_names,
         dropout=dropout_of(call, plan, random),
     )
-    _count(call.state, "backward", plan, ran.on_triton)
     return Gradients(found.dq, found.dk, found.dv)
 
 

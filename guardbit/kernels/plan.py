@@ -7,18 +7,27 @@ use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from guardbit.kernels.deltas import DELTAS
-from guardbit.kernels.engines import Engine, LibraryEngine
+from guardbit.kernels import dispatch
+from guardbit.kernels.attention_call import Call
+from guardbit.kernels.engines import Engine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.key_shifts import KEY_SHIFTS
-from guardbit.kernels.site_state import SiteState
 from guardbit.kernels.spec import AttentionSpec
+
+
+def _exact(*tensors: Tensor, **how: Any) -> Tensor:
+    return dispatch.carry_exact_delta(*tensors, **how).out
+
+
+#: Stabilizer -> what writes the O' with its delta: see `reference.carry_exact_delta` for the
+#: arguments; returns O'. A row that sees no key, or whose delta is not finite, keeps its O.
+DELTAS: dict[str, Callable[..., Tensor]] = {"exact_delta": _exact}
 
 #: The stabilizers that need our forward. With the others the engine's forward runs.
 OWN_FORWARD = frozenset({"compensated", "row_max"})
@@ -58,36 +67,6 @@ def plan_of(names: tuple[str, ...], native: bool) -> Plan:
     return Plan(names, own, deltas, heads("compensated"))
 
 
-@dataclass(slots=True)
-class Call:
-    """One call, as the op was asked for it.
-
-    Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        spec: What the call asks for besides.
-        state: The state of the call's attention module.
-        native: Whether PyTorch's or a library's function was called, not `flash_attention`.
-        wants_mask: Whether the gradient of an additive mask is asked for.
-        library: The engine of the library whose function was called; None for PyTorch's choice.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    spec: AttentionSpec
-    state: SiteState
-    native: bool
-    wants_mask: bool
-    library: LibraryEngine | None = None
-
-    @property
-    def heads(self) -> int:
-        """Number of query heads."""
-        return self.q.size(1)
-
-
 def resolve(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
@@ -114,6 +93,7 @@ def _resolved(
     call: Call, asked: tuple[str, ...], engine: Engine | None, keeps_residual: bool
 ) -> tuple[tuple[str, ...], bool, str]:
     """Does what `resolve` says, after its checks."""
+    beyond_ours = _beyond_ours(call)
     stabilized = set(asked) - {"none", *KEY_SHIFTS}
     if not stabilized:
         return asked, False, ""
@@ -134,47 +114,53 @@ def _resolved(
     else:
         proof = proof_of(engine, call.q, call.k, call.v, call.spec, call.wants_mask)
         shared = not proof.failure
-        is_plain = call.library is None and not _beyond_ours(call)
+        is_plain = call.library is None and not beyond_ours
         if shared and (stabilized <= DELTAS.keys() or (keeps_residual and is_plain)):
             return asked, True, ""
         obstacle = f"{engine.title} ({proof.configuration}): {proof.failure}"
-    settled = {
-        name: _settled(name, call, shared, obstacle, keeps_residual)
-        for name in dict.fromkeys(asked)
-    }
+    ours, takes = "take it" if keeps_residual else "have no room", ""
+    if beyond_ours:
+        ours, takes = "refuse", f"takes {_none_of(beyond_ours)}"
+    if call.library is not None:
+        ours, takes = "refuse", f"does not take the place of {call.library.title}"
+    settled: dict[str, tuple[str, str]] = {}
+    for name in dict.fromkeys(asked):
+        kind = "a delta" if name in DELTAS else name
+        runs, why = _SUBSTITUTES.get((kind, shared, ours), (name, ""))
+        settled[name] = runs, why.format(name=name, takes=takes, obstacle=obstacle)
     why = "; ".join(reason for _, reason in settled.values() if reason)
     return tuple(settled[name][0] for name in asked), shared, why
 
 
-def _settled(
-    name: str, call: Call, shared: bool, obstacle: str, keeps_residual: bool
-) -> tuple[str, str]:
-    """Returns what runs instead of one stabilizer, and why, or the stabilizer itself and ""."""
-    if name == "none" or name in KEY_SHIFTS or (name in DELTAS and shared):
-        return name, ""
-    beyond = _beyond_ours(call)
-    takes = f"takes {_none_of(beyond)}" if beyond else ""
-    if call.library is not None:
-        takes = f"does not take the place of {call.library.title}"
-    if name in DELTAS:
-        if takes:
-            return "none", f"{name} is not possible: {obstacle}; no kernel takes its place"
-        if not keeps_residual:
-            return "none", f"{name} is not possible: {obstacle}"
-        return "compensated", f"compensated runs instead of {name}: {obstacle}"
-    if takes:
-        if name == "compensated" and shared:
-            return "exact_delta", f"exact_delta runs instead of compensated, which {takes}"
-        if not shared:
-            return "none", f"{name} {takes}, and exact_delta is not possible: {obstacle}"
-        return "none", f"{name} {takes}: exact_delta would work"
-    if name == "compensated" and not keeps_residual:
-        if shared:
-            return "exact_delta", (
-                "exact_delta runs instead of compensated, for which the compiled graph has no room"
-            )
-        return "none", f"the compiled graph has no room for compensated, and {obstacle}"
-    return name, ""
+#: What is asked for, whether the engine's backward takes another delta, and what our kernels say of
+#: the call ("have no room": in the compiled graph, for the residual) -> what runs instead, and why.
+#: What is not listed runs as it is asked for.
+_SUBSTITUTES = {
+    ("a delta", False, "take it"): (
+        "compensated", "compensated runs instead of {name}: {obstacle}",
+    ),
+    ("a delta", False, "have no room"): ("none", "{name} is not possible: {obstacle}"),
+    ("a delta", False, "refuse"): (
+        "none", "{name} is not possible: {obstacle}; no kernel takes its place",
+    ),
+    ("compensated", True, "have no room"): (
+        "exact_delta",
+        "exact_delta runs instead of compensated, for which the compiled graph has no room",
+    ),
+    ("compensated", False, "have no room"): (
+        "none", "the compiled graph has no room for compensated, and {obstacle}",
+    ),
+    ("compensated", True, "refuse"): (
+        "exact_delta", "exact_delta runs instead of compensated, which {takes}",
+    ),
+    ("compensated", False, "refuse"): (
+        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
+    ),
+    ("row_max", True, "refuse"): ("none", "{name} {takes}: exact_delta would work"),
+    ("row_max", False, "refuse"): (
+        "none", "{name} {takes}, and exact_delta is not possible: {obstacle}",
+    ),
+}  # fmt: skip
 
 
 def _beyond_ours(call: Call) -> tuple[str, ...]:

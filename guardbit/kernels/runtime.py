@@ -57,7 +57,7 @@ class Runtime:
             instrumented module, before it runs.
         keeps_residuals: Whether compiled calls reserve room for what "compensated" keeps, see
             `keep_residuals`.
-        on_fault: Hears of the errors that the op's doors contain.
+        on_fault: Called with the errors that the op contains.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Runtime:
         return self._sites.get(number) or self._sites[NO_SITE]
 
     def here(self) -> Tensor:
-        """Number of the state for an eager call: one without observer if none may hear."""
+        """Number of the state for an eager call: one without observer if it is not observed."""
         number = int(self.current)
         state = self.site(number)
         if state.is_heard:
@@ -188,7 +188,7 @@ class Runtime:
         self.keeps_residuals = any(self._wishes.values()) or not self._wishes
 
     def tell_fault(self, error: Exception) -> None:
-        """Tells whoever wants to know that a part of GuardBit failed in a call."""
+        """Reports that a part of GuardBit failed in a call."""
         self.on_fault(error)
 
 

@@ -90,8 +90,8 @@ class SiteState:
         clock: Counts the steps of the site's model.
         ran_at: The last step in which the op ran here in training; -1 before the first.
         calls_are_alike: Whether all calls of one forward are known to have queries and keys of the
-            same weights. Otherwise only the first is heard: numbers of several are not mixed.
-        is_heard: Whether observers may hear of the call that was noted last.
+            same weights. Otherwise only the first is observed: numbers of several are not mixed.
+        is_heard: Whether the call that was noted last may be observed.
     """
 
     name: str = ""

@@ -9,17 +9,9 @@ Programming Guide, table of technical specifications per compute capability).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
-Pass = Literal[
-    "forward",
-    "query_gradients",
-    "key_gradients",
-    "shadow",
-    "audit",
-    "delta",
-]
-PASSES: tuple[Pass, ...] = get_args(Pass)
+Pass = Literal["forward", "query_gradients", "key_gradients", "shadow", "audit", "delta"]
 
 
 class Tile(NamedTuple):
@@ -47,7 +39,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """What the compiler is told."""
+        """Options for the compiler."""
         return {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,

@@ -9,7 +9,7 @@ from guardbit.diagnosis.diagnosis import diagnose
 from guardbit.diagnosis.recognition import recognize
 from guardbit.diagnosis.text import sentences
 from guardbit.kernels.engines import Inputs
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.kernels.spec import AttentionSpec
 from tests.diagnosis.kernel import (
     dropped,

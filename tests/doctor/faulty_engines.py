@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from guardbit.kernels.engines import Engine, Gradients, Inputs
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 
 Rounding = Callable[[Tensor], Tensor]
 

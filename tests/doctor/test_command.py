@@ -14,7 +14,7 @@ from guardbit.doctor.call import Shape, document_lengths, parse_shape
 from guardbit.doctor.examination import Examination
 from guardbit.doctor.known import is_within, known_faults
 from guardbit.doctor.preflight import Examiner
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 
 SMALL = ("--shape", "1,2,1,24,16", "--mask", "causal")
 

@@ -18,7 +18,7 @@ from guardbit.doctor.examination import Examination
 from guardbit.doctor.flex import Flex
 from guardbit.doctor.inputs import KINDS, make
 from guardbit.kernels.engines import Inputs, Whole, choose
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 from tests.doctor.faulty_engines import (
     Racing,
     Wrapped,

@@ -118,7 +118,8 @@ def source_of(kernel, constants, dtype, pointers):
 
 def variants(architecture):
     """Yields a `Variant` an entry, all stabilizers and bounds in it, and those with more in it."""
-    from guardbit.kernels import audit, backward, delta, forward, launch, shadow, tiles
+    from guardbit.kernels import tiles
+    from guardbit.kernels.device import audit, backward, delta, forward, launch, shadow
 
     some_heads = 1
     kernels = {

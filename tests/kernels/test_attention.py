@@ -14,10 +14,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, execution, op
+from guardbit.kernels import dispatch, op
+from guardbit.kernels.attention_call import Call
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import switchable_attention
 from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
@@ -333,11 +334,10 @@ def op_with(backend, site, dropout_p=0.0):
     code = dispatch.BACKENDS.index(backend)
 
     def attention(q, k, v):
-        codes = [0] * q.size(1)
-        request = execution.Request(
-            q, k, v, None, site, codes, causal=2, dropout_p=dropout_p, backend=code, training=True
-        )
-        return op.attention(request)[0]
+        spec = AttentionSpec(q.size(3) ** -0.5, "top-left", dropout_p=dropout_p)
+        codes = (0,) * q.size(1)
+        call = Call(q, k, v, spec, site, stabilizers=codes, backend=code, training=True)
+        return op.attention(call)[0]
 
     return attention
 
@@ -511,9 +511,11 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
     if traced == ("compensated" in names) and not dropout_p:  # which never repeats itself
         checks.append("test_aot_dispatch_dynamic")
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    arguments = (
-        None, site, codes, 2, None, dropout_p, 2.0, 1e-3, 0, native, True, False, traced, True,
+    absent = (None,) * 4  # mask, sinks, documents
+    numbers = (
+        0, 0, 2, 0.25, -1, -1, 0.0, dropout_p, -1, False, (), native, False, traced,
     )  # fmt: skip
+    arguments = (*absent, site, *numbers, codes, 2.0, 1e-3, 0, True, True)
     op = torch.ops.guardbit.attention_with_dropout if dropout_p else torch.ops.guardbit.attention
     torch.library.opcheck(op, (*leaves, *arguments), test_utils=checks)
 
@@ -527,15 +529,10 @@ def test_the_ops_pass_opcheck(native, names, traced, dropout_p, site):
         (
             d_out,
             *(x.detach() for x in leaves),
-            None,
+            *absent,
             site,
             *saved,
-            2,
-            None,
-            dropout_p,
-            native,
-            False,
-            traced,
+            *numbers,
         ),
         test_utils=checks,
     )

@@ -9,10 +9,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from guardbit import flash_attention
 from guardbit.kernels import reference
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import switchable_attention
 from tests.oracle import dense
 
 pytestmark = [

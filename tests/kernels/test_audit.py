@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import audit, reference
+from guardbit.kernels import reference
+from guardbit.kernels.device import audit
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from guardbit.kernels import backward, forward, reference
+from guardbit.kernels import reference
+from guardbit.kernels.device import backward, forward
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from guardbit.kernels import compensated
+from guardbit.kernels.device import carrier
 from guardbit.numerics import decode_residual, encode_residual
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -26,7 +26,7 @@ def test_the_carrier_carries_the_delta_of_the_unrounded_output(shape, dtype, by_
     residual = encode_residual(exact, out)
     into = torch.full_like(out, torch.nan)
     chosen = [heads - 1, 0]
-    compensated.carry_compensated_delta(d_out, out, residual, into, head_ids=chosen)
+    carrier.carry_compensated_delta(d_out, out, residual, into=into, head_ids=chosen)
     kept = out.double() + decode_residual(out, residual).double()
     wanted = (d_out.double() * kept).sum(-1)
     carried = (d_out.double() * into.double()).sum(-1)
@@ -47,7 +47,7 @@ def test_rows_that_are_not_finite_keep_their_output():
     out[0, 0, 2, 5] = torch.nan
     residual = torch.zeros_like(out, dtype=torch.int8)
     into = torch.empty_like(out)
-    compensated.carry_compensated_delta(d_out, out, residual, into, head_ids=[0])
+    carrier.carry_compensated_delta(d_out, out, residual, into=into, head_ids=[0])
     for row in (1, 2):
         assert torch.equal(into[0, 0, row].isnan(), out[0, 0, row].isnan())
         assert ((into[0, 0, row] == out[0, 0, row]) | out[0, 0, row].isnan()).all()

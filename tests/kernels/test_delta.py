@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.kernels import delta as kernels
-from guardbit.kernels import dispatch, launch, reference, tiles
-from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels import dispatch, reference, tiles
+from guardbit.kernels.device import delta as kernels
+from guardbit.kernels.device import launch
+from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense
@@ -437,7 +438,9 @@ def test_rows_that_see_no_key_keep_what_the_engine_left(launched, lse_of_dead_ro
     if launched:
         out = kernels.carry_exact_delta(*arguments, spec=spec, head_ids=[0, 1]).out
     else:
-        out = dispatch.carry_exact_delta(*(x.cpu() for x in arguments), spec=spec, head_ids=[0, 1])
+        out = dispatch.carry_exact_delta(
+            *(x.cpu() for x in arguments), spec=spec, head_ids=[0, 1]
+        ).out
         out = out.to(own.device)
     assert torch.equal(out[dead], own[dead])
     carried = (out.double() * tensors[0].double()).sum(-1)

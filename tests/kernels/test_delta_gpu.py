@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import delta
+from guardbit.kernels.device import delta
 from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from guardbit import records
-from guardbit.kernels import deltas, engines, execution, plan
+from guardbit.kernels import engines, execution, plan
+from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
-from guardbit.kernels.plan import Call, resolve
-from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.plan import resolve
+from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.exact_delta_cases import KINDS, make
 from tests.oracle import attend
@@ -25,7 +26,7 @@ def zero_delta(monkeypatch):
         return carried
 
     monkeypatch.setattr(execution, "STABILIZERS", (*records.STABILIZERS, "zero_delta"))
-    monkeypatch.setitem(deltas.DELTAS, "zero_delta", zeros)
+    monkeypatch.setitem(plan.DELTAS, "zero_delta", zeros)
     plan.plan_of.cache_clear()
     yield
     plan.plan_of.cache_clear()
@@ -51,7 +52,7 @@ def test_its_heads_get_its_delta_and_the_others_theirs(kind):
 
 def call_of(spec):
     q, k, v = torch.randn(3, 1, 2, 5, 16).bfloat16()
-    return Call(q, k, v, spec, SiteState("site"), True, False)
+    return Call(q, k, v, spec, torch.tensor(NO_SITE))
 
 
 def test_an_engine_that_is_not_proved_does_not_get_it(monkeypatch):

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from guardbit.kernels import audit, delta_bias, dispatch, shadow
+from guardbit.kernels import dispatch
+from guardbit.kernels.device import audit, shadow
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.spec import AttentionSpec
 
@@ -25,7 +26,7 @@ def triton_calls(monkeypatch):
 
     recording(shadow, "shadow")
     recording(shadow, "row_maxima")
-    recording(delta_bias, "delta_bias")
+    recording(audit, "delta_bias")
     recording(audit, "exact_query_gradient")
     monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: q.dtype != torch.float32)
     return calls
@@ -54,7 +55,7 @@ def test_maxima_come_from_where_the_shadow_comes_from(triton_calls, monkeypatch,
     if not served:
         monkeypatch.setattr(dispatch, "on_triton", lambda backend, q: False)
     settings = {"spec": AttentionSpec(0.3, True), "query_ids": torch.tensor([0, 7, 32])}
-    found = dispatch.row_maxima(q, k, v, **settings, dropout=None)
+    found = dispatch.row_maxima(q, k, **settings, dropout=None)
     whole = dispatch.shadow(q, k, v, **settings, eps=1e-3, dropout=None)
     assert triton_calls == (["row_maxima", "shadow"] if served else [])
     assert torch.equal(found.row_max, whole.row_max)

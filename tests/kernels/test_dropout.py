@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from guardbit import STABILIZERS, flash_attention
 from guardbit.kernels import reference
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import switchable_attention
 from guardbit.numerics import decode_residual
 from tests.oracle import dense
 

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import forward, launch, reference, tiles
+from guardbit.kernels import reference, tiles
+from guardbit.kernels.device import forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual
 from tests.oracle import attend

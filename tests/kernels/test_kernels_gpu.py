@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guardbit.kernels import backward, forward, launch
+from guardbit.kernels.device import backward, forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual, split
 from tests.oracle import attend, dense

@@ -12,7 +12,7 @@ from torch.nn.attention import varlen
 import guardbit
 from guardbit.kernels.engines import library_engine
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.library import library_attention
+from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense, packed
@@ -66,7 +66,7 @@ def tensors(spec, kv_heads, width):
 def run(engine, spec, inputs, site):
     d_out, *qkv = inputs
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out, _ = library_attention(*leaves, torch.tensor(site), spec, library_engine(engine, True))
+    out, _ = attention_at_site(*leaves, torch.tensor(site), spec, library_engine(engine, True))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 

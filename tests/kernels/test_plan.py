@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from guardbit.kernels import engines, plan
+from guardbit.kernels.attention_call import Call
 from guardbit.kernels.engines.proof import Proof
-from guardbit.kernels.plan import Call, resolve
-from guardbit.kernels.site_state import SiteState
+from guardbit.kernels.plan import resolve
+from guardbit.kernels.runtime import NO_SITE
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import packed
 
@@ -20,7 +21,7 @@ SPECS = {
 
 def call_of(spec):
     q, k, v = torch.randn(3, 1, 2, 5, 16).bfloat16()
-    return Call(q, k, v, spec, SiteState("site"), True, False)
+    return Call(q, k, v, spec, torch.tensor(NO_SITE))
 
 
 def resolved(monkeypatch, spec, name, failure=""):

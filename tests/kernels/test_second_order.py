@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guardbit import flash_attention
-from guardbit.kernels import execution, native
+from guardbit.kernels import engines, execution
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
-from guardbit.kernels.switchable import switchable_attention
 
 HEADS, KEY_HEADS, ROWS, KEYS, WIDTH = 4, 2, 9, 16, 16
 STABILIZERS = ("exact_delta", "compensated", "centered_keys", "row_max")
@@ -118,7 +118,7 @@ def test_heads_without_one_keep_those_of_the_entries_that_were_dropped(dropout_p
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
-@pytest.mark.parametrize("fails", ["run_forward", "all"])
+@pytest.mark.parametrize("fails", ["_forward", "all"])
 def test_a_call_that_went_to_pytorch_has_pytorch_s(fails, dropout_p, site, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("a part of GuardBit failed")
@@ -127,9 +127,9 @@ def test_a_call_that_went_to_pytorch_has_pytorch_s(fails, dropout_p, site, monke
     options = {"is_causal": True, "enable_gqa": True, "dropout_p": dropout_p}
     expected = twice(lambda *x: F.scaled_dot_product_attention(*x, **options), tensors, d_out)
     runtime.site(int(site)).switch(("compensated",) * HEADS)
-    monkeypatch.setattr(execution, "run_forward", fail)
+    monkeypatch.setattr(execution, "_forward", fail)
     if fails == "all":
-        monkeypatch.setattr(native, "choose", fail)
+        monkeypatch.setattr(engines, "choose", fail)
     found = twice(at(site, dropout_p=dropout_p), tensors, d_out)
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))

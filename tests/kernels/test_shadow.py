@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guardbit.kernels import delta_bias, reference, shadow
-from guardbit.kernels.mask import geometry
+from guardbit.kernels import mask as geometry
+from guardbit.kernels import reference
+from guardbit.kernels.device import audit, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
 from tests.oracle import DEVICE, attend, largest_products, scores_of, seen_keys
@@ -484,7 +485,7 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     used = out.double() if residual is None else out.double() + decode_residual(out, residual)
     picked = slice(None) if rows is None else rows
     error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
-    bias, size = delta_bias.delta_bias(
+    bias, size = audit.delta_bias(
         d_out, out, exact[:, :, picked], residual=residual, query_ids=rows
     )
     assert bias.dtype == size.dtype == torch.float64
@@ -506,21 +507,21 @@ def test_delta_bias_has_the_sign_of_the_rounding():
     assert (exact[:, 0] == 1 + 2.0**-9).all()
     out = exact.bfloat16()
     d_out = torch.full_like(q, 0.5)
-    bias, size = delta_bias.delta_bias(d_out, out, exact)
+    bias, size = audit.delta_bias(d_out, out, exact)
     steps = 0.5 * 70 * 16 * 2.0**-9
     assert bias.tolist() == [-steps, steps]
     assert size.tolist() == [steps, steps]
     # The other sign of dO, and the residual that takes it all away.
-    assert delta_bias.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
+    assert audit.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
     residual = encode_residual(exact, out)
-    assert delta_bias.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
+    assert audit.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
 
 
 def test_delta_bias_shows_nan_in_its_own_head():
     d_out = torch.ones(1, 2, 5, 16, dtype=torch.bfloat16, device=DEVICE)
     exact = torch.ones(1, 2, 5, 16, device=DEVICE)
     exact[0, 1, 3, 2] = math.nan
-    bias, size = delta_bias.delta_bias(d_out, torch.ones_like(d_out), exact)
+    bias, size = audit.delta_bias(d_out, torch.ones_like(d_out), exact)
     assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
 
 
@@ -531,4 +532,4 @@ def test_refusals():
     with pytest.raises(TypeError, match=r"q torch.float32, k torch.bfloat16"):
         shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
-        delta_bias.delta_bias(q.float(), q, q.float())
+        audit.delta_bias(q.float(), q, q.float())

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import audit, backward, delta_bias, forward, shadow
+from guardbit.kernels.device import audit, backward, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
 from tests.oracle import attend, dense
@@ -112,7 +112,7 @@ def test_chosen_rows_delta_bias_and_repetition(width):
     error = (d_out.double() * (used - truth)).sum(-1)
     for chosen in (None, rows):
         exact = every.out if chosen is None else some.out
-        bias, size = delta_bias.delta_bias(
+        bias, size = audit.delta_bias(
             d_out, result.out, exact, residual=result.residual, query_ids=chosen
         )
         picked = error if chosen is None else error[:, :, chosen]
@@ -150,11 +150,11 @@ def test_more_heads_than_a_grid_axis_holds():
     # 65,535 programs is the limit of the second and third grid axis.
     q, k, v, d_out = inputs((1, 70_000, 70_000, 33, 33, 16))
     result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
-    bias, _ = delta_bias.delta_bias(d_out, q, result.out)
+    bias, _ = audit.delta_bias(d_out, q, result.out)
     for start in (0, 69_900):
         heads = slice(start, start + 100)
         few = shadow.shadow(q[:, heads], k[:, heads], v[:, heads], spec=AttentionSpec(0.25, True))
         for whole, piece in zip(result, few, strict=True):
             assert torch.equal(whole[:, heads], piece)
-        part, _ = delta_bias.delta_bias(d_out[:, heads], q[:, heads], few.out)
+        part, _ = audit.delta_bias(d_out[:, heads], q[:, heads], few.out)
         assert torch.equal(bias[heads], part)

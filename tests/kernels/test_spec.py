@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
+from guardbit.kernels.mask import key_spans, mask_tile, visible_range
 from guardbit.kernels.spec import AttentionSpec, Documents
 from tests.kernels.spec_cases import specs
 from tests.oracle import DEVICE, packed, seen_keys

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from guardbit.kernels import audit, delta, shadow
+from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.spec_cases import inputs
 from tests.kernels.test_spec_numerics import check_audit, check_delta, check_shadow

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from guardbit import MonitorSession, read_events, read_run
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.monitor.notices import first_nonfinite
 from guardbit.records import Sample
 from tests.toys import Attention, Model

@@ -14,7 +14,7 @@ from torch import nn
 
 from guardbit import MonitorSession, read_events, read_metadata, read_run
 from guardbit.doctor.finding import Preflight
-from guardbit.kernels.engines.cpu_flash import CPUFlash
+from guardbit.kernels.engines.sdpa import CPUFlash
 from guardbit.monitor import preflight
 from tests.monitor.test_snapshots import model_of
 from tests.toys import Attention

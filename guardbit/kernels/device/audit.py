@@ -1,19 +1,23 @@
-"""The kernel of the gradient audit: dQ to FP32 accuracy on tensor cores.
+"""The audits of gradients in Triton: dQ to FP32 accuracy, and the error of delta, summed.
+
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
+`(B, H, N, E)`; C heads are wanted; R is the number of queries looked at.
 
 Scores are kept as products q k with the sign of the scale, or with a soft cap as the tanh of them.
 What a mask adds is divided by the size of the scale, or by the cap. The sum is called s here.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import (
     NO_MASK,
     add_mask,
@@ -25,6 +29,7 @@ from guardbit.kernels.device.masks import (
 )
 from guardbit.kernels.device.primitives import (
     head_of,
+    load_rows,
     load_tile,
     product,
     product_exact,
@@ -32,6 +37,9 @@ from guardbit.kernels.device.primitives import (
     tanh_and_slope,
     with_sink,
 )
+from guardbit.kernels.device.rounding import decode_residual, widen
+from guardbit.kernels.reference.delta import check_heads
+from guardbit.kernels.spec import AttentionSpec
 
 
 @triton.jit
@@ -199,3 +207,147 @@ def query_kernel(
 
     dq_base = dq_pointer + batch_head.to(tl.int64) * seqlen_q * HEAD_DIM
     store_tile(dq_base, first, HEAD_DIM, seqlen_q, dq * scale, BLOCK_M, HEAD_DIM, WIDTH)
+
+
+def exact_query_gradient(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+) -> Tensor:
+    """See `reference.exact_query_gradient`."""
+    launch.check_tensors(d_out=d_out, q=q, k=k, v=v)
+    check_heads(head_ids, q.shape[1])
+    d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    dq = q.new_empty((batch, len(ids), seqlen_q, head_dim), dtype=torch.float32)
+    call = launch.prepare(spec, q, v, "audit", dq)
+    if not dq.numel():
+        return dq
+    size_of_scale = launch.size_of_scale(call.scale)
+    with launch.device_of(q):
+        query_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
+            q,
+            k,
+            v,
+            d_out,
+            call.mask,
+            call.ranges,
+            call.sinks,
+            ids,
+            dq,
+            *launch.strides(q, k, v, d_out),
+            call.mask_strides,
+            len(ids),
+            num_heads // k.shape[1],
+            seqlen_q,
+            k.shape[2],
+            call.shift,
+            call.inner_scale,
+            spec.scale,
+            size_of_scale * math.log2(math.e),
+            1 / size_of_scale,
+            NEGATIVE_SCALE=call.scale < 0,
+            **call.constants,
+        )
+    return dq
+
+
+# Rows of a program that sums up the bias of delta.
+_BIAS_BLOCK_M = 64
+
+
+@triton.jit(do_not_specialize=["num_heads", "count", "seqlen_q"])
+def delta_bias_kernel(
+    d_out_pointer,
+    out_pointer,
+    residual_pointer,
+    exact_pointer,
+    query_ids_pointer,
+    bias_pointer,
+    size_pointer,
+    d_out_strides,
+    out_strides,
+    residual_strides,
+    num_heads,
+    count,
+    seqlen_q,
+    HAS_QUERY_IDS: tl.constexpr,
+    COMPENSATED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One program: the part of the two sums from BLOCK_M of the `count` rows of one head."""
+    row_tiles = tl.cdiv(count, BLOCK_M)
+    program = tl.program_id(0)
+    batch_head = program // row_tiles
+    first = program % row_tiles * BLOCK_M
+    batch = batch_head // num_heads
+    head = batch_head % num_heads
+    places = first + tl.arange(0, BLOCK_M)
+    positions = places
+    if HAS_QUERY_IDS:
+        chosen = tl.load(query_ids_pointer + places, mask=places < count, other=-1)
+        positions = chosen.to(tl.int32)
+
+    d_out_base = head_of(d_out_pointer, d_out_strides, batch, head)
+    d_out = load_rows(d_out_base, positions, d_out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    out_base = head_of(out_pointer, out_strides, batch, head)
+    rounded = load_rows(out_base, positions, out_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+    exact_base = exact_pointer + batch_head.to(tl.int64) * count * HEAD_DIM
+    exact = load_tile(exact_base, first, HEAD_DIM, count, BLOCK_M, HEAD_DIM, WIDTH, True)
+    errors = widen(rounded) - exact
+    if COMPENSATED:
+        residual_base = head_of(residual_pointer, residual_strides, batch, head)
+        counts = load_rows(residual_base, positions, residual_strides[2], seqlen_q, HEAD_DIM, WIDTH)
+        errors += decode_residual(rounded, counts)
+    bias = tl.sum(widen(d_out) * errors, 1)
+    tl.store(bias_pointer + program, tl.sum(bias, 0))
+    tl.store(size_pointer + program, tl.sum(tl.abs(bias), 0))
+
+
+def delta_bias(
+    d_out: Tensor,
+    out: Tensor,
+    exact: Tensor,
+    *,
+    residual: Tensor | None = None,
+    query_ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.delta_bias`."""
+    launch.check_tensors(d_out=d_out, out=out)
+    d_out, out, exact = launch.rows_adjacent(d_out), launch.rows_adjacent(out), exact.contiguous()
+    counts = out if residual is None else launch.rows_adjacent(residual)
+    batch, num_heads, seqlen_q, head_dim = out.shape
+    count = exact.shape[2]
+    tiles_of_head = triton.cdiv(count, _BIAS_BLOCK_M)
+    sums = exact.new_empty((2, batch, num_heads, tiles_of_head))
+    width = launch.padded_width(head_dim)
+    if sums.numel():
+        with launch.device_of(out):
+            delta_bias_kernel[(sums[0].numel(),)](
+                d_out,
+                out,
+                counts,
+                exact,
+                exact if query_ids is None else query_ids.contiguous(),
+                *sums,
+                *launch.strides(d_out, out, counts),
+                num_heads,
+                count,
+                seqlen_q,
+                HAS_QUERY_IDS=query_ids is not None,
+                COMPENSATED=residual is not None,
+                HEAD_DIM=head_dim,
+                WIDTH=width,
+                BLOCK_M=_BIAS_BLOCK_M,
+                num_warps=4 if width <= 64 else 8,
+                **launch.COMPILER_OPTIONS,
+            )
+    bias, size = sums.double().sum((1, 3))
+    return bias, size

@@ -1,18 +1,20 @@
-"""The backward kernels: delta and dQ over tiles of queries, dK and dV over tiles of keys.
+"""The backward in Triton: delta and dQ over tiles of queries, dK and dV over tiles of keys.
 
-They use no atomics, so every run gives the same bits.
+Shapes: q, out, d_out `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv; lse FP32
+`(B, H, N)`. There are no atomics, so every run gives the same bits.
 """
-
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from guardbit.kernels import tiles
+from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import allowed, behind, seeing_rows, visible_keys
 from guardbit.kernels.device.primitives import (
     LOG2_E,
@@ -23,6 +25,8 @@ from guardbit.kernels.device.primitives import (
     store_tile,
 )
 from guardbit.kernels.device.rounding import decode_residual, round_nearest, widen
+from guardbit.kernels.mask import causal_shift
+from guardbit.kernels.reference import Causal, Dropout, Gradients
 from guardbit.records import STABILIZERS
 
 _COMPENSATED = tl.constexpr(STABILIZERS.index("compensated"))
@@ -368,3 +372,96 @@ def key_gradients_kernel(
         dv *= factor
     rounded = round_nearest(dv, dtype)
     store_tile(dv_base, first, dv_strides[2], seqlen_k, rounded, BLOCK_N, HEAD_DIM, WIDTH)
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    residual: Tensor | None,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    dropout: Dropout | None = None,
+) -> Gradients:
+    """See `reference.backward`."""
+    launch.check_tensors(d_out=d_out, q=q, k=k, v=v, out=out)
+    d_out, q, k, v, out = map(launch.rows_adjacent, (d_out, q, k, v, out))
+    batch, computed_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    shift = causal_shift(causal, seqlen_q, seqlen_k)
+    codes = launch.device_codes(tuple(stabilizers), computed_heads, q.device)
+    if "compensated" in stabilizers and residual is None:
+        raise ValueError("Compensated heads need the forward's residual, but it is None.")
+    # Never read if no head is compensated; any pointer to bytes will do.
+    residual = out.view(torch.int8) if residual is None else launch.rows_adjacent(residual)
+    dq, dk, dv = (launch.empty_like_rows(x) for x in (q, k, v))
+
+    width = launch.padded_width(head_dim)
+    capability = launch.capability_of(q)
+    query_tile = tiles.tile(capability, width, "query_gradients")
+    key_tile = tiles.tile(capability, width, "key_gradients")
+    if dropout is not None:
+        query_tile, key_tile = query_tile.for_dropout, key_tile.for_dropout
+    lse = lse.contiguous()
+    statistics = lse.new_empty((*lse.shape, 2))
+    random, dropped = (codes, lse), (computed_heads, 0, 1.0)
+    if dropout is not None:
+        random = (launch.device_head_ids(dropout.head_ids, q.device), dropout.philox_key)
+        dropped = (dropout.num_heads, dropout.threshold, dropout.factor)
+    shared = (computed_heads // kv_heads, seqlen_q, seqlen_k, shift, scale, *dropped)
+    options = {
+        "DROPOUT": dropout is not None,
+        "CAUSAL": causal is not False,
+        "HEAD_DIM": head_dim,
+        "WIDTH": width,
+        **launch.COMPILER_OPTIONS,
+    }
+    with launch.device_of(q):
+        if q.numel():
+            query_gradients_kernel[
+                (triton.cdiv(seqlen_q, query_tile.block_m) * batch * computed_heads,)
+            ](
+                q,
+                k,
+                v,
+                out,
+                residual,
+                d_out,
+                lse,
+                codes,
+                dq,
+                statistics,
+                *random,
+                *launch.strides(q, k, v, out, residual, d_out, dq),
+                computed_heads,
+                *shared,
+                **options,
+                BLOCK_M=query_tile.block_m,
+                BLOCK_N=query_tile.block_n,
+                **query_tile.options,
+            )
+        if k.numel():
+            key_gradients_kernel[(triton.cdiv(seqlen_k, key_tile.block_n) * batch * kv_heads,)](
+                q,
+                k,
+                v,
+                d_out,
+                statistics,
+                dk,
+                dv,
+                *random,
+                *launch.strides(q, k, v, d_out, dk, dv),
+                kv_heads,
+                *shared,
+                **options,
+                BOUNDED=seqlen_q % key_tile.block_m != 0,
+                BLOCK_M=key_tile.block_m,
+                BLOCK_N=key_tile.block_n,
+                **key_tile.options,
+            )
+    return Gradients(dq, dk, dv)

@@ -1,18 +1,19 @@
-"""The kernel of exact delta. It also writes the O' that carries delta to another kernel's backward.
+"""Exact delta in Triton, and the O' that carries it to another kernel's backward.
 
-Scores are kept as plain products q k, as in the forward.
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; out, d_out
+`(B, H, N, E)`; C heads are wanted. Scores are kept as plain products q k, as in the forward.
 """
-
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from guardbit.kernels.device import launch
 from guardbit.kernels.device.carrier import write_rows
 from guardbit.kernels.device.masks import (
     ADDITIVE,
@@ -33,6 +34,8 @@ from guardbit.kernels.device.primitives import (
     product,
     tanh_and_slope,
 )
+from guardbit.kernels.reference.delta import Carried, check_heads
+from guardbit.kernels.spec import AttentionSpec
 
 
 @triton.jit
@@ -275,3 +278,105 @@ def delta_kernel(
             head_of(out_pointer, out_strides, batch, head_id), d_out_base, carrier_strides[2],
             out_strides[2], d_out_strides[2], first, seqlen_q, carried, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
+
+
+# Bytes of keys and values that are read again and again: what half of the second-level cache of an
+# H100 holds.
+_CACHE = 2**25
+
+
+def exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+) -> Tensor:
+    """See `reference.exact_delta`."""
+    return _launch(d_out, q, k, v, None, lse, spec, head_ids, None)
+
+
+def carry_exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+    into: Tensor | None = None,
+) -> Carried:
+    """See `reference.carry_exact_delta`; one launch."""
+    check_heads(head_ids, q.shape[1])
+    if into is None:
+        into = launch.empty_as(out)
+        if len(set(head_ids)) < q.shape[1]:
+            into.copy_(out)
+    if into.stride(-1) != 1:
+        raise ValueError("`into` needs rows whose neighbouring elements are adjacent in memory.")
+    return Carried(into, _launch(d_out, q, k, v, out, lse, spec, head_ids, into))
+
+
+def _launch(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+    carrier: Tensor | None,
+) -> Tensor:
+    """Launches the kernel, which writes delta, and with `carrier` the heads' rows of O'."""
+    launch.check_tensors(d_out=d_out, q=q, k=k, v=v, **({} if out is None else {"out": out}))
+    check_heads(head_ids, q.shape[1])
+    d_out, q, k, v = map(launch.rows_adjacent, (d_out, q, k, v))
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k, value_dim = v.shape[1:]
+    ids = launch.device_head_ids(tuple(head_ids), q.device)
+    delta = q.new_empty((batch, len(ids), seqlen_q), dtype=torch.float32)
+    call = launch.prepare(spec, q, v, "delta", delta)
+    if not delta.numel():
+        return delta
+    out = d_out if out is None else launch.rows_adjacent(out)
+    carried = out if carrier is None else carrier
+    rows, widths = call.tile.block_n, (call.constants["WIDTH"], call.constants["VALUE_WIDTH"])
+    use_tma = call.tile.use_tma and launch.can_use_tma(k) and launch.can_use_tma(v)
+    with launch.device_of(q):
+        delta_kernel[(triton.cdiv(seqlen_q, call.tile.block_m) * batch * len(ids),)](
+            q,
+            launch.tma_descriptor(k, rows, widths[0]) if use_tma else k,
+            launch.tma_descriptor(v, rows, widths[1]) if use_tma else v,
+            d_out,
+            lse,
+            call.mask,
+            call.ranges,
+            call.sinks,
+            ids,
+            out,
+            delta,
+            carried,
+            *launch.strides(q, k, v, d_out, lse),
+            call.mask_strides,
+            *launch.strides(out, carried),
+            batch * len(ids),
+            max(1, _CACHE // max(1, seqlen_k * (head_dim + value_dim) * q.element_size())),
+            len(ids),
+            num_heads // kv_heads,
+            seqlen_q,
+            seqlen_k,
+            call.shift,
+            call.inner_scale,
+            call.scale,
+            CARRY=carrier is not None,
+            OVERLAP=call.tile.overlap,
+            USE_TMA=use_tma,
+            **call.constants,
+        )
+    return delta

@@ -1,19 +1,21 @@
-"""The forward kernel: O, L and the residual. One launch serves heads with different stabilizers.
+"""The forward in Triton: O, L and the residual. One launch serves heads with different stabilizers.
 
-Scores are kept as plain products q k, called s here. "log2 units" means s scale log2(e), the
-exponent of exp2.
+Shapes: q `(B, H, N, D)`; k, v `(B, H_kv, M, D)`, H a multiple of H_kv. Scores are kept as plain
+products q k, called s here. "log2 units" means s scale log2(e), the exponent of exp2.
 """
-
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from guardbit.kernels import tiles
+from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import allowed, visible_keys
 from guardbit.kernels.device.primitives import (
     LN_2,
@@ -26,6 +28,9 @@ from guardbit.kernels.device.primitives import (
     store_tile,
 )
 from guardbit.kernels.device.rounding import encode_residual, round_nearest
+from guardbit.kernels.mask import causal_shift
+from guardbit.kernels.reference import Causal, Dropout, Forward
+from guardbit.kernels.reference.forward_pass import SHIFT_MAX, SHIFT_MAX_FP16, SHIFT_MIN
 from guardbit.records import STABILIZERS
 
 # A head's code in the device array: its place in STABILIZERS.
@@ -283,3 +288,85 @@ def forward_kernel(
         )
     out_base = head_of(out_pointer, out_strides, batch, head)
     store_tile(out_base, first, out_strides[2], seqlen_q, out, BLOCK_M, HEAD_DIM, WIDTH)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal,
+    scale: float,
+    stabilizers: Sequence[str],
+    beta: float = 2.0,
+    eps: float = 1e-3,
+    head_ids: Sequence[int] | None = None,
+    dropout: Dropout | None = None,
+) -> Forward:
+    """See `reference.forward`."""
+    launch.check_tensors(q=q, k=k, v=v)
+    q, k, v = map(launch.rows_adjacent, (q, k, v))
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    kv_heads, seqlen_k = k.shape[1:3]
+    computed = tuple(range(num_heads)) if head_ids is None else tuple(head_ids)
+    shift = causal_shift(causal, seqlen_q, seqlen_k)
+    codes = launch.device_codes(tuple(stabilizers), len(computed), q.device)
+    out = launch.empty_like_rows(q if head_ids is None else q[:, : len(computed)])
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
+    compensated = "compensated" in stabilizers
+    residual = torch.empty_like(out, dtype=torch.int8) if compensated else None
+    if not out.numel():
+        return Forward(out, lse, residual)
+
+    width = launch.padded_width(head_dim)
+    tile = tiles.tile(launch.capability_of(q), width, "forward")
+    if dropout is not None:
+        tile = tile.for_dropout
+    row_tiles = triton.cdiv(seqlen_q, tile.block_m)
+    shift_max = SHIFT_MAX_FP16 if q.dtype == torch.float16 else SHIFT_MAX
+    size_of_scale = launch.size_of_scale(scale)
+    with launch.device_of(q):
+        forward_kernel[(row_tiles * batch * len(computed),)](
+            q,
+            k,
+            v,
+            out,
+            lse,
+            out if residual is None else residual,
+            codes,
+            launch.device_head_ids(computed, q.device),
+            lse if dropout is None else dropout.philox_key,
+            *launch.strides(q, k, v, out),
+            num_heads,
+            len(computed),
+            num_heads // kv_heads,
+            seqlen_q,
+            seqlen_k,
+            shift,
+            size_of_scale,
+            size_of_scale * math.log2(math.e),
+            eps / size_of_scale,
+            (beta - 1) * size_of_scale / (shift_max - SHIFT_MIN),
+            SHIFT_MIN * math.log2(math.e),
+            (shift_max - SHIFT_MIN) * math.log2(math.e),
+            threshold=0 if dropout is None else dropout.threshold,
+            factor=1.0 if dropout is None else dropout.factor,
+            CAUSAL=causal is not False,
+            NEGATIVE_SCALE=scale < 0,
+            COMPENSATED=_share(stabilizers, "compensated"),
+            ROW_MAX=_share(stabilizers, "row_max"),
+            DROPOUT=dropout is not None,
+            HEAD_DIM=head_dim,
+            WIDTH=width,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            **tile.options,
+            **launch.COMPILER_OPTIONS,
+        )
+    return Forward(out, lse, residual)
+
+
+def _share(stabilizers: Sequence[str], name: str) -> int:
+    """Whether none, some or all of the heads have this stabilizer."""
+    count = list(stabilizers).count(name)
+    return 0 if count == 0 else 2 if count == len(stabilizers) else 1

@@ -1,9 +1,5 @@
 """Masks inside kernels: which keys the rows of a tile see, and how a dense mask is loaded."""
 
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
 import triton
@@ -37,14 +33,9 @@ def visible_keys(
 
 @triton.jit
 def load_ranges(ranges_pointer, positions, seqlen_q):
-    """Loads the first key that each row sees, and where its keys end.
+    """Loads the first key that each row sees, and where its keys end, each (R,).
 
-    Rows past the last one get the last one's.
-
-    Args:
-        ranges_pointer: See `range_arguments`.
-        positions: (R,), positions of the queries.
-        seqlen_q: Number of queries.
+    `positions` (R,) are those of the queries; past the last query it is that one.
     """
     pointers = ranges_pointer + tl.minimum(positions, seqlen_q - 1)
     return tl.load(pointers), tl.load(pointers + seqlen_q)
@@ -119,17 +110,10 @@ def load_mask(
     BLOCK_N: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Loads a tile of a dense mask, (R, BLOCK_N); rows past the last one get the last one's.
+    """Loads a tile of a dense mask, (R, BLOCK_N), from `first_key` on.
 
-    Args:
-        base: Where the head's mask begins.
-        strides: The mask's four, 0 where it broadcasts.
-        positions: (R,), positions of the queries.
-        first_key: First of the BLOCK_N keys.
-        last_row: Number of the last query.
-        seqlen_k: Number of keys; what lies past them is 0 if BOUNDED, else nothing does.
-        BLOCK_N: Keys a tile.
-        BOUNDED: Whether the tile may pass the last key.
+    `base` is where the head's mask begins; its four strides are 0 where it broadcasts. Rows past
+    `last_row` get that one's. What lies past the last key is 0 if BOUNDED, else nothing does.
     """
     columns = tl.arange(0, BLOCK_N)
     base += tl.cast(first_key, tl.int64) * strides[3]
@@ -155,19 +139,7 @@ def add_mask(
     MASK: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """Adds a dense mask to a tile of scores that are not scaled yet.
-
-    Args:
-        scores: FP32 (R, K), products q k.
-        base: As `load_mask` has it, like strides, rows, first_key, last_row, keys and BOUNDED.
-        strides: See `base`.
-        positions: See `base`.
-        first_key: See `base`.
-        last_row: See `base`.
-        seqlen_k: See `base`.
-        inverse_scale: One over the size of the scale.
-        MASK: BOOLEAN or ADDITIVE.
-        BOUNDED: See `base`.
+    """Adds a dense mask to a tile of scores that are not scaled yet, FP32 (R, K).
 
     Returns:
         The scores with what is added, which keys are seen, and what is added, FP32 (R, K); the mask

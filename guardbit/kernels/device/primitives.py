@@ -4,11 +4,6 @@ Triton's interpreter multiplies the raw bits of BF16 operands, so there products
 see `guardbit.kernels.device.rounding`.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 import math
 
 import triton

@@ -5,11 +5,6 @@ the CPU. The interpreter truncates FP32 to BF16, so there rounding is spelled ou
 Compiled kernels contain none of this.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 import triton
 import triton.language as tl
 from triton import knobs

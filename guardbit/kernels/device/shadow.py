@@ -1,19 +1,22 @@
-"""The shadow kernel: O to FP32 accuracy on tensor cores, and statistics of its rows.
+"""The shadow in Triton: O to FP32 accuracy on tensor cores, and statistics of its rows.
+
+Shapes: q `(B, H, N, D)`; k `(B, H_kv, M, D)`, H a multiple of H_kv; v `(B, H_kv, M, E)`; R is the
+number of queries looked at.
 
 Scores are kept as plain products q k, as in the forward, or with a soft cap as the tanh of them.
 Both are called s here.
 """
 
-# Triton kernels are typed by Triton: constexpr parameters take plain values.
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportInvalidTypeForm=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-
 from __future__ import annotations
 
+import math
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from guardbit.kernels.device import launch
 from guardbit.kernels.device.masks import (
     ADDITIVE,
     NO_MASK,
@@ -38,7 +41,9 @@ from guardbit.kernels.device.primitives import (
     with_sink,
 )
 from guardbit.kernels.device.rounding import round_nearest, widen
-from guardbit.kernels.mask.geometry import IRRELEVANT
+from guardbit.kernels.mask import IRRELEVANT, hidden_rows
+from guardbit.kernels.reference import RowMaxima, Shadow
+from guardbit.kernels.spec import AttentionSpec
 
 # As bits: below those of every size.
 _MINUS_INFINITY = tl.constexpr(-0x800000)
@@ -430,3 +435,99 @@ def shadow_kernel(
         tl.sum(maxima_bf16, 1) * counted,
         mask=inside,
     )
+
+
+def shadow(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    spec: AttentionSpec,
+    eps: float = 1e-3,
+    query_ids: Tensor | None = None,
+) -> Shadow:
+    """See `reference.shadow`; one launch, and memory proportional to the rows."""
+    launch.check_tensors(q=q, k=k, v=v)
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
+    out = q.new_empty((*shape, v.shape[3]), dtype=torch.float32)
+    row_max, entropy, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(3))
+    counts = [q.new_empty(shape, dtype=torch.int64) for _ in range(2)]
+    result = Shadow(out, row_max, *counts, entropy, largest)
+    _launch(q, k, v, spec, eps, query_ids, result)
+    hidden = hidden_rows(spec, (*q.shape[:3], k.shape[2]), query_ids)
+    if hidden is not None:
+        for field in (result.row_max, result.largest):
+            field.masked_fill_(hidden, -math.inf)
+        for field in (result.maxima, result.maxima_bf16, result.entropy):
+            field.masked_fill_(hidden, 0)
+    return result
+
+
+def row_maxima(
+    q: Tensor, k: Tensor, *, spec: AttentionSpec, query_ids: Tensor | None = None
+) -> RowMaxima:
+    """See `reference.row_maxima`; one pass over the keys."""
+    if spec.mask is not None and spec.mask.dtype != torch.bool:
+        found = shadow(q, k, k, spec=spec, query_ids=query_ids)
+        return RowMaxima(found.row_max, found.largest)
+    launch.check_tensors(q=q, k=k)
+    shape = (*q.shape[:2], q.shape[2] if query_ids is None else len(query_ids))
+    row_max, largest = (q.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    nowhere = row_max  # what is not written
+    result = Shadow(nowhere, row_max, nowhere, nowhere, nowhere, largest)
+    _launch(q, k, k, spec, 0.0, query_ids, result, only_maxima=True)
+    return RowMaxima(row_max, largest)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    eps: float,
+    query_ids: Tensor | None,
+    result: Shadow,
+    only_maxima: bool = False,
+) -> None:
+    """Fills a shadow, or the maxima of one."""
+    q, k, v = map(launch.rows_adjacent, (q, k, v))
+    batch, num_heads, seqlen_q, _ = q.shape
+    entropy, count = result.entropy, result.row_max.shape[2]
+    call = launch.prepare(spec, q, v, "shadow", entropy)
+    if not result.out.numel():
+        return
+    size_of_scale = launch.size_of_scale(call.scale)
+    with launch.device_of(q):
+        shadow_kernel[(triton.cdiv(count, call.tile.block_m) * batch * num_heads,)](
+            q,
+            k,
+            v,
+            call.mask,
+            call.ranges,
+            call.sinks,
+            entropy if query_ids is None else query_ids.contiguous(),
+            result.out,
+            result.row_max,
+            entropy,
+            result.maxima,
+            result.maxima_bf16,
+            result.largest,
+            *launch.strides(q, k, v),
+            call.mask_strides,
+            num_heads,
+            num_heads // k.shape[1],
+            count,
+            seqlen_q,
+            k.shape[2],
+            call.shift,
+            call.inner_scale,
+            size_of_scale,
+            size_of_scale * math.log2(math.e),
+            1 / size_of_scale,
+            eps,
+            eps * math.log2(math.e),
+            HAS_QUERY_IDS=query_ids is not None,
+            NEGATIVE_SCALE=call.scale < 0,
+            ONLY_MAXIMA=only_maxima,
+            **call.constants,
+        )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from guardbit.kernels.engines.base import Engine, Inputs
-from guardbit.kernels.mask.geometry import mask_tile
+from guardbit.kernels.mask import mask_tile
 from guardbit.kernels.reference import write_carrier
 from guardbit.kernels.reference.common import cap_slope, capped, float32_products
 from guardbit.kernels.spec import AttentionSpec, Documents

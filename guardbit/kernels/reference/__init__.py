@@ -15,10 +15,12 @@ from guardbit.kernels.reference.audit import (
 from guardbit.kernels.reference.backward_pass import Gradients, backward
 from guardbit.kernels.reference.common import Dropout
 from guardbit.kernels.reference.delta import (
+    Carried,
+    carry_compensated_delta,
+    carry_exact_delta,
     exact_delta,
     float_carrier,
     lse_gradient,
-    sink_gradient,
     write_carrier,
 )
 from guardbit.kernels.reference.forward_pass import FORWARD_STABILIZERS, Forward, forward
@@ -26,6 +28,7 @@ from guardbit.kernels.spec import Causal
 
 __all__ = [
     "FORWARD_STABILIZERS",
+    "Carried",
     "Causal",
     "Dropout",
     "Forward",
@@ -33,6 +36,8 @@ __all__ = [
     "RowMaxima",
     "Shadow",
     "backward",
+    "carry_compensated_delta",
+    "carry_exact_delta",
     "delta_bias",
     "exact_delta",
     "exact_query_gradient",
@@ -41,6 +46,5 @@ __all__ = [
     "lse_gradient",
     "row_maxima",
     "shadow",
-    "sink_gradient",
     "write_carrier",
 ]

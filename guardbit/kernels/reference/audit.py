@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import (
+from guardbit.kernels.mask import (
     IRRELEVANT,
     NO_KEY,
     key_spans,
@@ -38,7 +38,7 @@ class Shadow(NamedTuple):
     probabilities before dropout. Scores are the inputs of the softmax, with soft cap and biases;
     biases are what a mask adds, and what a score function makes of 0. A sink is no score, but it
     takes its part of the probabilities. A row that sees no key, because all its biases are -inf, or
-    all that it has in any head are below `guardbit.kernels.mask.geometry.NO_KEY`, has row_max and
+    all that it has in any head are below `guardbit.kernels.mask.NO_KEY`, has row_max and
     largest -inf, entropy 0 and counts 0. Its out is what the softmax makes of the scores, 0 where
     all are -inf.
 
@@ -51,7 +51,7 @@ class Shadow(NamedTuple):
         entropy: FP32 (B, H, R), entropy in nats of the row's probabilities, its sink's included.
         largest: FP32 (B, H, R), the largest |scale q k|, after the soft cap and before a score
             function and biases, of the keys whose score or bias lies within
-            `guardbit.kernels.mask.geometry.IRRELEVANT` of the row's largest. Unlike row_max it
+            `guardbit.kernels.mask.IRRELEVANT` of the row's largest. Unlike row_max it
             shows scores far below 0. NaN where row_max is NaN.
     """
 
@@ -190,7 +190,7 @@ def shadow(
     """Recomputes O in FP32 and counts maxima, in memory proportional to rows x chunk.
 
     Two passes over the keys: the counts need the row's maximum first. A third where biases may
-    differ. Autocast must be off.
+    differ.
 
     Args:
         q: (B, H, N, D), BF16, FP16 or FP32; any strides.
@@ -297,7 +297,7 @@ def exact_query_gradient(
 
     delta is rowsum(P dP), which equals rowsum(dO O) of the unrounded O and makes the rows of dS sum
     to 0 as nearly as FP32 can; with dropout dP is 0 where P was dropped, and with sinks their P is
-    among those. Autocast must be off.
+    among those.
 
     Args:
         d_out: (B, H, N, E), gradient of the output.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask, visible_range
+from guardbit.kernels.mask import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     float32_products,
@@ -55,7 +55,7 @@ def backward(
     before their products; these accumulate in FP32, over the query heads of a group too, and each
     gradient is scaled and rounded once. delta = rowsum(dO O), or rowsum(dO (O + residual)) in
     compensated heads: with dropout too, as sum_m P_nm M_nm (dO V^T)_nm, with the mask M of what is
-    kept, is rowsum(dO O). Autocast must be off.
+    kept, is rowsum(dO O).
 
     Args:
         d_out: (B, H, N, D), gradient of `out`; any strides.

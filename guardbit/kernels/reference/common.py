@@ -68,7 +68,7 @@ class Dropout(NamedTuple):
 
 @contextmanager
 def float32_products() -> Iterator[None]:
-    """Runs FP32 matrix products in FP32, whatever the program's settings; records no graph.
+    """Runs FP32 matrix products in FP32, whatever the program's settings and autocast; no graph.
 
     `torch.set_float32_matmul_precision("medium")`, which Lightning recommends, lets oneDNN round
     operands to BF16 and cuBLAS to TF32. An oracle must not round its operands. The settings are
@@ -81,7 +81,7 @@ def float32_products() -> Iterator[None]:
     try:
         for backend in backends:
             backend.fp32_precision = "ieee"
-        with torch.no_grad():
+        with torch.no_grad(), torch._C._DisableAutocast():
             yield
     finally:
         for backend, precision in zip(backends, before, strict=True):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import key_spans, mask_tile, visible_range
+from guardbit.kernels.mask import key_spans, mask_tile, visible_range
 from guardbit.kernels.reference.common import capped, float32_products, modified
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.numerics import round_nearest
+from guardbit.numerics import decode_residual, round_nearest
 
 #: How many nonzero numbers a row of O' has. Each adds the format's bits, 8 in BF16, 11 in FP16.
 TERMS = 3
@@ -25,6 +27,18 @@ MISS, SMALLEST_MISS = 2.0**-8, 2.0**-24
 #: smallest numbers. To find the three largest of a whole row took 0.7 of the
 #: time of delta itself, at 1,024 keys of 128 features on an H200.
 FIRST_COLUMNS, ENOUGH, HALF_STEP = 8, 2.0**-23, 2.0**-25
+
+
+class Carried(NamedTuple):
+    """An O' and the delta that it carries.
+
+    Attributes:
+        out: (B, H, N, E), O' for the kernel's backward.
+        delta: FP32 (B, C, N), what the wanted heads' rows carry.
+    """
+
+    out: Tensor
+    delta: Tensor
 
 
 @float32_products()
@@ -46,7 +60,7 @@ def exact_delta(
     kernel's own forward, so the P of a row, as the kernel's backward will compute them, need not
     sum to 1: an L of 1,000 is rounded to 6e-5. Dividing by the sum makes the row of dS sum to 0,
     and that sum is what goes wrong in training. With a sink, its P is part of the sum below,
-    because L contains it, and its dP is 0. Autocast must be off.
+    because L contains it, and its dP is 0.
 
     Args:
         d_out: (B, H, N, E), gradient of the output; any strides.
@@ -102,31 +116,6 @@ def exact_delta(
     return delta
 
 
-def sink_gradient(delta: Tensor, lse: Tensor, sinks: Tensor, *, head_ids: Sequence[int]) -> Tensor:
-    """Computes the gradient of some heads' sinks from exact delta: -sum_i P_i delta_i.
-
-    A sink has no value, so its dP is 0 and its dS = P (0 - delta), with P = exp(sink - L). In a
-    kernel that takes delta from its rounded O, this gradient is as wrong as delta, row by row.
-
-    Args:
-        delta: FP32 (B, C, N), see `exact_delta`.
-        lse: FP32 (B, H, N), the kernel's own, the sinks in it.
-        sinks: (H,), see `AttentionSpec`.
-        head_ids: The C query heads that delta is of.
-
-    Returns:
-        FP64 (C,), summed over batch and rows. A row with delta 0, such as one that sees no key,
-        adds 0 whatever its L.
-
-    Raises:
-        IndexError: If a head does not exist.
-    """
-    check_heads(head_ids, len(sinks))
-    index = torch.tensor(list(head_ids), dtype=torch.int64, device=delta.device)
-    probabilities = (sinks[index, None].double() - lse[:, index].double()).exp()
-    return -(probabilities * delta).where(delta != 0, 0.0).sum((0, 2))
-
-
 def check_heads(head_ids: Sequence[int], num_heads: int) -> None:
     """Raises for heads that do not exist.
 
@@ -180,6 +169,48 @@ def write_carrier(out_prime: Tensor, d_out: Tensor, delta: Tensor, head_ids: Seq
     carrier = torch.where(reached[..., None], carrier, out_prime[:, index])
     few = torch.nn.functional.pad(few, (0, carrier.shape[-1] - few.shape[-1]))
     out_prime[:, index] = torch.where(enough[..., None], few, carrier)
+
+
+def carry_exact_delta(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    spec: AttentionSpec,
+    head_ids: Sequence[int],
+    into: Tensor | None = None,
+) -> Carried:
+    """Makes the O' with which a kernel's backward uses the exact delta of some heads.
+
+    Arguments as in `exact_delta` and `write_carrier`; without `into` a copy of O is written to.
+    """
+    delta = exact_delta(d_out, q, k, v, lse, spec=spec, head_ids=head_ids, unseeing=math.nan)
+    carried = torch.empty_like(out).copy_(out) if into is None else into
+    write_carrier(carried, d_out, delta, head_ids)
+    return Carried(carried, delta)
+
+
+def carry_compensated_delta(
+    d_out: Tensor,
+    out: Tensor,
+    residual: Tensor,
+    *,
+    head_ids: Sequence[int],
+    into: Tensor | None = None,
+) -> Tensor:
+    """Makes an O' that carries rowsum(dO (O + residual)) in some heads.
+
+    Arguments as in `write_carrier`; without `into` a copy of O is written to.
+    """
+    index = torch.tensor(list(head_ids), dtype=torch.int64, device=out.device)
+    rounded, lost, gradients = (x.index_select(1, index) for x in (out, residual, d_out))
+    delta = (gradients.float() * (rounded.float() + decode_residual(rounded, lost))).sum(-1)
+    carried = torch.empty_like(out).copy_(out) if into is None else into
+    write_carrier(carried, d_out, delta, head_ids)
+    return carried
 
 
 def _terms(gradients: Tensor, delta: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guardbit.kernels.mask.geometry import additive_mask, visible_range
+from guardbit.kernels.mask import additive_mask, visible_range
 from guardbit.kernels.reference.common import (
     Dropout,
     finite_reference,
@@ -75,7 +75,7 @@ def forward(
 
     Scores, l and the accumulator of O are FP32; P-bar is rounded to the input's dtype before the
     product with V while l sums the unrounded P-bar; O is divided by l and rounded once. FP32 inputs
-    round nowhere. Autocast must be off.
+    round nowhere.
 
     - none: nothing more.
     - compensated: l sums the rounded P-bar, and the residual P-bar V / l - O is kept for the
@@ -178,21 +178,17 @@ def forward(
     return Forward(out, normalizer + row_sum.log(), residual)
 
 
-def check_stabilizers(stabilizers: Sequence[str], heads: int) -> None:
-    """Raises unless there is one known name for each head.
-
-    Raises:
-        ValueError: If not. The message says what came and what is allowed.
-    """
+def check_stabilizers(
+    stabilizers: Sequence[str], heads: int, allowed: Sequence[str] = FORWARD_STABILIZERS
+) -> None:
+    """Raises unless there is one known name for each head."""
     if len(stabilizers) != heads:
         raise ValueError(
             f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
         )
-    unknown = sorted(set(stabilizers) - set(FORWARD_STABILIZERS))
+    unknown = sorted(set(stabilizers) - set(allowed))
     if unknown:
-        raise ValueError(
-            f"`stabilizers` takes {', '.join(FORWARD_STABILIZERS)}, but holds {unknown}."
-        )
+        raise ValueError(f"`stabilizers` takes {', '.join(allowed)}, but holds {unknown}.")
 
 
 def _tied(scores: Tensor, row_max: Tensor, eps: float) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch.nn.attention import varlen
 
 from guardbit.kernels.engines import LIBRARIES, Inputs, library_engine
-from guardbit.kernels.engines.library import to_library_layout
+from guardbit.kernels.engines.libraries import to_library_layout
 from guardbit.kernels.engines.proof import proof_of
-from guardbit.kernels.library import library_attention
+from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests import flash_stand_in
@@ -104,7 +104,7 @@ def run(engine, spec, inputs, site):
     if spec.sinks is not None:
         leaves.append(spec.sinks.clone().requires_grad_())
         spec = AttentionSpec(**{**vars(spec), "sinks": leaves[3]})
-    out, _ = library_attention(*leaves[:3], torch.tensor(site), spec, library_engine(engine, False))
+    out, _ = attention_at_site(*leaves[:3], torch.tensor(site), spec, library_engine(engine, False))
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out)]
 
 
@@ -262,4 +262,4 @@ def test_a_call_that_the_op_cannot_pass_on_is_refused(spec, site):
     q = torch.randn(1, 2, 5, 16).bfloat16()
     engine = library_engine("flash_attn", False)
     with pytest.raises(ValueError, match="aligned to the bottom right, and no other mask"):
-        library_attention(q, q, q, torch.tensor(site), spec, engine)
+        attention_at_site(q, q, q, torch.tensor(site), spec, engine)

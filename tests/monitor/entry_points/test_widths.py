@@ -12,7 +12,7 @@ import guardbit
 from guardbit import MonitorSession
 from guardbit.kernels import engines
 from guardbit.kernels.engines import Gradients
-from guardbit.kernels.engines.efficient import Efficient
+from guardbit.kernels.engines.sdpa import Efficient
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure import Measurement
 from tests.oracle import dense

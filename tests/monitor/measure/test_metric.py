@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from guardbit.catalog import HEAD_INDICATORS
+from guardbit.kernels.op import switchable_attention
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import switchable_attention
 from guardbit.monitor.measure.metric import AttentionMetric
 from guardbit.monitor.measure.plan import plan_for
 from guardbit.monitor.measure.probes import CallView

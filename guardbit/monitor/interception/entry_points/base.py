@@ -28,9 +28,9 @@ from guardbit.kernels.autocast import autocast_tensors
 from guardbit.kernels.engines import LibraryEngine
 from guardbit.kernels.engines.proof import proof_of
 from guardbit.kernels.engines.random import drawing_once
+from guardbit.kernels.op import attention_at_site
 from guardbit.kernels.runtime import runtime
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.switchable import attention_at_site
 from guardbit.monitor.interception.calls import Heads
 from guardbit.monitor.interception.doors import named, recorders, report, reporting, stand_in
 from guardbit.monitor.interception.outside import note_outside

@@ -1,7 +1,7 @@
 """The functions of FlashAttention 2, 3 and 4: `flash_attn`, `flash_attn_interface`, `.cute`.
 
 The same functions of kernels from Hugging Face's hub are here too, see
-`guardbit.kernels.engines.hub`.
+`guardbit.kernels.engines.libraries`.
 
 The functions for inference with a cache of keys are not watched, and their refusal says so.
 """

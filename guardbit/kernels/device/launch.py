@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from guardbit.kernels import tiles
 from guardbit.kernels.constants import device_constant
 from guardbit.kernels.device.masks import ADDITIVE, BOOLEAN, NO_MASK
 from guardbit.kernels.device.rounding import INTERPRET
-from guardbit.kernels.mask.geometry import dense_mask, visible_range
+from guardbit.kernels.mask import causal_shift, dense_mask, visible_range
+from guardbit.kernels.reference.forward_pass import check_stabilizers
 from guardbit.kernels.spec import AttentionSpec
-from guardbit.kernels.tiles import Tile
+from guardbit.kernels.tiles import Pass, Tile
 from guardbit.records import STABILIZERS
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -37,22 +38,12 @@ def check_tensors(**tensors: Tensor) -> None:
             raise ValueError(f"The Triton kernels need CUDA tensors, but {name} is on {x.device}.")
 
 
-def check_count(stabilizers: Sequence[str], heads: int) -> None:
-    """Raises unless there is one name for each head."""
-    if len(stabilizers) != heads:
-        raise ValueError(
-            f"`stabilizers` needs one name a head, but {len(stabilizers)} came for {heads} heads."
-        )
-
-
 @lru_cache(maxsize=1024)
-def device_codes(stabilizers: tuple[str, ...], device: torch.device) -> Tensor:
+def device_codes(stabilizers: tuple[str, ...], heads: int, device: torch.device) -> Tensor:
     """Returns each head's index in STABILIZERS, INT8 (C,), copied to the device once."""
-    unknown = sorted(set(stabilizers) - set(STABILIZERS))
-    if unknown:
-        raise ValueError(f"`stabilizers` takes {', '.join(STABILIZERS)}, but holds {unknown}.")
-    codes = [STABILIZERS.index(name) for name in stabilizers]
-    return device_constant(tuple(codes), torch.int8, device)
+    check_stabilizers(stabilizers, heads, STABILIZERS)
+    codes = tuple(STABILIZERS.index(name) for name in stabilizers)
+    return device_constant(codes, torch.int8, device)
 
 
 def device_head_ids(head_ids: tuple[int, ...], device: torch.device) -> Tensor:
@@ -69,18 +60,6 @@ def size_of_scale(scale: float) -> float:
     return max(abs(scale), _SMALLEST_SCALE)
 
 
-def factors(spec: AttentionSpec) -> tuple[float, float]:
-    """Returns the factors of q k before the soft cap's tanh and of scores after it."""
-    if spec.softcap > 0:
-        return spec.scale / spec.softcap, spec.softcap
-    return 1.0, spec.scale
-
-
-def sinks_of(spec: AttentionSpec, unused: Tensor) -> Tensor:
-    """Returns the sinks as kernels load them, FP32 (H,); `unused` where there are none."""
-    return unused if spec.sinks is None else spec.sinks.float().contiguous()
-
-
 def padded_width(head_dim: int) -> int:
     """Returns the power of two, at least 16, that kernels pad the head dimension to."""
     return max(16, triton.next_power_of_2(head_dim))
@@ -89,6 +68,11 @@ def padded_width(head_dim: int) -> int:
 def rows_adjacent(x: Tensor) -> Tensor:
     """Returns x, or a copy, whose last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+    """Returns the strides of batch, head and row of each tensor."""
+    return tuple(x.stride()[:3] for x in tensors)
 
 
 def empty_like_rows(x: Tensor) -> Tensor:
@@ -130,45 +114,74 @@ def capability_of(x: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
 
 
-def mask_arguments(
-    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
-) -> tuple[Tensor, tuple[int, ...], int]:
-    """Returns what a kernel needs to load the dense mask of a call."""
-    if spec.mask is None:
-        return unused, (0, 0, 0, 0), NO_MASK.value
-    mask = dense_mask(spec.mask, shape)
-    if mask.dtype == torch.bool:
-        return mask.view(torch.uint8), mask.stride(), BOOLEAN.value
-    return mask, mask.stride(), ADDITIVE.value
+class Prepared(NamedTuple):
+    """What kernels of any call need besides their tensors.
+
+    Attributes:
+        mask: The dense mask as kernels load it.
+        mask_strides: Its four strides, 0 where it broadcasts.
+        ranges: INT32 (2, N), the first key that each query sees and where its keys end.
+        sinks: FP32 (H,).
+        shift: See `causal_shift`.
+        inner_scale: Factor of q k before the soft cap's tanh.
+        scale: Factor of the scores after it.
+        tile: How a program works.
+        constants: Compile-time arguments and options.
+    """
+
+    mask: Tensor
+    mask_strides: tuple[int, ...]
+    ranges: Tensor
+    sinks: Tensor
+    shift: int
+    inner_scale: float
+    scale: float
+    tile: Tile
+    constants: dict[str, Any]
 
 
-def call_constants(
-    spec: AttentionSpec, kind: int, is_ranged: bool, widths: tuple[int, int], tile: Tile
-) -> dict[str, Any]:
-    """Returns the compile-time arguments and options that kernels of any call share."""
-    head_dim, value_dim = widths
-    return {
-        "CAUSAL": spec.causal is not False and not is_ranged,
-        "RANGED": is_ranged,
-        "SOFTCAP": spec.softcap > 0,
-        "SINKS": spec.sinks is not None,
-        "MASK": kind,
-        "HEAD_DIM": head_dim,
-        "WIDTH": padded_width(head_dim),
-        "VALUE_DIM": value_dim,
-        "VALUE_WIDTH": padded_width(value_dim),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        **tile.options,
-        **COMPILER_OPTIONS,
-    }
-
-
-def range_arguments(
-    spec: AttentionSpec, shape: tuple[int, int, int, int], unused: Tensor
-) -> tuple[Tensor, bool]:
-    """Returns what a kernel needs to load the keys that each query sees, and checks the call."""
+def prepare(spec: AttentionSpec, q: Tensor, v: Tensor, kernel: Pass, unused: Tensor) -> Prepared:
+    """Checks what a call asks for; `unused` is handed to kernels for what it does not ask for."""
+    batch, num_heads, seqlen_q, head_dim = q.shape
+    seqlen_k, value_dim = v.shape[2:]
+    shape = (batch, num_heads, seqlen_q, seqlen_k)
+    mask, mask_strides, kind = unused, (0, 0, 0, 0), NO_MASK.value
+    if spec.mask is not None:
+        mask = dense_mask(spec.mask, shape)
+        mask_strides, kind = mask.stride(), ADDITIVE.value
+        if mask.dtype == torch.bool:
+            mask, kind = mask.view(torch.uint8), BOOLEAN.value
+    ranges = unused
     if spec.is_ranged:
-        return torch.stack(visible_range(spec, shape, unused.device)), True
-    spec.check_shape(shape)
-    return unused, False
+        ranges = torch.stack(visible_range(spec, shape, q.device))
+    else:
+        spec.check_shape(shape)
+    width, value_width = padded_width(head_dim), padded_width(value_dim)
+    tile = tiles.tile(capability_of(q), max(width, value_width), kernel)
+    if kind != NO_MASK.value or spec.softcap > 0 or (kernel == "shadow" and spec.is_ranged):
+        tile = tile.for_mask
+    return Prepared(
+        mask,
+        mask_strides,
+        ranges,
+        unused if spec.sinks is None else spec.sinks.float().contiguous(),
+        causal_shift(spec.causal, seqlen_q, seqlen_k),
+        spec.scale / spec.softcap if spec.softcap > 0 else 1.0,
+        spec.softcap if spec.softcap > 0 else spec.scale,
+        tile,
+        {
+            "CAUSAL": spec.causal is not False and not spec.is_ranged,
+            "RANGED": spec.is_ranged,
+            "SOFTCAP": spec.softcap > 0,
+            "SINKS": spec.sinks is not None,
+            "MASK": kind,
+            "HEAD_DIM": head_dim,
+            "WIDTH": width,
+            "VALUE_DIM": value_dim,
+            "VALUE_WIDTH": value_width,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            **tile.options,
+            **COMPILER_OPTIONS,
+        },
+    )

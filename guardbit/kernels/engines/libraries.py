@@ -1,0 +1,367 @@
+"""Kernels of libraries: PyTorch's packed attention, and FlashAttention 2, 3 and 4.
+
+FlashAttention comes from the packages of its authors, or as a kernel of Hugging Face's hub,
+`kernels.get_kernel(...)`. Each is called by the functions that its own autograd functions call.
+
+Libraries lay tensors out as `(B, N, H, D)`, and packed sequences as `(T, H, D)` with the bounds of
+the documents. An engine gets `(B, H, N, D)`, as all engines do, and hands on views.
+
+The parameters of a library's functions differ between releases. So they are called by keyword, with
+the keywords that the installed release has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.attention import SDPBackend
+
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs
+from guardbit.kernels.engines.random import philox_of
+from guardbit.kernels.spec import AttentionSpec
+
+#: The parameters by which a call chooses how its work is spread, where its library has them.
+SCHEDULING = ("num_splits", "pack_gqa", "sm_margin")
+
+_aten = torch.ops.aten
+
+_IS_ROCM = torch.version.hip is not None
+
+
+class LibraryEngine(Engine):
+    """The kernels of a library, called with the arguments that its own functions would pass."""
+
+    #: PyTorch has no name for it.
+    backend = SDPBackend.OVERRIDEABLE
+    #: Its name in telemetry.
+    label: str
+    #: The module that `guardbit doctor` imports for it; "" where no name is known.
+    home: str = ""
+    #: Whether a call with dropout returns where its random numbers came from.
+    drops: bool = False
+
+    def __init__(self, deterministic: bool = False, scheduling: tuple[int, ...] = ()) -> None:
+        self.deterministic = deterministic
+        self.scheduling = scheduling
+        named = zip(SCHEDULING, scheduling, strict=False)
+        self.scheduled = {
+            name: bool(x) if name == "pack_gqa" else x for name, x in named if x != -1
+        }
+
+    @cached_property
+    def name(self) -> str:
+        """The library's name, as telemetry has it."""
+        return self.label
+
+    @property
+    def title(self) -> str:
+        """What messages call its kernel."""
+        return f"the kernel of {self.label}"
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        """Returns why the installed release cannot be called, a clause, or None."""
+        # On ROCm, LSE may have another layout.
+        return f"GuardBit does not know {self.label} for ROCm" if _IS_ROCM else None
+
+
+def to_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Returns a view of `(B, H, N, D)` in the layout of libraries."""
+    return x.transpose(1, 2) if spec.documents is None else x.squeeze(0).transpose(0, 1)
+
+
+def from_library_layout(x: Tensor, spec: AttentionSpec) -> Tensor:
+    """Undoes `to_library_layout`."""
+    return x.transpose(1, 2) if spec.documents is None else x.transpose(0, 1).unsqueeze(0)
+
+
+def found(home: str, attribute: str) -> Callable[..., Any] | None:
+    """Returns a function of a library, or None if the library is not imported or lacks it."""
+    return getattr(sys.modules.get(home), attribute, None)
+
+
+@lru_cache(maxsize=64)
+def parameters(function: Callable[..., Any]) -> Mapping[str, bool]:
+    """Returns a function's or an op's parameters, and for each whether it has a default."""
+    if isinstance(function, CustomOpDef):
+        function = function._opoverload
+    if isinstance(function, OpOverloadPacket):
+        function = getattr(function, function.overloads()[0])
+    if isinstance(function, OpOverload):
+        return {x.name: x.has_default_value() for x in function._schema.arguments}
+    named = inspect.signature(function).parameters.items()
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    return {
+        name: x.default is not inspect.Parameter.empty for name, x in named if x.kind not in several
+    }
+
+
+def call(function: Callable[..., Any] | None, **arguments: Any) -> Any:
+    """Calls a library's function with the arguments that it has parameters for."""
+    assert function is not None
+    known = parameters(function)
+    given = {name: x for name, x in arguments.items() if name in known}
+    asked = {name: None for name, has_default in known.items() if not has_default}
+    return function(**{**asked, **given})
+
+
+def nothing_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns empty, contiguous tensors for gradients."""
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors)
+
+
+class Varlen(LibraryEngine):
+    """PyTorch's flash kernels for packed sequences; they drop nothing here.
+
+    It passes only arguments that `varlen_attn` has in all of torch 2.11 to 2.13, and `SCHEDULING`
+    that the call gives.
+    """
+
+    label = "varlen_attn"
+    home = "torch.nn.attention.varlen"
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        runs_on_cudnn = found(self.home, "_should_use_cudnn")
+        if runs_on_cudnn is not None and torch.cuda.is_available() and runs_on_cudnn(0):
+            return "varlen_attn runs on cuDNN, whose packed kernels GuardBit does not know"
+        return super().why_missing(is_packed)
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, _, _ = inputs
+        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, *_documents(spec), 0.0, spec.causal is True, False, **_range(spec),
+            **self.scheduled,
+        )  # fmt: skip
+        return from_library_layout(out, spec), lse.unsqueeze(0)
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, _ = inputs
+        tensors = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
+        philox = philox_of(drawn, q.device).view(torch.uint64)
+        gradients = _aten._flash_attention_backward(
+            *tensors, lse.squeeze(0), *_documents(spec), 0.0, spec.causal is True, philox,
+            q.new_empty(0), **_range(spec),
+        )  # fmt: skip
+        return Gradients(*(from_library_layout(x, spec) for x in gradients))
+
+
+def _documents(spec: AttentionSpec) -> tuple[Any, ...]:
+    assert spec.documents is not None
+    return tuple(spec.documents)
+
+
+def _range(spec: AttentionSpec) -> dict[str, Any]:
+    # `varlen_attn` passes causal attention as a window.
+    left, right = spec.window[0], 0 if spec.causal is True else spec.window[1]
+    return {"scale": spec.scale, "window_size_left": left, "window_size_right": right}
+
+
+class _FlashAttn(LibraryEngine):
+    """FlashAttention.
+
+    Attributes:
+        names: Those of forward and backward; `{}` is "varlen_" for packed sequences, else nothing.
+        needs: Parameters that the forward must have; without them this engine does not know it.
+    """
+
+    names: tuple[str, str]
+    needs: frozenset[str]
+
+    def functions(self, is_packed: bool) -> tuple[Any, Any]:
+        """Forward and backward, None where there is none."""
+        home, kind = self.home or home_of(self.label), "varlen_" if is_packed else ""
+        forward, backward = self.names
+        return found(home, forward.format(kind)), found(home, backward.format(kind))
+
+    def why_missing(self, is_packed: bool) -> str | None:
+        functions = self.functions(is_packed)
+        if None in functions:
+            return f"this release of {self.label} has no functions that GuardBit knows"
+        packed = {"cu_seqlens_q", "cu_seqlens_k"} if is_packed else set()
+        for function in functions:
+            unknown = (self.needs | packed) - parameters(function).keys()
+            if unknown:
+                return f"the functions of this release of {self.label} do not take {min(unknown)}"
+        return super().why_missing(is_packed)
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, drawn, _ = inputs
+        q, k, v = (to_library_layout(x, spec) for x in (q, k, v))
+        function = self.functions(spec.documents is not None)[0]
+        out, lse, *rest = call(function, q=q, k=k, v=v, **self.arguments(spec))
+        if drawn is not None:
+            drawn.philox.copy_(rest[-1].view(torch.int64))
+        return from_library_layout(out, spec), lse if spec.documents is None else lse.unsqueeze(0)
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, _ = inputs
+        d_out, q, k, v, out = (to_library_layout(x, spec) for x in (d_out, q, k, v, out))
+        lse = lse if spec.documents is None else lse.squeeze(0)
+        dq, dk, dv = nothing_like(q, k, v)
+        returned = call(
+            self.functions(spec.documents is not None)[1],
+            dout=d_out,
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            softmax_lse=lse,
+            lse=lse,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+            deterministic=self.deterministic,
+            rng_state=philox_of(drawn, q.device),
+            **self.arguments(spec),
+        )
+        gradients = (from_library_layout(x, spec) for x in (dq, dk, dv))
+        return Gradients(*gradients, d_sinks=None if spec.sinks is None else returned[3])
+
+    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
+        """Returns what a call asks for, under every name that one of the functions has for it."""
+        left, right = spec.window
+        causal = spec.causal is True
+        asked: dict[str, Any] = {
+            "softmax_scale": spec.scale,
+            "causal": causal,
+            "is_causal": causal,
+            "window_size": spec.window,
+            "window_size_left": left,
+            "window_size_right": right,
+            "softcap": spec.softcap,
+            "dropout_p": spec.dropout_p,
+            "return_softmax": False,
+            **self.scheduled,
+        }
+        if spec.documents is not None:
+            names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+            asked |= dict(zip(names, spec.documents, strict=True))
+        return asked
+
+
+class FlashAttn2(_FlashAttn):
+    """FlashAttention 2, of the package `flash_attn` from 2.7 on."""
+
+    label = "flash_attn"
+    home = "flash_attn.flash_attn_interface"
+    names = "_wrapped_flash_attn_{}forward", "_wrapped_flash_attn_{}backward"
+    needs = frozenset({"window_size_left", "softcap", "softmax_scale", "causal"})
+    drops = True
+
+
+class FlashAttn3(_FlashAttn):
+    """FlashAttention 3, of the module `flash_attn_interface`."""
+
+    label = "flash_attn_3"
+    home = "flash_attn_interface"
+    names = "_flash_attn_forward", "_flash_attn_backward"
+    needs = frozenset({"softmax_scale", "softcap"})
+
+
+class FlashAttn4(_FlashAttn):
+    """FlashAttention 4, of the package `flash_attn.cute`."""
+
+    label = "flash_attn_4"
+    home = "flash_attn.cute.interface"
+    names = "_flash_attn_fwd", "_flash_attn_bwd"
+    needs = frozenset({"window_size_left", "softmax_scale", "causal", "softcap"})
+
+    def arguments(self, spec: AttentionSpec) -> dict[str, Any]:
+        left, right = (None if n < 0 else n for n in spec.window)
+        return {
+            **super().arguments(spec),
+            "window_size_left": left,
+            "window_size_right": right,
+            "learnable_sink": spec.sinks,
+            "return_lse": True,
+        }
+
+
+# --- of the hub ----------------------------------------------------------------------------------
+
+# The package `kernels` loads modules from files, under names with a hash in them. So they are found
+# by the name of their file and a function in it, and so are copies inside other packages. Of each
+# version the first that is found counts.
+
+
+class HubFlashAttn2(FlashAttn2):
+    """FlashAttention 2 of the hub, whose forward and backward are ops by themselves."""
+
+    label = "kernels/flash_attn_2"
+    home = ""
+    names = "_flash_attn_{}forward", "_flash_attn_{}backward"
+
+
+class HubFlashAttn3(FlashAttn3):
+    """FlashAttention 3 of the hub."""
+
+    label = "kernels/flash_attn_3"
+    home = ""
+
+
+class HubFlashAttn4(FlashAttn4):
+    """FlashAttention 4 of the hub."""
+
+    label = "kernels/flash_attn_4"
+    home = ""
+
+
+#: File, a function in it that no earlier line has, and which version it then is.
+_OF_HUB = (
+    ("interface", "_flash_attn_fwd", HubFlashAttn4.label),
+    ("flash_attn_interface", "_flash_attn_varlen_forward", HubFlashAttn2.label),
+    ("flash_attn_interface", "_flash_attn_forward", HubFlashAttn3.label),
+)
+_NOT_OF_HUB = frozenset({"flash_attn", "flash_attn_interface", "guardbit"})
+
+# Label of an engine -> the module that was found for it, or "".
+_homes: dict[str, str] = {}
+
+
+def home_of(label: str) -> str:
+    """The name of the module of a version, or "" as long as none is imported."""
+    if _homes.get(label) not in sys.modules:
+        # Both names of files end so, and thousands of modules do not: they are passed over quickly.
+        names = [name for name in list(sys.modules) if name.endswith("interface")]
+        found_now = (name for name in names if _label(name, sys.modules.get(name)) == label)
+        _homes[label] = next(found_now, "")
+    return _homes[label]
+
+
+def _label(name: str, module: Any) -> str | None:
+    """Which version a module is, or None."""
+    package, file = name.partition(".")[0], name.rpartition(".")[2]
+    has: Mapping[str, Any] = {} if package in _NOT_OF_HUB else getattr(module, "__dict__", {})
+    return next((label for of, part, label in _OF_HUB if of == file and part in has), None)
+
+
+def hub_kernel_is_loaded() -> bool:
+    """Whether one of them is imported."""
+    return any(home_of(label) for _, _, label in _OF_HUB)
+
+
+# --- all of them ---------------------------------------------------------------------------------
+
+#: By their names.
+LIBRARIES: dict[str, type[LibraryEngine]] = {
+    engine.label: engine
+    for engine in (
+        Varlen, FlashAttn2, FlashAttn3, FlashAttn4, HubFlashAttn2, HubFlashAttn3, HubFlashAttn4
+    )
+}  # fmt: skip
+
+
+@lru_cache
+def library_engine(
+    name: str, deterministic: bool, scheduling: tuple[int, ...] = ()
+) -> LibraryEngine:
+    """Returns the engine of a library, see `LIBRARIES` and `LibraryEngine`."""
+    return LIBRARIES[name](deterministic, scheduling)

@@ -1,0 +1,254 @@
+"""The engines of `F.scaled_dot_product_attention`, one for each of PyTorch's backends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guardbit.kernels.engines.base import Engine, Gradients, Inputs, additive
+from guardbit.kernels.engines.random import (
+    drawing_again,
+    generator_of,
+    is_capturing,
+    keep,
+    philox_of,
+)
+from guardbit.kernels.spec import AttentionSpec
+
+_aten = torch.ops.aten
+
+#: PyTorch's own, from where nobody replaces it: what is called `F.scaled_dot_product_attention` may
+#: be another function by now.
+scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention  # pyright: ignore
+
+# Until 2.11, PyTorch's own conversion for cuDNN replaces -inf by -65504, so that a row that sees no
+# key attends to all keys (pytorch #177842, fixed in 2.12).
+_RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
+_HIDDEN = -math.inf if _RELEASE >= (2, 12) else -65504.0
+
+# The kernel pads the rows of its logsumexp to a multiple of this (kAlignLSE in PyTorch's
+# kernel_forward.h).
+_LSE_ALIGNMENT = 32
+# Strides of a mask are multiples of this (preprocess_mask in PyTorch's attention.cpp).
+_MASK_ALIGNMENT = 8
+
+
+class CPUFlash(Engine):
+    """PyTorch's CPU kernel; it drops nothing, and gives no gradient of a mask."""
+
+    backend = SDPBackend.FLASH_ATTENTION
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, _, _ = inputs
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, spec.dropout_p, spec.causal is not False,
+            attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
+        )  # fmt: skip
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, _, _ = inputs
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            d_out, q, k, v, out, lse, spec.dropout_p, spec.causal is not False,
+            attn_mask=additive(spec.mask, q.dtype), scale=spec.scale,
+        )  # fmt: skip
+        return Gradients(*gradients)
+
+
+class Flash(Engine):
+    """PyTorch's flash kernels on CUDA; they take no mask."""
+
+    backend = SDPBackend.FLASH_ATTENTION
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, drawn, _ = inputs
+        out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
+            q, k, v, spec.dropout_p, spec.causal is not False, False, scale=spec.scale
+        )
+        keep(drawn, seed, offset)
+        return out, lse
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, _ = inputs
+        philox = philox_of(drawn, q.device).view(torch.uint64)
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            d_out, q, k, v, out, lse, None, None, q.size(2), k.size(2), spec.dropout_p,
+            spec.causal is not False, philox, philox[:0], scale=spec.scale,
+        )  # fmt: skip
+        return Gradients(*gradients)
+
+
+class CuDNN(Engine):
+    """cuDNN's kernels, with masks as additive ones."""
+
+    backend = SDPBackend.CUDNN_ATTENTION
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, drawn, _ = inputs
+        out, lse, _, _, _, _, seed, offset, _ = _aten._scaled_dot_product_cudnn_attention(
+            q, k, v, additive(spec.mask, q.dtype, _HIDDEN), training, spec.dropout_p,
+            spec.causal is not False, False, scale=spec.scale,
+        )  # fmt: skip
+        keep(drawn, seed, offset)
+        return out, lse
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, _ = inputs
+        seed, offset = philox_of(drawn, q.device).unbind()
+        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            d_out, q, k, v, out, lse.unsqueeze(-1), seed, offset,
+            additive(spec.mask, q.dtype, _HIDDEN), None, None, q.size(2), k.size(2), spec.dropout_p,
+            spec.causal is not False, scale=spec.scale,
+        )  # fmt: skip
+        return Gradients(*gradients)
+
+    def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
+        """Lays O' out as q: PyTorch's cached graph stores q's strides, not those of out."""
+        wanted = torch.empty_like(q) if q.shape == out.shape else out
+        return out if out.stride() == wanted.stride() else wanted.copy_(out)
+
+
+class Efficient(Engine):
+    """PyTorch's memory-efficient kernels, with masks as additive ones."""
+
+    backend = SDPBackend.EFFICIENT_ATTENTION
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, drawn, _ = inputs
+        out, lse, seed, offset = _aten._scaled_dot_product_efficient_attention(
+            q, k, v, _prepared(spec.mask, q, k), training, spec.dropout_p,
+            spec.causal is not False, scale=spec.scale,
+        )  # fmt: skip
+        keep(drawn, seed, offset)
+        return out, lse
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v, spec, drawn, wants_mask = inputs
+        if drawn is not None and not is_capturing():
+            seed, offset = drawn.generator_state.view(torch.int64).unbind()
+        else:
+            seed, offset = philox_of(drawn, q.device).unbind()
+        padded_lse = F.pad(lse, (0, -q.size(2) % _LSE_ALIGNMENT), value=torch.inf)
+        dq, dk, dv, d_mask = _aten._scaled_dot_product_efficient_attention_backward(
+            d_out, q, k, v, _prepared(spec.mask, q, k), out, padded_lse, seed, offset,
+            spec.dropout_p, [True, True, True, wants_mask], spec.causal is not False,
+            scale=spec.scale,
+        )  # fmt: skip
+        if not wants_mask:
+            return Gradients(dq, dk, dv)
+        assert spec.mask is not None
+        return Gradients(dq, dk, dv, d_mask.sum_to_size(spec.mask.shape))
+
+    def laid_out(self, out: Tensor, q: Tensor) -> Tensor:
+        """Lays the heads out side by side in each row, as the backward assumes."""
+        return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _prepared(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Returns the mask as PyTorch hands it to the kernel."""
+    mask = additive(mask, q.dtype)
+    if mask is None:
+        return None
+    aligned = mask.stride(-1) == 1 and not any(s % _MASK_ALIGNMENT for s in mask.stride()[:-1])
+    if not aligned:
+        keys = mask.size(-1)
+        mask = F.pad(mask, (0, _MASK_ALIGNMENT - keys % _MASK_ALIGNMENT))[..., :keys]
+    return mask.expand(q.size(0), q.size(1), q.size(2), k.size(2))
+
+
+class Whole(Engine):
+    """PyTorch's function under autograd: its math kernel, and kernels whose inputs it pads.
+
+    The math kernel's backward computes delta from P and dP. The backward of a padded flash call
+    cannot be called directly. So neither can get an O'.
+    """
+
+    reads_out = False
+
+    def __init__(self, backend: SDPBackend) -> None:
+        self.backend = backend
+
+    def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
+        q, k, v, spec, drawn, _ = inputs
+        if drawn is not None:
+            if q.is_cuda and is_capturing():
+                raise RuntimeError(
+                    f"dropout of PyTorch's {self.name} kernel, head size {q.size(-1)}, cannot be"
+                    " captured in a CUDA graph inside an instrumented model"
+                )
+            drawn.generator_state.copy_(generator_of(q.device).get_state())
+        return self._call(q, k, v, spec), None
+
+    def backward(self, inputs: Inputs, d_out: Tensor, out: Tensor, lse: Tensor) -> Gradients:
+        q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
+        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=False)
+
+    def differentiable_backward(self, inputs: Inputs, d_out: Tensor) -> Gradients:
+        """Gradients with their own history; of PyTorch's kernels only the math kernel's have it."""
+        q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in inputs[:3])
+        return self._again(inputs._replace(q=q, k=k, v=v), d_out, create_graph=True)
+
+    def _again(self, inputs: Inputs, d_out: Tensor, create_graph: bool) -> Gradients:
+        q, k, v, spec, drawn, wants_mask = inputs
+        leaves = [q, k, v]
+        if wants_mask:
+            assert spec.mask is not None
+            mask = spec.mask
+            mask = mask if create_graph and mask.requires_grad else mask.detach().requires_grad_()
+            spec = replace(spec, mask=mask)
+            leaves.append(mask)
+        with torch.enable_grad(), drawing_again(q.device, drawn):
+            out = self._call(q, k, v, spec)
+        return Gradients(*torch.autograd.grad(out, leaves, d_out, create_graph=create_graph))
+
+    def _call(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
+        with sdpa_kernel(self.backend), torch.autocast(q.device.type, enabled=False):
+            return scaled_dot_product_attention(
+                q, k, v, spec.mask, spec.dropout_p, spec.causal is not False,
+                scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
+            )  # fmt: skip
+
+
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, training: bool, wants_mask: bool = False
+) -> Engine:
+    """Returns the engine that PyTorch would run for a call."""
+    if spec.extras:
+        raise ValueError(
+            f"F.scaled_dot_product_attention has no argument for {' and '.join(spec.extras)}."
+        )
+    mask = spec.mask
+    with torch.set_grad_enabled(training):
+        if training and not (q.requires_grad or k.requires_grad or v.requires_grad):
+            q = q.detach().requires_grad_()  # in a compiled graph, where nothing says so
+        if wants_mask and mask is not None and not mask.requires_grad:
+            mask = mask.detach().requires_grad_()
+        choice = torch.ops.aten._fused_sdp_choice(
+            q, k, v, mask, spec.dropout_p, spec.causal is not False,
+            scale=spec.scale, enable_gqa=q.size(1) != k.size(1),
+        )  # fmt: skip
+    return engine_of(SDPBackend(choice), q)
+
+
+def engine_of(backend: SDPBackend, q: Tensor) -> Engine:
+    """Returns the engine of a PyTorch backend, for queries like q."""
+    return _engine(backend, q.is_cuda, q.size(-1))
+
+
+@lru_cache
+def _engine(backend: SDPBackend, is_cuda: bool, head_dim: int) -> Engine:
+    if backend == SDPBackend.FLASH_ATTENTION and not is_cuda:
+        return CPUFlash()
+    # PyTorch pads other head sizes itself.
+    if backend == SDPBackend.FLASH_ATTENTION and head_dim % 8 == 0:
+        return Flash()
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return CuDNN()
+    if backend == SDPBackend.EFFICIENT_ATTENTION:
+        return Efficient()
+    return Whole(backend)
