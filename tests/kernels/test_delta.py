@@ -12,6 +12,7 @@ from guardbit.kernels import dispatch, launch, reference, tiles
 from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
+from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import dense
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,22 +26,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 # FP32 products' sums, exponents and sums of up to 150 terms: some units of 2^-24 of sum |P dP|.
 DELTA_ERROR = 2e-6
-
-
-def inputs(shape, dtype=BF16, seed=0):
-    """d_out, q, k, v of B, H, H_kv, N, M, D, E."""
-    batch, heads, kv_heads, rows, keys, width, value_width = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=generator).to(DEVICE, dtype)
-
-    return (
-        normal(batch, heads, rows, value_width),
-        normal(batch, heads, rows, width),
-        normal(batch, kv_heads, keys, width),
-        normal(batch, kv_heads, keys, value_width),
-    )
 
 
 def hidden_keys(spec, shape):

@@ -1,6 +1,7 @@
-"""Triton's shadow on small shapes: in the interpreter, or compiled where there is a GPU."""
+"""Shadow and bias of delta against FP64: plain torch, and Triton interpreted or compiled."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from guardbit.kernels import delta_bias, reference, shadow
 from guardbit.kernels.mask import geometry
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
+from tests.kernels import tensors
 from tests.oracle import DEVICE, attend, largest_products, scores_of, seen_keys
 
 # Bits that the two parts of P-bar hold.
-PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
+PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22, torch.float32: 2.0**-22}
+BOTH = pytest.mark.parametrize("module", [reference, shadow], ids=["torch", "triton"])
 # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -22,14 +25,7 @@ pytestmark = [
 ]
 
 
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """q, k, v, d_out; every third key repeats the first, so that rows have several maxima."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    q, d_out = (torch.randn(batch, heads, rows, width, generator=generator) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
-    k[:, :, 1::3] = k[:, :, :1]
-    return [x.to(DEVICE, dtype) for x in (q, k, v, d_out)]
+inputs = partial(tensors.inputs, ties=True)
 
 
 def counts_of(scores, eps=1e-3):
@@ -82,25 +78,33 @@ SHAPES = [
 ]
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [
+    (module, shape, dtype)
+    for module, dtypes in ((reference, (BF16, FP16, FP32)), (shadow, (BF16, FP16)))
+    for dtype in dtypes
+    for shape in (SHAPES if dtype == BF16 else SHAPES[4:5])
+]
+
+
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[4], torch.float16)]
-)
-def test_agrees_with_fp64(shape, dtype, causal):
+@pytest.mark.parametrize(("module", "shape", "dtype"), CASES)
+def test_agrees_with_fp64(module, shape, dtype, causal):
     q, k, v, _ = inputs(shape, dtype)
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
     spec = AttentionSpec(0.25, causal)
-    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
+    check(module.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
+@BOTH
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[5]])
 @pytest.mark.parametrize("scale", [0.25, -0.25])
-def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
+def test_maxima_alone_agree_with_fp64_and_are_the_shadows(module, shape, causal, scale):
     q, k, v, _ = inputs(shape)
     rows = torch.arange(shape[3]).flip(0)[: shape[3] // 2 + 1].to(DEVICE)
     for some in (None, rows):
-        result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
+        result = module.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
         scores = scores_of(q, k, AttentionSpec(scale, causal))
         scores = scores if some is None else scores[:, :, some]
         row_max = scores.amax(-1)
@@ -108,15 +112,16 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
         sizes = sizes if some is None else sizes[:, :, some]
         for found, expected in ((result.row_max, row_max), (result.largest, sizes)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-        whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
+        whole = module.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
         assert torch.equal(result.row_max, whole.row_max)
         assert torch.equal(result.largest, whole.largest)
 
 
-def test_maxima_alone_show_what_is_not_finite():
+@BOTH
+def test_maxima_alone_show_what_is_not_finite(module):
     q, k, _, _ = inputs((1, 1, 1, 4, 20, 16))
     q[0, 0, 1, 0], q[0, 0, 2, 0] = math.nan, math.inf
-    result = shadow.row_maxima(q, k, spec=AttentionSpec(0.25))
+    result = module.row_maxima(q, k, spec=AttentionSpec(0.25))
     assert (k[..., 0] > 0).any(), "there must be a score of +inf"
     for found in result:
         assert found[0, 0].isfinite().tolist() == [True, False, False, True]
@@ -124,13 +129,14 @@ def test_maxima_alone_show_what_is_not_finite():
         assert found[0, 0, 2] == math.inf
 
 
+@BOTH
 @pytest.mark.parametrize("causal", [False, True])
-def test_chosen_rows_are_those_of_all(causal):
+def test_chosen_rows_are_those_of_all(module, causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
     spec = AttentionSpec(0.25, causal)
-    every = shadow.shadow(q, k, v, spec=spec)
-    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
+    every = module.shadow(q, k, v, spec=spec)
+    some = module.shadow(q, k, v, spec=spec, query_ids=rows)
     check(some, q, k, v, spec, rows)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
@@ -157,6 +163,7 @@ def counts(result):
 STEP = 2.0**-12
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
@@ -183,17 +190,18 @@ STEP = 2.0**-12
         ([0.0, 0.0, 0.0, 0.0], [4, 4]),
     ],
 )
-def test_counts_of_maxima_across_tiles(scores, expected):
+def test_counts_of_maxima_across_tiles(module, scores, expected):
     apart = [-1e4] * 64
     q, k = rows_of_scores([number for score in scores for number in (score, *apart)])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.row_max.item() == torch.tensor(max(scores)).item()
     assert counts(result) == expected
     # The same together in one tile.
     q, k = rows_of_scores(scores)
-    assert counts(shadow.shadow(q, k, k, spec=AttentionSpec(1.0))) == expected
+    assert counts(module.shadow(q, k, k, spec=AttentionSpec(1.0))) == expected
 
 
+@BOTH
 @given(
     base=st.sampled_from([0.1, 1.0, 5.0, -5.0, -0.3, 88.0, 600.0, -600.0, 1000.0, 3e4, 1e5]),
     steps=st.lists(st.integers(-40, 40), min_size=1, max_size=150),
@@ -201,35 +209,38 @@ def test_counts_of_maxima_across_tiles(scores, expected):
     scale=st.sampled_from([1.0, 0.125, -1.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_counts_follow_their_definitions(base, steps, coarseness, scale):
+def test_counts_follow_their_definitions(module, base, steps, coarseness, scale):
     # Multiples of a last place of the largest score: exact in FP32, ties and near ties abound.
     place = 2.0 ** (math.floor(math.log2(abs(base))) - 23)
     bits = round(base / place)
     scores = [float((bits + coarseness * step) * place) for step in steps]
     q, k = rows_of_scores([score / scale for score in scores])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale))
+    result = module.shadow(q, k, k, spec=AttentionSpec(scale))
     expected = counts_of(torch.tensor(scores, dtype=torch.float32))
     assert counts(result) == [int(count) for count in expected]
 
 
+@BOTH
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.25, 0.6, 1.0])
-def test_eps_is_the_width_of_a_tie(eps):
+def test_eps_is_the_width_of_a_tie(module, eps):
     q, k = rows_of_scores([1.0, 0.75, 0.5, 0.0])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
     assert result.maxima.item() == {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}[eps]
     assert result.maxima_bf16.item() == result.maxima.item()
 
 
+@BOTH
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_any_scale(scale, dtype):
+def test_any_scale(module, scale, dtype):
     q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
     spec = AttentionSpec(scale, True)
-    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
+    check(module.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_plus_and_minus_1e5(dtype):
+def test_scores_of_plus_and_minus_1e5(module, dtype):
     # Whole numbers, so that scores are exact; differences of a few between the largest.
     generator = torch.Generator().manual_seed(1)
     q = torch.zeros(1, 1, 40, 16)
@@ -240,7 +251,7 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     spec = AttentionSpec(1.0, True)
     scores, _, weights, _, out = attend(q, k, v, spec)
-    result = shadow.shadow(q, k, v, spec=spec)
+    result = module.shadow(q, k, v, spec=spec)
     assert scores[..., 0].abs().min() > 1e5
     assert (result.out - out).abs().max() <= 4 * PARTS[dtype] + 1e-6
     assert torch.equal(result.row_max.double(), scores.amax(-1))
@@ -250,20 +261,22 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     assert (result.entropy - entropy).abs().max() <= 5e-6
 
 
-def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
+@BOTH
+def test_entropy_of_equal_scores_is_the_logarithm_of_their_number(module):
     q, k = torch.zeros(1, 1, 1, 16).bfloat16(), torch.ones(1, 1, 300, 16).bfloat16()
     q, k = q.to(DEVICE), k.to(DEVICE)
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
     assert counts(result) == [300, 300]
 
 
+@BOTH
 @pytest.mark.parametrize("scale", [1.0, -1.0])
-def test_the_largest_size_is_seen_below_0_and_behind_a_mask(scale):
+def test_the_largest_size_is_seen_below_0_and_behind_a_mask(module, scale):
     seen, hidden = [-7.0, -3e4, -5.0], [-1e5, 1e5]
     q, k = rows_of_scores([scale * score for score in (*seen, *hidden)])
     q = q.expand(-1, -1, 3, -1)
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
+    result = module.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
     assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
     assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
 
@@ -297,7 +310,7 @@ def masks(rows, keys):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", sorted(masks(12, 12)))
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
     q *= 8  # scores of 8 and more, that no mask hides by chance
@@ -326,7 +339,7 @@ def test_dense_masks(module, name, causal):
         assert (result.out[every] - mean[every]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_a_row_without_keys_is_the_same_in_every_notation(module):
     """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4 or so."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
@@ -348,7 +361,7 @@ def test_a_row_without_keys_is_the_same_in_every_notation(module):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_rows_far_before_the_key_that_alibi_counts_from_see_keys(module, causal):
     """As llm-foundry writes it: slope (m - (N - 1)), the same in all rows."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
@@ -418,8 +431,8 @@ def test_layouts_and_strides():
     by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     transposed = [x.mT.contiguous().mT for x in (q, k, v)]
     strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
-    for tensors in (by_rows, transposed, strided):
-        result = shadow.shadow(*tensors, spec=AttentionSpec(0.25, True))
+    for layout in (by_rows, transposed, strided):
+        result = shadow.shadow(*layout, spec=AttentionSpec(0.25, True))
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
@@ -428,20 +441,22 @@ def test_layouts_and_strides():
 
 
 # The interpreter's maximum passes over NaN, and says so where there is nothing else.
+@BOTH
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_nan_and_infinity_show_and_are_not_counted():
+def test_nan_and_infinity_show_and_are_not_counted(module):
     q, k, v, _ = inputs((1, 1, 1, 6, 70, 16))
     k[0, 0, 5] = 0
     k[0, 0, 5, 0] = math.inf
     q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
-    result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()
     assert result.largest[0, 0, [0, 1, 2, 4, 5]].tolist() == [math.inf] * 5
     assert result.largest[0, 0, 3].isnan()
     assert result.out[0, 0].isnan().all(-1).tolist() == [True, False, True, True, True, False]
-    assert result.entropy[0, 0].isnan().all()
+    # Triton's is NaN where a score is -inf, too.
+    assert result.entropy[0, 0, [0, 2, 3, 4] if module is reference else slice(6)].isnan().all()
     for field in result[2:4]:
         assert field[0, 0, [0, 2, 3, 4]].tolist() == [0] * 4
         assert (field[0, 0, [1, 5]] > 0).all()
@@ -451,18 +466,19 @@ def test_nan_and_infinity_show_and_are_not_counted():
     assert (result.out[:, :, [1, 5]] - truth).abs().max() <= 1e-4
 
 
-def test_no_keys_no_rows_no_batch():
+@BOTH
+def test_no_keys_no_rows_no_batch(module):
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
         q, k, v, _ = inputs((*shape[:4], max(shape[4], 1), 16))
         k, v = k[:, :, : shape[4]], v[:, :, : shape[4]]
-        result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
+        result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
         assert result.out.shape == q.shape
         assert (result.row_max == -math.inf).all()
         assert (result.largest == -math.inf).all()
         assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
+    assert module.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
         1,
         2,
         0,
@@ -470,10 +486,11 @@ def test_no_keys_no_rows_no_batch():
     )
 
 
+@pytest.mark.parametrize("biases", [reference, delta_bias], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compensated", [False, True])
 @pytest.mark.parametrize("chosen", [False, True])
-def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
+def test_delta_bias_agrees_with_fp64(biases, dtype, compensated, chosen):
     _, _, _, d_out = inputs((2, 3, 3, 130, 1, 80), dtype)
     exact = torch.randn(2, 3, 130, 80, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     out = exact.to(dtype)
@@ -484,7 +501,7 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     used = out.double() if residual is None else out.double() + decode_residual(out, residual)
     picked = slice(None) if rows is None else rows
     error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
-    bias, size = delta_bias.delta_bias(
+    bias, size = biases.delta_bias(
         d_out, out, exact[:, :, picked], residual=residual, query_ids=rows
     )
     assert bias.dtype == size.dtype == torch.float64
@@ -494,7 +511,8 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     torch.testing.assert_close(size, error.abs().sum((0, 2)), **close)
 
 
-def test_delta_bias_has_the_sign_of_the_rounding():
+@pytest.mark.parametrize("biases", [reference, delta_bias], ids=["torch", "triton"])
+def test_delta_bias_has_the_sign_of_the_rounding(biases):
     # Four equal keys; the mean of the values lies a quarter of a step, 2^-9, above a BF16 number
     # in head 0, which rounding takes away, and below one in head 1.
     q = torch.ones(1, 2, 70, 16, dtype=torch.bfloat16, device=DEVICE)
@@ -506,21 +524,22 @@ def test_delta_bias_has_the_sign_of_the_rounding():
     assert (exact[:, 0] == 1 + 2.0**-9).all()
     out = exact.bfloat16()
     d_out = torch.full_like(q, 0.5)
-    bias, size = delta_bias.delta_bias(d_out, out, exact)
+    bias, size = biases.delta_bias(d_out, out, exact)
     steps = 0.5 * 70 * 16 * 2.0**-9
     assert bias.tolist() == [-steps, steps]
     assert size.tolist() == [steps, steps]
     # The other sign of dO, and the residual that takes it all away.
-    assert delta_bias.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
+    assert biases.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
     residual = encode_residual(exact, out)
-    assert delta_bias.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
+    assert biases.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
 
 
-def test_delta_bias_shows_nan_in_its_own_head():
+@pytest.mark.parametrize("biases", [reference, delta_bias], ids=["torch", "triton"])
+def test_delta_bias_shows_nan_in_its_own_head(biases):
     d_out = torch.ones(1, 2, 5, 16, dtype=torch.bfloat16, device=DEVICE)
     exact = torch.ones(1, 2, 5, 16, device=DEVICE)
     exact[0, 1, 3, 2] = math.nan
-    bias, size = delta_bias.delta_bias(d_out, torch.ones_like(d_out), exact)
+    bias, size = biases.delta_bias(d_out, torch.ones_like(d_out), exact)
     assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
 
 
@@ -532,3 +551,12 @@ def test_refusals():
         shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
         delta_bias.delta_bias(q.float(), q, q.float())
+
+
+def test_delta_bias_adds_many_rows_without_losing_small_ones():
+    # 2^17 rows of 2^-10 after one of 1e5: in FP32 the small ones would be rounded off (ulp 2^-7).
+    d_out = torch.ones(1, 1, 2**17 + 1, 1)
+    error = torch.full((1, 1, 2**17 + 1, 1), 2.0**-10)
+    error[0, 0, 0] = 1e5
+    bias, _ = reference.delta_bias(d_out, error, torch.zeros_like(error))
+    assert bias.item() == 1e5 + 2**7

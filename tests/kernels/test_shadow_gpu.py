@@ -1,6 +1,7 @@
 """Triton's shadow and gradient audit on a GPU, over the grid of shapes, against FP64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from guardbit.kernels import audit, backward, delta_bias, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual
+from tests.kernels import tensors as drawn
 from tests.oracle import attend, dense
 
 pytestmark = [
@@ -19,21 +21,7 @@ pytestmark = [
 ]
 
 LENGTHS = (1, 17, 127, 128, 129, 1000, 1024)
-
-
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """q, k, v, d_out with heads adjacent in memory; every third key repeats the first."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(heads, length):
-        x = torch.randn(batch, length, heads, width, generator=generator, device="cuda")
-        return x.to(dtype).transpose(1, 2)
-
-    q, d_out = normal(heads, rows), normal(heads, rows)
-    k, v = normal(kv_heads, keys), normal(kv_heads, keys)
-    k[:, :, 1::3] = k[:, :, :1]
-    return q, k, v, d_out
+inputs = partial(drawn.inputs, ties=True, by_rows=True, on="cuda")
 
 
 def relative(computed, truth):

@@ -7,7 +7,7 @@ import torch
 
 from guardbit.kernels import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
-from tests.kernels.spec_cases import inputs
+from tests.kernels.tensors import backward_inputs as inputs
 from tests.kernels.test_spec_numerics import check_audit, check_delta, check_shadow
 from tests.oracle import dense, packed
 

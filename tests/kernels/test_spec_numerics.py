@@ -13,7 +13,8 @@ from guardbit.kernels import audit, delta, reference, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head
 from guardbit.monitor.measure.rows import shared_maxima
-from tests.kernels.spec_cases import CASES, inputs, specs
+from tests.kernels.spec_cases import CASES, specs
+from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE, dense, largest_products, packed
 
 pytestmark = [
@@ -224,13 +225,19 @@ def test_chunks_change_nothing():
     tensors = inputs(shape)
     truth = dense(*tensors, spec)
     lse = truth.lse.float()
+    whole = reference.shadow(*tensors[1:], spec=spec)
     for chunk in (1, 37, 999):
         delta = reference.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (delta - truth.terms.sum(-1)).abs().max() <= 1e-5
         dq = reference.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (dq - truth.dq).abs().max() <= 1e-5
-        out = reference.shadow(*tensors[1:], spec=spec, chunk=chunk).out
-        assert (out - truth.out).abs().max() <= 1e-5
+        found = reference.shadow(*tensors[1:], spec=spec, chunk=chunk)
+        assert (found.out - truth.out).abs().max() <= 1e-5
+        for mine, other in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+        alone = reference.row_maxima(*tensors[1:3], spec=spec, chunk=chunk)
+        assert torch.equal(alone.row_max, found.row_max)
+        assert torch.equal(alone.largest, found.largest)
 
 
 def test_fields_that_do_not_fit_are_refused_by_each():
