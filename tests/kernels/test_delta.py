@@ -49,13 +49,13 @@ def exact(d_out, q, k, v, spec):
     return truth.lse, truth.out, truth.terms.sum(-1), truth.terms.abs().sum(-1)
 
 
-def check_delta(module, tensors, spec, heads):
+def check_delta(module, tensors, spec, head_ids):
     lse, _, truth, size = exact(*tensors, spec)
-    computed = module.exact_delta(*tensors, lse.float(), spec=spec, head_ids=heads)
+    computed = module.exact_delta(*tensors, lse.float(), spec=spec, head_ids=head_ids)
     assert computed.dtype == torch.float32
-    assert computed.shape == truth[:, heads].shape
-    error = (computed - truth[:, heads]).abs()
-    assert (error <= DELTA_ERROR * size[:, heads]).all(), (error / size[:, heads]).max()
+    assert computed.shape == truth[:, head_ids].shape
+    error = (computed - truth[:, head_ids]).abs()
+    assert (error <= DELTA_ERROR * size[:, head_ids]).all(), (error / size[:, head_ids]).max()
 
 
 # B, H, H_kv, N, M, D, E: one key; about a tile; grouped; rows without a key; more keys; E != D.
@@ -182,6 +182,7 @@ def test_heads_layouts_and_strides(module):
     lse = exact(*tensors, AttentionSpec(0.25, True))[0].float()
     options = {"spec": AttentionSpec(0.25, True), "head_ids": [3, 0, 3]}
     expected = module.exact_delta(*tensors, lse, **options)
+    check_delta(module, tensors, **options)
     assert torch.equal(expected[:, 0], expected[:, 2])
     one = module.exact_delta(*tensors, lse, spec=options["spec"], head_ids=[3])
     padded = torch.full((2, 4, 64), 9.0, device=DEVICE)

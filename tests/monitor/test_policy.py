@@ -142,7 +142,7 @@ def test_an_undone_head_is_not_switched_again_by_its_old_alarm():
 
 def test_by_default_nothing_is_undone():
     policy = Policy("compensated", scope="head")
-    decide(policy, [alarm(100)], 100)
+    assert decided(decide(policy, [alarm(100)], 100)) == [(100, "h.2", (3,), "compensated")]
     assert decide(policy, [], 10**9) == []
 
 
