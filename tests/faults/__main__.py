@@ -2,8 +2,8 @@
 
     python -m tests.faults campaign --number 10000 --workers 16 --minutes 5 --csv faults.csv
 
-Number n of seed s is number s + n. What the CSV holds already is left out, so it goes on where it
-stopped. It ends with 1 if a promise was broken.
+Several may be named, to run in one process. Number n of seed s is number s + n. What the CSV holds
+already is left out, so it goes on where it stopped. It ends with 1 if a promise was broken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NUMBERS = {
 def main() -> int:
     """Runs the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=list(NUMBERS))
+    parser.add_argument("names", choices=list(NUMBERS), nargs="+")
     parser.add_argument("--number", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=os.cpu_count())
@@ -32,12 +32,16 @@ def main() -> int:
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--scenario", action="append", default=[], help="of the campaign; or all")
     options = parser.parse_args()
-    options.number = options.number or NUMBERS[options.name]
-    options.csv = options.csv or Path(f"{options.name}.csv")
-    if options.name != "kernels":
+    if options.names != ["kernels"]:
         # CUDA's threads do not survive a fork; one thread each, because runs are many.
         os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
-    return importlib.import_module(f"tests.faults.{options.name}").main(options)
+    is_broken = 0
+    for name in options.names:
+        changes = {"number": options.number or NUMBERS[name],
+                   "csv": options.csv or Path(f"{name}.csv")}  # fmt: skip
+        module = importlib.import_module(f"tests.faults.{name}")
+        is_broken |= module.main(argparse.Namespace(**{**vars(options), **changes}))
+    return is_broken
 
 
 if __name__ == "__main__":
