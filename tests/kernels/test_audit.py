@@ -8,9 +8,8 @@ import torch
 from guardbit.kernels import audit, reference
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels import tensors
-from tests.oracle import dense
+from tests.oracle import DEVICE, dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 BOTH = pytest.mark.parametrize("module", [reference, audit], ids=["torch", "triton"])
 

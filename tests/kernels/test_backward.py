@@ -6,9 +6,8 @@ import torch
 from guardbit.kernels import backward, forward, reference
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.tensors import inputs
-from tests.oracle import dense
+from tests.oracle import DEVICE, dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [

@@ -13,9 +13,8 @@ from guardbit.kernels.mask.geometry import mask_tile
 from guardbit.kernels.reference import delta as plain
 from guardbit.kernels.spec import AttentionSpec
 from tests.kernels.tensors import backward_inputs as inputs
-from tests.oracle import dense
+from tests.oracle import DEVICE, dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOTH = pytest.mark.parametrize("module", [plain, kernels], ids=["torch", "triton"])
 pytestmark = [
     # inf - inf and inf / inf in rows that are not finite.

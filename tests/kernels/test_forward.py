@@ -8,9 +8,8 @@ import torch
 from guardbit.kernels import forward, launch, reference, tiles
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual
-from tests.oracle import attend
+from tests.oracle import DEVICE, attend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [
