@@ -1,20 +1,18 @@
 """Random arguments for every command: a sentence comes of it, never a traceback.
 
-    python -m tests.faults.commands --calls 2000 --seed 0
-
 Paths are of all kinds: missing, empty, binary, too long, loops, folders where files belong. Values
 of options are drawn too. `live` is only asked for what it refuses, as it would serve the rest.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
 import sys
 import tempfile
 import traceback
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,22 +120,14 @@ def failure_of(arguments: list[str]) -> str:
     return ""
 
 
-def main() -> int:
+def main(options: Namespace) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
     bad = 0
     with in_a_zoo() as paths:
-        for seed in range(options.seed, options.seed + options.calls):
+        for seed in range(options.seed, options.seed + options.number):
             arguments = draw(random.Random(seed), paths)
             if failure := failure_of(arguments):
                 bad += 1
                 print(f"seed {seed}: {arguments}\n{failure}", file=sys.stderr)
-    print(f"{options.calls} calls, {bad} that ended otherwise than with a sentence")
+    print(f"{options.number} calls, {bad} that ended otherwise than with a sentence")
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,20 +1,13 @@
 """The places where injected errors once broke a promise: they are tried again.
 
-    python -m tests.faults.found
-
 It ends with 1 if one of them breaks a promise again, or is not reached any more.
 """
 
 from __future__ import annotations
 
-import os
-import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
-
-# As in the campaign, whose runs these are.
-if __name__ == "__main__":
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
 
 from tests.faults.injection import ROOT, Point
 from tests.faults.running import BROKEN, Plan, inject, warm_up
@@ -85,7 +78,7 @@ FOUND = (
 )
 
 
-def main() -> int:
+def main(_: Namespace) -> int:
     """Runs the command."""
     warm_up()
     bad = 0
@@ -95,7 +88,3 @@ def main() -> int:
         bad += result in (*BROKEN, "not reached")
         print(place.scenario, place.error.__name__, plan.point, result, detail, flush=True)
     return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

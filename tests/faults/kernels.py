@@ -1,22 +1,17 @@
 """Random calls of the kernels against FP64, by seed.
 
-    python -m tests.faults.kernels --minutes 10 --seed 0 --csv kernels.csv
-
 Each call draws shapes, strides, dtype, mask, stabilizer and, at times, NaN and infinities. Output
 and gradients must be as near to FP64 as twice PyTorch's own error in that dtype, the bar of
 FlashAttention's tests, and rows with NaN must be those of FP64. On a GPU the Triton kernels run,
-else plain PyTorch. Seeds that the CSV holds are left out.
+else plain PyTorch.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
 import random
 import sys
-import time
+from argparse import Namespace
 from collections import Counter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +19,7 @@ from torch import Tensor
 
 from guardbit import flash_attention
 from guardbit.kernels.spec import AttentionSpec
+from tests.faults.rows import Job, collect
 from tests.oracle import dense
 
 #: As `guardbit.STABILIZERS`, without the one that shifts the maximum, whose P is another.
@@ -145,41 +141,21 @@ def why_wrong(seed: int, device: str) -> tuple[str, str]:
     return "", case.what
 
 
-def main() -> int:
-    """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--calls", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, default=Path("kernels.csv"))
-    options = parser.parse_args()
+def _try(job: Job) -> list[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    done: dict[int, list[str]] = {}
-    if options.csv.exists():
-        with options.csv.open(newline="") as file:
-            done = {int(row[0]): row for row in csv.reader(file)}
-    deadline = time.monotonic() + 60 * options.minutes
-    with options.csv.open("a", newline="") as file:
-        writer = csv.writer(file)
-        for seed in range(options.seed, options.seed + options.calls):
-            if time.monotonic() > deadline:
-                break
-            if seed in done:
-                continue
-            try:
-                why, what = why_wrong(seed, device)
-            except Exception as error:
-                why, what = repr(error), draw(seed, device).what
-            done[seed] = [str(seed), why, what]
-            writer.writerow(done[seed])
-            file.flush()
-    wrong = [row for row in done.values() if row[1]]
-    print(f"{len(done)} calls on {device}, {len(wrong)} wrong")
+    try:
+        return list(why_wrong(int(job[0]), device))
+    except Exception as error:
+        return [repr(error), draw(int(job[0]), device).what]
+
+
+def main(options: Namespace) -> int:
+    """Runs the command."""
+    seeds = range(options.seed, options.seed + options.number)
+    rows = collect(options, ["seed", "why", "what"], ((str(seed),) for seed in seeds), _try)
+    wrong = [row for row in rows if row[1]]
+    print(f"{len(rows)} calls, {len(wrong)} wrong")
     print(Counter(row[1].split(" is ")[0] for row in wrong))
     for row in wrong[:20]:
         print(*row, file=sys.stderr)
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

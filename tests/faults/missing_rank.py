@@ -17,8 +17,7 @@ if __name__ == "__main__":
 
 from guardbit import MonitorSession, read_events
 from guardbit.monitor import ranks
-from tests.faults.scenarios import Attention, batch, model_of
-from tests.faults.two_processes import average, on_two
+from tests.faults.scenarios import Attention, average, batch, model_of, on_two
 
 #: Seconds that a rank waits here.
 PATIENCE = 2.0

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from guardbit import MonitorSession, Policy
 from guardbit.monitor import ranks
-from tests.faults.two_processes import average, on_two
 from tests.toys import Attention
 
 WIDTH, HEADS, TOKENS, STEPS = 32, 2, 8, 4
@@ -88,6 +91,8 @@ def _closing(run: Run) -> Iterator[None]:
     """What a careful user writes around a loop."""
     try:
         yield
+        for session in run.sessions[-1:]:
+            session.close()
     except BaseException:
         for session in run.sessions:
             session.close("interrupted")
@@ -120,21 +125,18 @@ def _train(
             optimizer.zero_grad()
 
 
-def _plain(run: Run, layer: type[nn.Module], **options: Any) -> None:
-    run.model = model_of(layer)
+def _plain(
+    run: Run,
+    layer: type[nn.Module] = Attention,
+    dtype: torch.dtype = torch.float32,
+    call_of: Callable[[Any], Callable[[Tensor], Tensor]] = lambda model: model,
+    **options: Any,
+) -> None:
+    run.model = model_of(layer, dtype)
     session = run.session(**options)
+    call = call_of(run.model)
     with _closing(run):
-        _train(run, session, range(STEPS))
-        if session is not None:
-            session.close()
-
-
-def plain(run: Run) -> None:
-    _plain(run, Attention)
-
-
-def dropout(run: Run) -> None:
-    _plain(run, Dropping)
+        _train(run, session, range(STEPS), call, dtype)
 
 
 def resumed(run: Run) -> None:
@@ -149,55 +151,23 @@ def resumed(run: Run) -> None:
         if session is not None and state:
             session.load_state_dict(state)
         _train(run, session, range(2, STEPS))
-        if session is not None:
-            session.close()
 
 
-def with_weights(run: Run) -> None:
-    _plain(run, WithWeights, num_rows=2)
-
-
-def checkpointed(run: Run) -> None:
-    run.model = model_of(Attention)
-    session = run.session()
-
+def _checkpointed(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
-        assert isinstance(run.model, nn.Sequential)
-        for layer in run.model:
+        for layer in model:
             x = checkpoint.checkpoint(layer, x, use_reentrant=False)
         return x
 
-    with _closing(run):
-        _train(run, session, range(STEPS), call)
-        if session is not None:
-            session.close()
+    return call
 
 
-def _switched(run: Run, stabilizer: str) -> None:
-    run.model = model_of(Attention, torch.bfloat16)
-    session = run.session(policy=POLICIES[stabilizer])
-    with _closing(run):
-        _train(run, session, range(STEPS), dtype=torch.bfloat16)
-        if session is not None:
-            session.close()
+def _switched(stabilizer: str) -> Callable[[Run], None]:
+    return partial(_plain, dtype=torch.bfloat16, policy=POLICIES[stabilizer])
 
 
-def exact_delta(run: Run) -> None:
-    _switched(run, "exact_delta")
-
-
-def compensated(run: Run) -> None:
-    _switched(run, "compensated")
-
-
-def compiled(run: Run) -> None:
-    run.model = model_of(Attention)
-    session = run.session()
-    call = torch.compile(run.model, backend="aot_eager")
-    with _closing(run):
-        _train(run, session, range(STEPS), call)
-        if session is not None:
-            session.close()
+def _compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return torch.compile(model, backend="aot_eager")
 
 
 def lightning(run: Run) -> None:
@@ -271,6 +241,38 @@ def huggingface(run: Run) -> None:
             raise
 
 
+def on_two(folder: Path, run: Callable[[int], Any]) -> Any:
+    """Runs a function on two ranks, each a fork of this process; returns what rank 0 returns.
+
+    The second one ends without a word; what it raises is its own.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    child = os.fork()
+    rank = int(child == 0)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+        )
+        found = run(rank)
+    except BaseException:
+        if rank == 0:
+            os.kill(child, signal.SIGKILL)  # it would wait for this one
+            os.waitpid(child, 0)
+        raise
+    finally:
+        if rank:
+            os._exit(0)
+    os.waitpid(child, 0)
+    return found
+
+
+def average(parameters: Any) -> None:
+    """Averages gradients over the ranks, as DDP does."""
+    for parameter in parameters:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
 def two_processes(run: Run) -> None:
     ranks.PATIENCE = 10.0
 
@@ -291,8 +293,6 @@ def two_processes(run: Run) -> None:
                     session.end_step()
                 optimizer.step()
                 optimizer.zero_grad()
-            if session is not None:
-                session.close()
 
     def on_rank(rank: int) -> None:
         if rank == 0:
@@ -310,15 +310,15 @@ def two_processes(run: Run) -> None:
 
 #: Name -> the run, and how many injections it gets in proportion to the others.
 SCENARIOS: dict[str, tuple[Callable[[Run], None], int]] = {
-    "plain loop": (plain, 20),
+    "plain loop": (_plain, 20),
     "resumed": (resumed, 12),
-    "returned weights": (with_weights, 12),
-    "checkpointed": (checkpointed, 8),
-    "switched: exact_delta": (exact_delta, 16),
-    "switched: compensated": (compensated, 12),
+    "returned weights": (partial(_plain, layer=WithWeights, num_rows=2), 12),
+    "checkpointed": (partial(_plain, call_of=_checkpointed), 8),
+    "switched: exact_delta": (_switched("exact_delta"), 16),
+    "switched: compensated": (_switched("compensated"), 12),
     "lightning": (lightning, 10),
     "hugging face": (huggingface, 6),
     "two processes": (two_processes, 6),
-    "compiled": (compiled, 1),
-    "dropout": (dropout, 8),
+    "compiled": (partial(_plain, call_of=_compiled), 1),
+    "dropout": (partial(_plain, layer=Dropping), 8),
 }

@@ -1,15 +1,10 @@
-"""Writes 20,000 sampled steps and looks at memory, files and bytes.
-
-python -m tests.faults.soak --samples 20000
-"""
+"""Writes thousands of sampled steps and looks at memory, files and bytes."""
 
 from __future__ import annotations
 
-import argparse
 import resource
-import sys
 import tempfile
-import time
+from argparse import Namespace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,23 +56,11 @@ def _resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main() -> int:
+def main(options: Namespace) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=20_000)
-    options = parser.parse_args()
-    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(options.samples, Path(folder) / "run")
-    expected = options.samples * _INDICATORS * _SITES * _HEADS
-    print(
-        f"{options.samples} samples in {time.monotonic() - began:.0f} s: at most {found.files}"
-        f" files, {found.bytes_a_value:.2f} bytes a value, {found.grown / 2**20:.0f} MB grown after"
-        f" the first tenth, {found.values} of {expected} values read"
-    )
+        found = soak(options.number, Path(folder) / "run")
+    expected = options.number * _INDICATORS * _SITES * _HEADS
+    print(found, expected)
     is_sound = found.files < 100 and found.values == expected and found.grown < 256 * 2**20
     return 0 if is_sound and found.bytes_a_value < 16 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,35 +1,28 @@
 """Corrupts the folders of runs at random and lets every command read them.
 
-    python -m tests.faults.stores --corruptions 1000 --workers 8 --minutes 9 --csv stores.csv
-
-What the CSV holds is left out, so that it goes on where it stopped.
 A command must end with a sentence, not with a traceback, within a minute and within 1 GB. What is
 called `watch` is what the live page reads.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import csv
 import json
-import multiprocessing
-import os
 import random
 import resource
 import shutil
 import sys
 import tempfile
-import time
 import traceback
 import warnings
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":
-    os.environ.update(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+from tests.faults.rows import Job, collect
+from tests.faults.running import apart, warm_up
 
 #: Seconds and bytes that a command may take.
 PATIENCE, MEMORY = 60.0, 1 << 30
@@ -183,8 +176,6 @@ def read(command: str, folder: Path) -> str:
 
 def try_one(seed: int, command: str) -> tuple[str, str]:
     """Corrupts a run and lets one command read it; returns the result and what there is to say."""
-    from tests.faults.running import apart
-
     chance = random.Random(seed)
     root = Path(tempfile.mkdtemp(prefix="guardbit-stores-"))
     folder = root / "run"
@@ -217,84 +208,25 @@ def _warm_up() -> None:
     import guardbit.monitor.replay
 
     assert guardbit.cli is not None
+    warm_up()
 
 
-def _work(jobs: Any, results: Any, deadline: float) -> None:
-    from tests.faults.running import warm_up
-
-    try:
-        warm_up()
-        _warm_up()
-        while time.time() < deadline and (job := jobs.get()) is not None:
-            results.put((*job, *try_one(*job)))
-    finally:
-        results.put(None)
+def _try(job: Job) -> list[str]:
+    return list(try_one(int(job[0]), job[1]))
 
 
-def run(
-    corruptions: int, workers: int, seed: int, minutes: float, path: Path
-) -> list[tuple[int, str, str, str]]:
-    """Tries each command on as many corrupted runs; returns seed, command, result and detail."""
-    found: dict[tuple[int, str], tuple[int, str, str, str]] = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            for number, command, *rest in list(csv.reader(file))[1:]:
-                found[int(number), command] = (int(number), command, *rest)
-    context = multiprocessing.get_context("spawn")
-    jobs, results = context.Queue(), context.Queue()
-    for job in ((seed + n, command) for n in range(corruptions) for command in COMMANDS):
-        if job not in found:
-            jobs.put(job)
-    for _ in range(workers):
-        jobs.put(None)
-    deadline = time.time() + 60 * minutes
-    processes = [
-        context.Process(target=_work, args=(jobs, results, deadline)) for _ in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    is_new, working = not path.exists(), workers
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if is_new:
-            writer.writerow(["seed", "command", "result", "detail"])
-        while working:
-            one = results.get()
-            if one is None:
-                working -= 1
-                continue
-            found[one[:2]] = one
-            writer.writerow(one)
-            file.flush()
-    jobs.cancel_join_thread()  # what nobody has taken need not be sent
-    for process in processes:
-        process.join()
-    return sorted(found.values())
-
-
-def main() -> int:
+def main(options: Namespace) -> int:
     """Runs the command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--corruptions", type=int, default=1000)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--csv", type=Path, default=Path("stores.csv"))
-    options = parser.parse_args()
-    began = time.monotonic()
-    found = run(options.corruptions, options.workers, options.seed, options.minutes, options.csv)
+    numbers = range(options.seed, options.seed + options.number)
+    jobs = [(str(number), command) for number in numbers for command in COMMANDS]
+    found = collect(options, ["seed", "command", "result", "detail"], jobs, _try, _warm_up)
     counted = Counter((command, result) for _, command, result, _ in found)
     print("| command | corrupted runs | traceback | hung | memory |\n|---|---|---|---|---|")
     for command in COMMANDS:
         bad = [counted[command, result] for result in ("traceback", "hung", "memory")]
         tried = sum(number for (name, _), number in counted.items() if name == command)
         print(f"| {command} | {tried} | {' | '.join(map(str, bad))} |")
-    print(f"{time.monotonic() - began:.0f} s")
-    broken = [one for one in found if one[2] != "sound"]
+    broken = [row for row in found if row[2] != "sound"]
     for number, command, result, detail in broken[:20]:
         print(f"seed {number}, {command}, {result}: {detail}", file=sys.stderr)
     return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

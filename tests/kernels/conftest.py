@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from guardbit.kernels.runtime import runtime
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.kernels.interpreting import make_fast
 
@@ -18,3 +20,11 @@ def poisoned_memory():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def site():
+    """The number of a site, as compiled calls know it."""
+    number = runtime.add_site("h.2.attn")
+    yield torch.tensor(number)
+    runtime.remove_site(number)

@@ -1,4 +1,4 @@
-"""Specs with every field of `AttentionSpec` to try kernels on, and their inputs."""
+"""Specs with every field of `AttentionSpec` to try kernels on."""
 
 import math
 
@@ -7,22 +7,6 @@ from hypothesis import strategies as st
 
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import DEVICE, packed
-
-
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """d_out, q, k, v of B, H, H_kv, N, M, D, E."""
-    batch, heads, kv_heads, rows, keys, width, value_width = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=generator).to(DEVICE, dtype)
-
-    return (
-        normal(batch, heads, rows, value_width),
-        normal(batch, heads, rows, width),
-        normal(batch, kv_heads, keys, width),
-        normal(batch, kv_heads, keys, value_width),
-    )
 
 
 def sinks(*values):

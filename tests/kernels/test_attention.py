@@ -14,21 +14,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from guardbit import STABILIZERS, flash_attention
-from guardbit.kernels import dispatch, op
+from guardbit.kernels import dispatch, op, reference
 from guardbit.kernels.attention_call import Call
 from guardbit.kernels.op import switchable_attention
+from guardbit.kernels.reference import Dropout
 from guardbit.kernels.runtime import NO_SITE, runtime
 from guardbit.kernels.spec import AttentionSpec
 from tests.oracle import dense
 
 FP32_CLOSE = {"rtol": 1e-5, "atol": 2e-5}  # sums of up to 60 terms near 1, in another order
-
-
-@pytest.fixture
-def site():
-    number = runtime.add_site()
-    yield torch.tensor(number)
-    runtime.remove_site(number)
 
 
 def inputs(batch, heads, kv_heads, rows, keys, width, dtype=torch.float32, seed=0):
@@ -635,3 +629,174 @@ def test_the_compiler_keeps_attention_out_of_cuda_graphs():
         assert "guardbit" in str(node.target)
     tags = torch.ops.guardbit.attention_backward.default.tags
     assert torch.Tag.cudagraph_unsafe in tags
+
+
+# ---- on a GPU: Triton's kernels, compiled graphs and captured ones too, with dropout ----
+
+
+def on_gpu(test):
+    """Marks a test, and lets pass what is PyTorch's own.
+
+    That is its compiler's first import, the debug mode for waiting, and a capture's stream, which
+    differs from the warm-up's.
+    """
+    for message in (
+        ".*torch.jit.script_method:DeprecationWarning", "Synchronization debug mode:UserWarning",
+        "The AccumulateGrad node's stream:UserWarning",
+    ):  # fmt: skip
+        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
+    return pytest.mark.gpu(test)
+
+
+NATIVE = {("backward", kind + "_ATTENTION") for kind in ("CUDNN", "FLASH", "EFFICIENT")}
+
+
+def gpu_inputs(shape=(2, 4, 2, 200, 260, 64), dtype=torch.bfloat16, seed=0):
+    batch, heads, kv_heads, rows, keys, width = shape
+    generator = torch.Generator("cuda").manual_seed(seed)
+    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
+    return [
+        torch.randn(batch, *s, width, generator=generator, device="cuda").to(dtype) for s in shapes
+    ]
+
+
+def next_word():
+    """The number that the next call of attention will draw."""
+    state = torch.cuda.get_rng_state()
+    word = torch.empty((), dtype=torch.int64, device="cuda").random_()
+    torch.cuda.set_rng_state(state)
+    return word
+
+
+@on_gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+def test_auto_is_triton_and_computes_what_torch_computes(causal, dropout_p):
+    *tensors, d_out = gpu_inputs()
+    results = []
+    for backend in ("auto", "torch"):
+        torch.manual_seed(1)
+
+        def attention(q, k, v, backend=backend):
+            return flash_attention(
+                q, k, v, causal=causal, stabilizer=MIX, backend=backend, dropout_p=dropout_p
+            )
+
+        results.append(gradients(attention, tensors, d_out))
+    assert_close_as_bf16(*results)
+
+
+@on_gpu
+def test_the_launch_counter_names_triton_and_whose_backward_ran(site):
+    state = runtime.site(int(site))
+    state.stabilizers = MIX
+    for dtype, count in ((torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2)):
+        *tensors, d_out = gpu_inputs(dtype=dtype)
+        gradients(
+            lambda *x: switchable_attention(*x, site, is_causal=True, scale=None), tensors, d_out
+        )
+        assert state.launches["forward", "triton"] == count
+        if dtype != torch.float32:
+            # PyTorch's backward serves all heads, with the delta that our forward kept.
+            theirs = [n for (way, kernel), n in state.launches.items() if (way, kernel) in NATIVE]
+            assert sum(theirs) == state.launches["backward", "compensated"] == count
+            assert state.launches["backward", "triton"] == 0
+
+
+@on_gpu
+@pytest.mark.parametrize("stabilizer", ["none", "compensated", MIX], ids=str)
+def test_the_mask_is_that_of_the_reference(stabilizer):
+    q, k, v, d_out = gpu_inputs((2, 4, 4, 130, 200, 64))
+    torch.manual_seed(3)
+    dropout = Dropout(0.3, next_word(), (0, 1, 2, 3), 4)
+    mask = dropout.kept(2, torch.arange(130, device="cuda"), slice(0, 200)) * dropout.factor
+    out, dq, dk, dv = gradients(
+        lambda *x: flash_attention(*x, stabilizer=stabilizer, dropout_p=0.3), (q, k, v), d_out
+    )
+    spec = AttentionSpec(0.125)
+    exact = dense(d_out, q, k, v, spec, mask)
+    for mine, other in zip((out, dq, dk, dv), exact.results, strict=True):
+        # Another mask would be off by about the root of 2 times the value itself.
+        error = (mine - other).square().mean().sqrt() / other.square().mean().sqrt()
+        assert error < 0.01
+    shadow = reference.shadow(q, k, v, spec=spec, dropout=dropout)
+    assert (shadow.out - exact.out).abs().max() < 1e-5
+
+
+@on_gpu
+def test_compiled_bits_are_the_eager_ones_and_a_switch_compiles_nothing(site):
+    counter = CompileCounterWithBackend("inductor")
+    state = runtime.site(int(site))
+
+    def model(q, k, v):
+        ours = flash_attention(q, k, v, causal=True, stabilizer=MIX, dropout_p=0.2)
+        options = {"is_causal": True, "scale": None, "dropout_p": 0.2}
+        return ours + switchable_attention(q, k, v, site, **options)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for names in (("none",) * 4, MIX, ("compensated",) * 4):
+        state.stabilizers = names
+        results = []
+        for run in (compiled, model):
+            *tensors, d_out = gpu_inputs((2, 4, 4, 128, 128, 64))
+            torch.manual_seed(5)
+            results.append([*gradients(run, tensors, d_out), torch.cuda.get_rng_state()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@on_gpu
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_a_captured_graph_replays_and_draws_anew(dropout_p, site):
+    runtime.site(int(site)).stabilizers = MIX
+    q, k, v, d_out = gpu_inputs((2, 4, 4, 128, 128, 64))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    options = {"is_causal": False, "scale": None, "dropout_p": dropout_p}
+
+    def step():
+        out = switchable_attention(*leaves, site, **options)
+        return out, *torch.autograd.grad(out, leaves, d_out)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    graph.replay()
+    first = [x.clone() for x in captured]
+    graph.replay()
+    again = [x.clone() for x in captured]
+    if dropout_p == 0:
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+    else:
+        assert not torch.equal(first[0], again[0])
+    # O = P V and dV = P^T dO are of one mask: sum(O dO) = sum(V dV), whatever it is.
+    for out, _, _, dv in (first, again):
+        forward, backward = (out.double() * d_out).sum((0, 2, 3)), (dv.double() * v).sum((0, 2, 3))
+        size = (out.double() * d_out).square().sum((0, 2, 3)).sqrt()
+        assert ((forward - backward).abs() < 0.05 * size).all()
+
+
+@on_gpu
+def test_nothing_waits_for_the_device(site):
+    *tensors, d_out = gpu_inputs()
+    for names in (("none",) * 4, ("compensated",) * 4, MIX):
+        runtime.site(int(site)).stabilizers = names
+        for dropout_p in (0.0, 0.3):
+            options = {"is_causal": True, "scale": None, "dropout_p": dropout_p}
+
+            def attention(*x, options=options):
+                return switchable_attention(*x, site, **options)
+
+            gradients(attention, tensors, d_out)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                gradients(attention, tensors, d_out)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

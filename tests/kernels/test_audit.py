@@ -1,4 +1,4 @@
-"""Triton's gradient audit on small shapes: in the interpreter, or compiled where there is a GPU."""
+"""The exact dQ against FP64: plain torch, and Triton interpreted or compiled."""
 
 import math
 
@@ -8,19 +8,17 @@ import torch
 from guardbit.kernels import reference
 from guardbit.kernels.device import audit
 from guardbit.kernels.spec import AttentionSpec
-from tests.oracle import dense
+from tests.kernels import tensors
+from tests.oracle import DEVICE, dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+BOTH = pytest.mark.parametrize("module", [reference, audit], ids=["torch", "triton"])
 
 
-def inputs(shape, dtype=torch.bfloat16, seed=0):
+def inputs(shape, dtype=torch.bfloat16):
     """d_out, q, k, v."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    q, d_out = (torch.randn(batch, heads, rows, width, generator=generator) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
-    return [x.to(DEVICE, dtype) for x in (d_out, q, k, v)]
+    q, k, v, d_out = tensors.inputs(shape, dtype)
+    return d_out, q, k, v
 
 
 def exact(d_out, q, k, v, causal, scale, heads, mask=None):
@@ -43,26 +41,31 @@ SHAPES = [
 ]
 
 
+CASES = [
+    *((module, shape, torch.bfloat16) for module in (reference, audit) for shape in SHAPES),
+    *((module, SHAPES[2], torch.float16) for module in (reference, audit)),
+    (reference, SHAPES[2], torch.float32),
+]
+
+
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[2], torch.float16)]
-)
-def test_agrees_with_fp64(shape, dtype, causal):
-    tensors = inputs(shape, dtype)
+@pytest.mark.parametrize(("module", "shape", "dtype"), CASES)
+def test_agrees_with_fp64(module, shape, dtype, causal):
+    call = inputs(shape, dtype)
     heads = [shape[1] - 1, 0]
     options = {"spec": AttentionSpec(0.25, causal), "head_ids": heads}
-    computed = audit.exact_query_gradient(*tensors, **options)
-    truth = exact(*tensors, causal, 0.25, heads)
+    computed = module.exact_query_gradient(*call, **options)
+    truth = exact(*call, causal, 0.25, heads)
     assert computed.dtype == torch.float32
     assert computed.shape == truth.shape
     # FP32 sums and exponentials: 1e-7 of each term, and terms of dS that cancel.
     assert relative(computed, truth) <= 2e-6
-    if shape[4] == 1:
+    if shape[4] == 1 or dtype == torch.float32:
         return
     # A BF16 kernel's rounding, 2^-9 at most, is hundreds of times as large.
     names = {"stabilizers": ["none"] * shape[1]}
     common = {"causal": causal, "scale": 0.25}
-    d_out, q, k, v = tensors
+    d_out, q, k, v = call
     forward = reference.forward(q, k, v, **common, **names)
     low = reference.backward(d_out, q, k, v, *forward, **common, **names)
     assert relative(computed, truth) <= relative(low.dq[:, heads], truth) / 100
@@ -88,71 +91,76 @@ def masks(rows, keys):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", sorted(masks(9, 9)))
-@pytest.mark.parametrize("module", [audit, reference])
+@BOTH
 def test_dense_masks(module, name, causal):
-    tensors = inputs((2, 4, 2, 40, 70, 16))
+    call = inputs((2, 4, 2, 40, 70, 16))
     mask = masks(40, 70)[name].to(DEVICE)
     spec = AttentionSpec(-0.25, causal, mask)
-    computed = module.exact_query_gradient(*tensors, spec=spec, head_ids=[3, 0])
-    truth = exact(*tensors, causal, -0.25, [3, 0], mask)
+    computed = module.exact_query_gradient(*call, spec=spec, head_ids=[3, 0])
+    truth = exact(*call, causal, -0.25, [3, 0], mask)
     assert relative(computed, truth) <= 2e-6
     # Rows that see no key.
     assert not computed[truth == 0].any()
 
 
+@BOTH
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
-def test_any_scale(scale):
-    tensors = inputs((1, 2, 2, 20, 40, 16))
-    computed = audit.exact_query_gradient(
-        *tensors, spec=AttentionSpec(scale, True), head_ids=[0, 1]
-    )
-    assert relative(computed, exact(*tensors, True, scale, [0, 1])) <= 2e-6
+def test_any_scale(module, scale):
+    call = inputs((1, 2, 2, 20, 40, 16))
+    computed = module.exact_query_gradient(*call, spec=AttentionSpec(scale, True), head_ids=[0, 1])
+    assert relative(computed, exact(*call, True, scale, [0, 1])) <= 2e-6
     if scale == 0:
         assert not computed.any()
 
 
+@BOTH
 @pytest.mark.parametrize("size", [2.0**-22, 2.0**12])
-def test_gradients_of_any_size_in_fp16(size):
+def test_gradients_of_any_size_in_fp16(module, size):
     # As loss scaling makes them: dO of FP16's last places, and dS beyond its largest number.
     d_out, q, k, v = inputs((1, 1, 1, 20, 40, 16), torch.float16)
-    tensors = (d_out.sign() * size, q, k, v * (16.0 if size > 1 else 1.0))
-    computed = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), head_ids=[0])
-    assert relative(computed, exact(*tensors, True, 0.25, [0])) <= 2e-6
+    call = (d_out.sign() * size, q, k, v * (16.0 if size > 1 else 1.0))
+    computed = module.exact_query_gradient(*call, spec=AttentionSpec(0.25, True), head_ids=[0])
+    assert relative(computed, exact(*call, True, 0.25, [0])) <= 2e-6
 
 
-def test_rows_without_a_key_have_no_gradient():
-    tensors = inputs((1, 1, 1, 70, 33, 16))
-    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(0.25, True), head_ids=[0])
+@BOTH
+def test_rows_without_a_key_have_no_gradient(module):
+    call = inputs((1, 1, 1, 70, 33, 16))
+    dq = module.exact_query_gradient(*call, spec=AttentionSpec(0.25, True), head_ids=[0])
     assert not dq[:, :, :37].any()
     assert dq[:, :, 38:].any(-1).all()
 
 
 def test_layouts_strides_and_repeated_heads():
-    tensors = inputs((1, 4, 2, 20, 20, 16))
+    call = inputs((1, 4, 2, 20, 20, 16))
     options = {"spec": AttentionSpec(0.25, True)}
-    expected = audit.exact_query_gradient(*tensors, **options, head_ids=[0, 3])
-    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
-    transposed = [x.mT.contiguous().mT for x in tensors]
+    expected = audit.exact_query_gradient(*call, **options, head_ids=[0, 3])
+    by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in call]
+    transposed = [x.mT.contiguous().mT for x in call]
     for layout in (by_rows, transposed):
         computed = audit.exact_query_gradient(*layout, **options, head_ids=[3, 0, 3])
         assert torch.equal(computed, expected[:, [1, 0, 1]])
 
 
-def test_no_keys_no_rows_no_heads():
+@BOTH
+def test_no_keys_no_rows_no_heads(module):
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
-        computed = audit.exact_query_gradient(*inputs(shape), spec=AttentionSpec(1.0), head_ids=[1])
+        computed = module.exact_query_gradient(
+            *inputs(shape), spec=AttentionSpec(1.0), head_ids=[1]
+        )
         assert computed.shape == (shape[0], 1, shape[3], 16)
         assert not computed.any()
-    tensors = inputs((1, 2, 2, 5, 5, 16))
-    dq = audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), head_ids=[])
+    call = inputs((1, 2, 2, 5, 5, 16))
+    dq = module.exact_query_gradient(*call, spec=AttentionSpec(1.0), head_ids=[])
     assert dq.shape == (1, 0, 5, 16)
 
 
 def test_refusals():
-    tensors = inputs((1, 2, 1, 3, 3, 16))
-    with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
-        audit.exact_query_gradient(*tensors, spec=AttentionSpec(1.0), head_ids=[0, 2, -1])
+    call = inputs((1, 2, 1, 3, 3, 16))
+    for module in (reference, audit):
+        with pytest.raises(IndexError, match=r"takes 0 to 1, but holds \[2, -1\]"):
+            module.exact_query_gradient(*call, spec=AttentionSpec(1.0), head_ids=[0, 2, -1])
     with pytest.raises(TypeError, match=r"d_out torch.float32, q torch.bfloat16"):
         audit.exact_query_gradient(
-            tensors[0].float(), *tensors[1:], spec=AttentionSpec(1.0), head_ids=[0]
+            call[0].float(), *call[1:], spec=AttentionSpec(1.0), head_ids=[0]
         )

@@ -6,9 +6,9 @@ import torch
 from guardbit.kernels import reference
 from guardbit.kernels.device import backward, forward
 from guardbit.kernels.spec import AttentionSpec
-from tests.oracle import dense
+from tests.kernels.tensors import inputs
+from tests.oracle import DEVICE, dense
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [
@@ -18,17 +18,6 @@ pytestmark = [
 
 #: Those that have a kernel of their own, and none; the others leave it to the engine.
 STABILIZERS = ("none", "compensated", "none", "row_max")
-
-
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=generator).to(DEVICE, dtype)
-
-    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
-    return q, normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width), d_out
 
 
 def exact(q, k, v, d_out, causal, scale):

@@ -5,8 +5,7 @@ import torch
 
 from guardbit.kernels.device import carrier
 from guardbit.numerics import decode_residual, encode_residual
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from tests.oracle import DEVICE
 
 
 @pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])

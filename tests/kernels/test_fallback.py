@@ -17,13 +17,6 @@ EXACT = ("exact_delta",) * 4
 
 
 @pytest.fixture
-def site():
-    number = runtime.add_site("h.2.attn")
-    yield torch.tensor(number)
-    runtime.remove_site(number)
-
-
-@pytest.fixture
 def broken(monkeypatch):
     """Errors by direction, which our kernels meet when they are launched."""
     errors = {}

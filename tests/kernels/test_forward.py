@@ -9,9 +9,8 @@ from guardbit.kernels import reference, tiles
 from guardbit.kernels.device import forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual
-from tests.oracle import attend
+from tests.oracle import DEVICE, attend
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 # -inf - -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [

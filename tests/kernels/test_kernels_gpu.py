@@ -4,6 +4,7 @@ Most of the time goes into compiling them: `pytest -m gpu -n 12` compiles side b
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit.kernels.device import backward, forward, launch
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import coherent_error, decode_residual, split
+from tests.kernels import tensors as drawn
 from tests.oracle import attend, dense
 
 pytestmark = [
@@ -26,22 +28,8 @@ pytestmark = [
 STABILIZERS = ("none", "compensated", "none", "row_max")
 SPACING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 LENGTHS = (1, 17, 127, 128, 129, 1000, 1024, 4096)
+inputs = partial(drawn.inputs, ties=True, by_rows=True, on="cuda")
 WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
-
-
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """q, k, v, d_out with heads adjacent in memory; every third key repeats the first."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(heads, length):
-        x = torch.randn(batch, length, heads, width, generator=generator, device="cuda")
-        return x.to(dtype).transpose(1, 2)
-
-    q, d_out = normal(heads, rows), normal(heads, rows)
-    k, v = normal(kv_heads, keys), normal(kv_heads, keys)
-    k[:, :, 1::3] = k[:, :, :1]
-    return q, k, v, d_out
 
 
 def exact(q, k, v, d_out, causal, scale):

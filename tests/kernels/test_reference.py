@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guardbit.kernels import reference
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, round_nearest
+from tests.kernels.tensors import inputs
 from tests.oracle import attend, dense, scores_of, seen_keys
 
 SAFE = ("none", "compensated", "row_max")
@@ -39,18 +40,6 @@ def run(q, k, v, d_out, stabilizer, causal=False, scale=1.0, key_tile=128, **opt
     common = {"causal": causal, "scale": scale, "stabilizers": names, "key_tile": key_tile}
     result = reference.forward(q, k, v, **common, **options)
     return result, reference.backward(d_out, q, k, v, *result, **common)
-
-
-def inputs(shape, dtype, seed=0):
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*size):
-        return torch.randn(size, generator=generator).to(dtype)
-
-    q, d_out = normal(batch, heads, rows, width), normal(batch, heads, rows, width)
-    k, v = normal(batch, kv_heads, keys, width), normal(batch, kv_heads, keys, width)
-    return q, k, v, d_out
 
 
 # B, H, H_kv, N, M, D: one row; odd lengths, grouped; rows without a key; more keys than a tile;

@@ -17,13 +17,6 @@ STABILIZERS = ("exact_delta", "compensated", "centered_keys", "row_max")
 TOLERANCE = 32 * 2**-24
 
 
-@pytest.fixture
-def site():
-    number = runtime.add_site("h.2.attn")
-    yield torch.tensor(number)
-    runtime.remove_site(number)
-
-
 def inputs():
     generator = torch.Generator().manual_seed(0)
     shapes = [(HEADS, ROWS), (KEY_HEADS, KEYS), (KEY_HEADS, KEYS), (HEADS, ROWS)]

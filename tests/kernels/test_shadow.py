@@ -1,6 +1,7 @@
-"""Triton's shadow on small shapes: in the interpreter, or compiled where there is a GPU."""
+"""Shadow and bias of delta against FP64: plain torch, and Triton interpreted or compiled."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,28 +10,26 @@ from hypothesis import strategies as st
 
 from guardbit.kernels import mask as geometry
 from guardbit.kernels import reference
-from guardbit.kernels.device import audit, shadow
+from guardbit.kernels.device import audit, backward, forward, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.numerics import decode_residual, encode_residual, split
-from tests.oracle import DEVICE, attend, largest_products, scores_of, seen_keys
+from tests.kernels import tensors
+from tests.oracle import DEVICE, attend, dense, largest_products, scores_of, seen_keys
 
 # Bits that the two parts of P-bar hold.
-PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22}
+PARTS = {torch.bfloat16: 2.0**-17, torch.float16: 2.0**-22, torch.float32: 2.0**-22}
+BOTH = pytest.mark.parametrize("module", [reference, shadow], ids=["torch", "triton"])
 # -inf - -inf and -inf / -inf in rows that see no key, whose NaN is then not taken.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+    # FP64 products on a GPU, which serve as reference, need not repeat their bits.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
 
 
-def inputs(shape, dtype=torch.bfloat16, seed=0):
-    """q, k, v, d_out; every third key repeats the first, so that rows have several maxima."""
-    batch, heads, kv_heads, rows, keys, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    q, d_out = (torch.randn(batch, heads, rows, width, generator=generator) for _ in range(2))
-    k, v = (torch.randn(batch, kv_heads, keys, width, generator=generator) for _ in range(2))
-    k[:, :, 1::3] = k[:, :, :1]
-    return [x.to(DEVICE, dtype) for x in (q, k, v, d_out)]
+inputs = partial(tensors.inputs, ties=True)
 
 
 def counts_of(scores, eps=1e-3):
@@ -83,25 +82,33 @@ SHAPES = [
 ]
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = [
+    (module, shape, dtype)
+    for module, dtypes in ((reference, (BF16, FP16, FP32)), (shadow, (BF16, FP16)))
+    for dtype in dtypes
+    for shape in (SHAPES if dtype == BF16 else SHAPES[4:5])
+]
+
+
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [(shape, torch.bfloat16) for shape in SHAPES] + [(SHAPES[4], torch.float16)]
-)
-def test_agrees_with_fp64(shape, dtype, causal):
+@pytest.mark.parametrize(("module", "shape", "dtype"), CASES)
+def test_agrees_with_fp64(module, shape, dtype, causal):
     q, k, v, _ = inputs(shape, dtype)
     # A power of 2, so that FP32 scores are those of FP64 but for the order of their sums.
     spec = AttentionSpec(0.25, causal)
-    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
+    check(module.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
+@BOTH
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4], SHAPES[5]])
 @pytest.mark.parametrize("scale", [0.25, -0.25])
-def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
+def test_maxima_alone_agree_with_fp64_and_are_the_shadows(module, shape, causal, scale):
     q, k, v, _ = inputs(shape)
     rows = torch.arange(shape[3]).flip(0)[: shape[3] // 2 + 1].to(DEVICE)
     for some in (None, rows):
-        result = shadow.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
+        result = module.row_maxima(q, k, spec=AttentionSpec(scale, causal), query_ids=some)
         scores = scores_of(q, k, AttentionSpec(scale, causal))
         scores = scores if some is None else scores[:, :, some]
         row_max = scores.amax(-1)
@@ -109,15 +116,16 @@ def test_maxima_alone_agree_with_fp64_and_are_the_shadows(shape, causal, scale):
         sizes = sizes if some is None else sizes[:, :, some]
         for found, expected in ((result.row_max, row_max), (result.largest, sizes)):
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-        whole = shadow.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
+        whole = module.shadow(q, k, v, spec=AttentionSpec(scale, causal), query_ids=some)
         assert torch.equal(result.row_max, whole.row_max)
         assert torch.equal(result.largest, whole.largest)
 
 
-def test_maxima_alone_show_what_is_not_finite():
+@BOTH
+def test_maxima_alone_show_what_is_not_finite(module):
     q, k, _, _ = inputs((1, 1, 1, 4, 20, 16))
     q[0, 0, 1, 0], q[0, 0, 2, 0] = math.nan, math.inf
-    result = shadow.row_maxima(q, k, spec=AttentionSpec(0.25))
+    result = module.row_maxima(q, k, spec=AttentionSpec(0.25))
     assert (k[..., 0] > 0).any(), "there must be a score of +inf"
     for found in result:
         assert found[0, 0].isfinite().tolist() == [True, False, False, True]
@@ -125,13 +133,14 @@ def test_maxima_alone_show_what_is_not_finite():
         assert found[0, 0, 2] == math.inf
 
 
+@BOTH
 @pytest.mark.parametrize("causal", [False, True])
-def test_chosen_rows_are_those_of_all(causal):
+def test_chosen_rows_are_those_of_all(module, causal):
     q, k, v, _ = inputs((2, 2, 1, 90, 130, 16))
     rows = torch.cat([torch.arange(70).flip(0), torch.tensor([89, 3, 3, 0])]).to(DEVICE)
     spec = AttentionSpec(0.25, causal)
-    every = shadow.shadow(q, k, v, spec=spec)
-    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
+    every = module.shadow(q, k, v, spec=spec)
+    some = module.shadow(q, k, v, spec=spec, query_ids=rows)
     check(some, q, k, v, spec, rows)
     for whole, chosen in zip(every, some, strict=True):
         # Masked and unmasked tiles are the same sums; the order within NumPy's products depends on
@@ -158,6 +167,7 @@ def counts(result):
 STEP = 2.0**-12
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("scores", "expected"),
     [
@@ -184,17 +194,18 @@ STEP = 2.0**-12
         ([0.0, 0.0, 0.0, 0.0], [4, 4]),
     ],
 )
-def test_counts_of_maxima_across_tiles(scores, expected):
+def test_counts_of_maxima_across_tiles(module, scores, expected):
     apart = [-1e4] * 64
     q, k = rows_of_scores([number for score in scores for number in (score, *apart)])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.row_max.item() == torch.tensor(max(scores)).item()
     assert counts(result) == expected
     # The same together in one tile.
     q, k = rows_of_scores(scores)
-    assert counts(shadow.shadow(q, k, k, spec=AttentionSpec(1.0))) == expected
+    assert counts(module.shadow(q, k, k, spec=AttentionSpec(1.0))) == expected
 
 
+@BOTH
 @given(
     base=st.sampled_from([0.1, 1.0, 5.0, -5.0, -0.3, 88.0, 600.0, -600.0, 1000.0, 3e4, 1e5]),
     steps=st.lists(st.integers(-40, 40), min_size=1, max_size=150),
@@ -202,35 +213,38 @@ def test_counts_of_maxima_across_tiles(scores, expected):
     scale=st.sampled_from([1.0, 0.125, -1.0]),
 )
 @settings(max_examples=60, deadline=None)
-def test_counts_follow_their_definitions(base, steps, coarseness, scale):
+def test_counts_follow_their_definitions(module, base, steps, coarseness, scale):
     # Multiples of a last place of the largest score: exact in FP32, ties and near ties abound.
     place = 2.0 ** (math.floor(math.log2(abs(base))) - 23)
     bits = round(base / place)
     scores = [float((bits + coarseness * step) * place) for step in steps]
     q, k = rows_of_scores([score / scale for score in scores])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale))
+    result = module.shadow(q, k, k, spec=AttentionSpec(scale))
     expected = counts_of(torch.tensor(scores, dtype=torch.float32))
     assert counts(result) == [int(count) for count in expected]
 
 
+@BOTH
 @pytest.mark.parametrize("eps", [0.0, 0.1, 0.25, 0.6, 1.0])
-def test_eps_is_the_width_of_a_tie(eps):
+def test_eps_is_the_width_of_a_tie(module, eps):
     q, k = rows_of_scores([1.0, 0.75, 0.5, 0.0])
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0), eps=eps)
     assert result.maxima.item() == {0.0: 1, 0.1: 1, 0.25: 2, 0.6: 3, 1.0: 4}[eps]
     assert result.maxima_bf16.item() == result.maxima.item()
 
 
+@BOTH
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_any_scale(scale, dtype):
+def test_any_scale(module, scale, dtype):
     q, k, v, _ = inputs((1, 2, 2, 20, 70, 16), dtype)
     spec = AttentionSpec(scale, True)
-    check(shadow.shadow(q, k, v, spec=spec), q, k, v, spec)
+    check(module.shadow(q, k, v, spec=spec), q, k, v, spec)
 
 
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scores_of_plus_and_minus_1e5(dtype):
+def test_scores_of_plus_and_minus_1e5(module, dtype):
     # Whole numbers, so that scores are exact; differences of a few between the largest.
     generator = torch.Generator().manual_seed(1)
     q = torch.zeros(1, 1, 40, 16)
@@ -241,7 +255,7 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     q, k, v = (x.to(DEVICE, dtype) for x in (q, k, v))
     spec = AttentionSpec(1.0, True)
     scores, _, weights, _, out = attend(q, k, v, spec)
-    result = shadow.shadow(q, k, v, spec=spec)
+    result = module.shadow(q, k, v, spec=spec)
     assert scores[..., 0].abs().min() > 1e5
     assert (result.out - out).abs().max() <= 4 * PARTS[dtype] + 1e-6
     assert torch.equal(result.row_max.double(), scores.amax(-1))
@@ -251,20 +265,22 @@ def test_scores_of_plus_and_minus_1e5(dtype):
     assert (result.entropy - entropy).abs().max() <= 5e-6
 
 
-def test_entropy_of_equal_scores_is_the_logarithm_of_their_number():
+@BOTH
+def test_entropy_of_equal_scores_is_the_logarithm_of_their_number(module):
     q, k = torch.zeros(1, 1, 1, 16).bfloat16(), torch.ones(1, 1, 300, 16).bfloat16()
     q, k = q.to(DEVICE), k.to(DEVICE)
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, k, spec=AttentionSpec(1.0))
     assert result.entropy.item() == pytest.approx(math.log(300), rel=1e-6)
     assert counts(result) == [300, 300]
 
 
+@BOTH
 @pytest.mark.parametrize("scale", [1.0, -1.0])
-def test_the_largest_size_is_seen_below_0_and_behind_a_mask(scale):
+def test_the_largest_size_is_seen_below_0_and_behind_a_mask(module, scale):
     seen, hidden = [-7.0, -3e4, -5.0], [-1e5, 1e5]
     q, k = rows_of_scores([scale * score for score in (*seen, *hidden)])
     q = q.expand(-1, -1, 3, -1)
-    result = shadow.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
+    result = module.shadow(q, k, k, spec=AttentionSpec(scale, "top-left"))
     assert result.row_max[0, 0].tolist() == [-7.0, -7.0, -5.0]
     assert result.largest[0, 0].tolist() == [7.0, 3e4, 3e4]
 
@@ -298,7 +314,7 @@ def masks(rows, keys):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", sorted(masks(12, 12)))
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_dense_masks(module, name, causal):
     q, k, v, _ = inputs((2, 4, 2, 40, 70, 16))
     q *= 8  # scores of 8 and more, that no mask hides by chance
@@ -327,7 +343,7 @@ def test_dense_masks(module, name, causal):
         assert (result.out[every] - mean[every]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_a_row_without_keys_is_the_same_in_every_notation(module):
     """Left padding, as a boolean mask, as -inf, as a format's lowest number, and as -1e4 or so."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
@@ -349,7 +365,7 @@ def test_a_row_without_keys_is_the_same_in_every_notation(module):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("module", [shadow, reference])
+@BOTH
 def test_rows_far_before_the_key_that_alibi_counts_from_see_keys(module, causal):
     """As llm-foundry writes it: slope (m - (N - 1)), the same in all rows."""
     q, k, v, _ = inputs((2, 4, 2, 24, 24, 16))
@@ -419,8 +435,8 @@ def test_layouts_and_strides():
     by_rows = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     transposed = [x.mT.contiguous().mT for x in (q, k, v)]
     strided = [x.repeat_interleave(2, -1)[..., ::2] for x in (q, k, v)]
-    for tensors in (by_rows, transposed, strided):
-        result = shadow.shadow(*tensors, spec=AttentionSpec(0.25, True))
+    for layout in (by_rows, transposed, strided):
+        result = shadow.shadow(*layout, spec=AttentionSpec(0.25, True))
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
     rows = torch.arange(0, 33, 2, device=DEVICE)
     every_other = torch.stack([rows, rows], -1).flatten()[::2]
@@ -429,20 +445,22 @@ def test_layouts_and_strides():
 
 
 # The interpreter's maximum passes over NaN, and says so where there is nothing else.
+@BOTH
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-def test_nan_and_infinity_show_and_are_not_counted():
+def test_nan_and_infinity_show_and_are_not_counted(module):
     q, k, v, _ = inputs((1, 1, 1, 6, 70, 16))
     k[0, 0, 5] = 0
     k[0, 0, 5, 0] = math.inf
     q[0, 0, :, 0] = torch.tensor([1.0, -1.0, 2.0, math.nan, 1.0, -2.0])
-    result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
+    result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
     # The scores of key 5: +inf, -inf, +inf, NaN, +inf, -inf.
     assert result.row_max[0, 0, [0, 2, 4]].tolist() == [math.inf] * 3
     assert result.row_max[0, 0, 3].isnan()
     assert result.largest[0, 0, [0, 1, 2, 4, 5]].tolist() == [math.inf] * 5
     assert result.largest[0, 0, 3].isnan()
     assert result.out[0, 0].isnan().all(-1).tolist() == [True, False, True, True, True, False]
-    assert result.entropy[0, 0].isnan().all()
+    # Triton's is NaN where a score is -inf, too.
+    assert result.entropy[0, 0, [0, 2, 3, 4] if module is reference else slice(6)].isnan().all()
     for field in result[2:4]:
         assert field[0, 0, [0, 2, 3, 4]].tolist() == [0] * 4
         assert (field[0, 0, [1, 5]] > 0).all()
@@ -452,18 +470,19 @@ def test_nan_and_infinity_show_and_are_not_counted():
     assert (result.out[:, :, [1, 5]] - truth).abs().max() <= 1e-4
 
 
-def test_no_keys_no_rows_no_batch():
+@BOTH
+def test_no_keys_no_rows_no_batch(module):
     for shape in [(1, 2, 2, 5, 0, 16), (1, 2, 2, 0, 5, 16), (0, 2, 2, 5, 5, 16)]:
         q, k, v, _ = inputs((*shape[:4], max(shape[4], 1), 16))
         k, v = k[:, :, : shape[4]], v[:, :, : shape[4]]
-        result = shadow.shadow(q, k, v, spec=AttentionSpec(1.0))
+        result = module.shadow(q, k, v, spec=AttentionSpec(1.0))
         assert result.out.shape == q.shape
         assert (result.row_max == -math.inf).all()
         assert (result.largest == -math.inf).all()
         assert not any(field.any() for field in (result.out, *result[2:5]))
     q, k, v, _ = inputs((1, 2, 2, 5, 5, 16))
     none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
-    assert shadow.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
+    assert module.shadow(q, k, v, spec=AttentionSpec(1.0), query_ids=none).out.shape == (
         1,
         2,
         0,
@@ -471,10 +490,11 @@ def test_no_keys_no_rows_no_batch():
     )
 
 
+@pytest.mark.parametrize("biases", [reference, audit], ids=["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compensated", [False, True])
 @pytest.mark.parametrize("chosen", [False, True])
-def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
+def test_delta_bias_agrees_with_fp64(biases, dtype, compensated, chosen):
     _, _, _, d_out = inputs((2, 3, 3, 130, 1, 80), dtype)
     exact = torch.randn(2, 3, 130, 80, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     out = exact.to(dtype)
@@ -485,7 +505,7 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     used = out.double() if residual is None else out.double() + decode_residual(out, residual)
     picked = slice(None) if rows is None else rows
     error = (d_out.double() * (used - exact.double()))[:, :, picked].sum(-1)
-    bias, size = audit.delta_bias(
+    bias, size = biases.delta_bias(
         d_out, out, exact[:, :, picked], residual=residual, query_ids=rows
     )
     assert bias.dtype == size.dtype == torch.float64
@@ -495,7 +515,8 @@ def test_delta_bias_agrees_with_fp64(dtype, compensated, chosen):
     torch.testing.assert_close(size, error.abs().sum((0, 2)), **close)
 
 
-def test_delta_bias_has_the_sign_of_the_rounding():
+@pytest.mark.parametrize("biases", [reference, audit], ids=["torch", "triton"])
+def test_delta_bias_has_the_sign_of_the_rounding(biases):
     # Four equal keys; the mean of the values lies a quarter of a step, 2^-9, above a BF16 number
     # in head 0, which rounding takes away, and below one in head 1.
     q = torch.ones(1, 2, 70, 16, dtype=torch.bfloat16, device=DEVICE)
@@ -507,21 +528,22 @@ def test_delta_bias_has_the_sign_of_the_rounding():
     assert (exact[:, 0] == 1 + 2.0**-9).all()
     out = exact.bfloat16()
     d_out = torch.full_like(q, 0.5)
-    bias, size = audit.delta_bias(d_out, out, exact)
+    bias, size = biases.delta_bias(d_out, out, exact)
     steps = 0.5 * 70 * 16 * 2.0**-9
     assert bias.tolist() == [-steps, steps]
     assert size.tolist() == [steps, steps]
     # The other sign of dO, and the residual that takes it all away.
-    assert audit.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
+    assert biases.delta_bias(-d_out, out, exact)[0].tolist() == [steps, -steps]
     residual = encode_residual(exact, out)
-    assert audit.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
+    assert biases.delta_bias(d_out, out, exact, residual=residual)[1].tolist() == [0.0, 0.0]
 
 
-def test_delta_bias_shows_nan_in_its_own_head():
+@pytest.mark.parametrize("biases", [reference, audit], ids=["torch", "triton"])
+def test_delta_bias_shows_nan_in_its_own_head(biases):
     d_out = torch.ones(1, 2, 5, 16, dtype=torch.bfloat16, device=DEVICE)
     exact = torch.ones(1, 2, 5, 16, device=DEVICE)
     exact[0, 1, 3, 2] = math.nan
-    bias, size = audit.delta_bias(d_out, torch.ones_like(d_out), exact)
+    bias, size = biases.delta_bias(d_out, torch.ones_like(d_out), exact)
     assert bias.isnan().tolist() == size.isnan().tolist() == [False, True]
 
 
@@ -533,3 +555,147 @@ def test_refusals():
         shadow.row_maxima(q.float(), k, spec=AttentionSpec(1.0))
     with pytest.raises(TypeError, match=r"d_out torch.float32, out torch.bfloat16"):
         audit.delta_bias(q.float(), q, q.float())
+
+
+def test_delta_bias_adds_many_rows_without_losing_small_ones():
+    # 2^17 rows of 2^-10 after one of 1e5: in FP32 the small ones would be rounded off (ulp 2^-7).
+    d_out = torch.ones(1, 1, 2**17 + 1, 1)
+    error = torch.full((1, 1, 2**17 + 1, 1), 2.0**-10)
+    error[0, 0, 0] = 1e5
+    bias, _ = reference.delta_bias(d_out, error, torch.zeros_like(error))
+    assert bias.item() == 1e5 + 2**7
+
+
+# ---- compiled, at lengths that take the interpreter hours ----
+
+LENGTHS = (1, 17, 127, 128, 129, 1000, 1024)
+long_inputs = partial(tensors.inputs, ties=True, by_rows=True, on="cuda")
+
+
+def relative(computed, truth):
+    return ((computed - truth).norm() / truth.norm().clamp_min(1e-30)).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [
+        (16, torch.bfloat16),
+        (32, torch.bfloat16),
+        (64, torch.bfloat16),
+        (80, torch.bfloat16),
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),
+        (64, torch.float16),
+        (128, torch.float16),
+    ],
+)
+def test_shadow_and_audit_agree_with_fp64(width, dtype, causal):
+    scale = 2.0 ** -round(math.log2(width) / 2)
+    for rows in LENGTHS:
+        lengths = {rows, rows + 70} if causal == "top-left" else {rows, rows + 70, (rows + 1) // 2}
+        for keys in lengths:
+            q, k, v, d_out = long_inputs((2, 4, 2, rows, keys, width), dtype, seed=rows)
+            spec = AttentionSpec(scale, causal)
+            exact = dense(d_out, q, k, v, spec)
+            scores = exact.scores
+            result = shadow.shadow(q, k, v, spec=spec)
+            alive = scores.amax(-1) > -math.inf
+            # Two parts of P-bar: 17 bits in BF16, 22 in FP16; in FP32 the exponents' rounding.
+            assert relative(result.out, exact.out) <= (6e-6 if dtype == torch.bfloat16 else 1e-6)
+            row_max = scores.amax(-1)
+            assert torch.equal(result.row_max == -math.inf, ~alive)
+            assert torch.allclose(result.row_max[alive].double(), row_max[alive], atol=1e-5)
+            entropy = torch.special.entr(exact.weights).sum(-1)
+            assert (result.entropy - entropy).abs().max() <= 1e-5
+            # By their definitions; a score on a boundary may fall to its other side, of which a
+            # last place of FP32 meets 2^-16 of those of BF16.
+            rounded = scores.float().bfloat16().float()
+            tied = row_max[..., None].float() - scores.float() <= 1e-3
+            tied_bf16 = rounded.amax(-1, keepdim=True) - rounded <= 1e-3
+            for field, expected in (
+                (result.maxima, tied),
+                (result.maxima_bf16, tied_bf16),
+            ):
+                assert not field[~alive].any()
+                # Exact ties, which repeated keys make, and all but a few near ones.
+                wrong = (field != expected.sum(-1))[alive]
+                assert wrong.sum() <= max(2, 1e-3 * wrong.numel())
+
+            heads = [3, 0]
+            computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=heads)
+            right = exact.dq[:, heads]
+            assert relative(computed, right) <= 3e-6 or right.norm() <= 1e-6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+def test_chosen_rows_delta_bias_and_repetition(width):
+    q, k, v, d_out = long_inputs((2, 4, 2, 1000, 1000, width))
+    options = {"causal": True, "scale": width**-0.5}
+    spec = AttentionSpec(width**-0.5, True)
+    every = shadow.shadow(q, k, v, spec=spec)
+    again = shadow.shadow(q, k, v, spec=spec)
+    assert all(torch.equal(x, y) for x, y in zip(every, again, strict=True))
+    rows = torch.linspace(0, 999, 130, device="cuda").round().long()
+    some = shadow.shadow(q, k, v, spec=spec, query_ids=rows)
+    for whole, chosen in zip(every, some, strict=True):
+        torch.testing.assert_close(chosen, whole[:, :, rows], rtol=1e-6, atol=1e-6)
+
+    names = ["none", "compensated"] * 2
+    result = forward.forward(q, k, v, **options, stabilizers=names)
+    truth = attend(q, k, v, spec).out
+    used = result.out.double() + decode_residual(result.out, result.residual)
+    error = (d_out.double() * (used - truth)).sum(-1)
+    for chosen in (None, rows):
+        exact = every.out if chosen is None else some.out
+        bias, size = audit.delta_bias(
+            d_out, result.out, exact, residual=result.residual, query_ids=chosen
+        )
+        picked = error if chosen is None else error[:, :, chosen]
+        scale = picked.abs().sum((0, 2))
+        # The shadow's own error, 1e-6 of O, beside a kernel's of 1e-3.
+        assert ((bias - picked.sum((0, 2))).abs() <= 2e-3 * scale).all()
+        torch.testing.assert_close(size, scale, rtol=2e-3, atol=0)
+
+
+@pytest.mark.gpu
+def test_audit_repeats_its_bits_and_is_far_nearer_than_the_kernels():
+    q, k, v, d_out = long_inputs((1, 4, 2, 2048, 2048, 64))
+    options = {"causal": True, "scale": 0.125}
+    spec = AttentionSpec(0.125, True)
+    computed = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
+    again = audit.exact_query_gradient(d_out, q, k, v, spec=spec, head_ids=[2, 1])
+    assert torch.equal(computed, again)
+    names = {"stabilizers": ["none"] * 4}
+    result = forward.forward(q, k, v, **options, **names)
+    low = backward.backward(d_out, q, k, v, *result, **options, **names)
+    right = dense(d_out, q, k, v, spec).dq[:, [2, 1]]
+    assert relative(computed, right) <= relative(low.dq[:, [2, 1]], right) / 1000
+
+
+@pytest.mark.gpu
+def test_long_sums_do_not_drift():
+    # Values of one sign: what tensor cores cut off a long sum has one sign too.
+    q, k, v, _ = long_inputs((1, 1, 1, 256, 32_768, 64))
+    q, v = q * 0.1, v.abs() + 1
+    truth = attend(q, k, v, AttentionSpec(0.125)).out
+    out = shadow.shadow(q, k, v, spec=AttentionSpec(0.125)).out
+    drift = (out - truth).sum() / truth.sum()
+    assert drift.abs() <= 5e-7
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_axis_holds():
+    # 65,535 programs is the limit of the second and third grid axis.
+    q, k, v, d_out = long_inputs((1, 70_000, 70_000, 33, 33, 16))
+    result = shadow.shadow(q, k, v, spec=AttentionSpec(0.25, True))
+    bias, _ = audit.delta_bias(d_out, q, result.out)
+    for start in (0, 69_900):
+        heads = slice(start, start + 100)
+        few = shadow.shadow(q[:, heads], k[:, heads], v[:, heads], spec=AttentionSpec(0.25, True))
+        for whole, piece in zip(result, few, strict=True):
+            assert torch.equal(whole[:, heads], piece)
+        part, _ = audit.delta_bias(d_out[:, heads], q[:, heads], few.out)
+        assert torch.equal(bias[heads], part)

@@ -14,12 +14,16 @@ from guardbit.kernels.device import audit, delta, shadow
 from guardbit.kernels.spec import AttentionSpec
 from guardbit.monitor.measure.probes import counted_rows, per_head
 from guardbit.monitor.measure.rows import shared_maxima
-from tests.kernels.spec_cases import CASES, inputs, specs
+from tests.kernels.spec_cases import CASES, specs
+from tests.kernels.tensors import backward_inputs as inputs
 from tests.oracle import DEVICE, dense, largest_products, packed
 
 pytestmark = [
     # inf - inf in rows that see no key, and large sinks in rows past the last: not taken.
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning"),
+    # FP64 products on a GPU, which serve as reference, need not repeat their bits.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*deterministic.*:UserWarning"),
     pytest.mark.usefixtures("poisoned_memory"),
 ]
 MODULES = {
@@ -204,13 +208,19 @@ def test_chunks_change_nothing():
     tensors = inputs(shape)
     truth = dense(*tensors, spec)
     lse = truth.lse.float()
+    whole = reference.shadow(*tensors[1:], spec=spec)
     for chunk in (1, 37, 999):
         delta = reference.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (delta - truth.terms.sum(-1)).abs().max() <= 1e-5
         dq = reference.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 1], chunk=chunk)
         assert (dq - truth.dq).abs().max() <= 1e-5
-        out = reference.shadow(*tensors[1:], spec=spec, chunk=chunk).out
-        assert (out - truth.out).abs().max() <= 1e-5
+        found = reference.shadow(*tensors[1:], spec=spec, chunk=chunk)
+        assert (found.out - truth.out).abs().max() <= 1e-5
+        for mine, other in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+        alone = reference.row_maxima(*tensors[1:3], spec=spec, chunk=chunk)
+        assert torch.equal(alone.row_max, found.row_max)
+        assert torch.equal(alone.largest, found.largest)
 
 
 def test_fields_that_do_not_fit_are_refused_by_each():
@@ -224,3 +234,62 @@ def test_fields_that_do_not_fit_are_refused_by_each():
     ):
         with pytest.raises(ValueError, match="`sinks` needs one number a head"):
             call()
+
+
+# ---- compiled, at lengths of many tiles ----
+
+LONG = ("window", "sliding", "documents", "uneven documents", "soft cap", "sinks", "everything")
+
+
+def long_cases():
+    """Specs for 4 heads, 700 queries and 700 keys."""
+    device = "cuda"
+    sinks = torch.tensor([0.5, -math.inf, 8.0, -3.0], device=device)
+    even = packed([300, 0, 1, 399], [300, 0, 1, 399], device)
+    uneven = packed([300, 0, 50, 350], [90, 200, 0, 410], device)
+    mask = torch.rand(700, 700, generator=torch.Generator(device).manual_seed(0), device=device)
+    return {
+        "window": AttentionSpec(0.125, window=(200, 100)),
+        "sliding": AttentionSpec(0.125, True, window=(255, 0)),
+        "documents": AttentionSpec(0.125, True, documents=even),
+        "uneven documents": AttentionSpec(0.125, documents=uneven),
+        "soft cap": AttentionSpec(1.0, True, softcap=5.0),
+        "sinks": AttentionSpec(0.125, True, sinks=sinks),
+        "everything": AttentionSpec(0.5, True, mask < 0.8, 0.0, (100, -1), uneven, 50.0, sinks),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    ("width", "value_width", "dtype"),
+    [
+        (64, 64, torch.bfloat16),
+        (128, 128, torch.bfloat16),
+        (128, 128, torch.float16),
+        (192, 128, torch.bfloat16),
+        (256, 256, torch.bfloat16),
+    ],
+)
+def test_at_lengths_of_many_tiles_it_agrees_with_fp64_and_repeats_its_bits(
+    name, width, value_width, dtype
+):
+    spec = long_cases()[name]
+    tensors = inputs((1, 4, 2, 700, 700, width, value_width), dtype)
+    truth = dense(*tensors, spec)
+    for check, module in ((check_delta, delta), (check_shadow, shadow), (check_audit, audit)):
+        check(module, tensors, spec, truth)
+    lse = truth.lse.float()
+    calls = (
+        lambda: (delta.exact_delta(*tensors, lse, spec=spec, head_ids=[0, 2]),),
+        lambda: shadow.shadow(*tensors[1:], spec=spec),
+        lambda: (audit.exact_query_gradient(*tensors, spec=spec, head_ids=[0, 2]),),
+    )
+    torch.cuda.synchronize()
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # the host never waits for the device
+        pairs = [(call(), call()) for call in calls]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in pairs:
+        assert all(torch.equal(x, y) for x, y in zip(one, other, strict=True))

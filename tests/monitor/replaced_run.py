@@ -1,9 +1,10 @@
 """Trains models with another function in the place of PyTorch's, watched and not.
 
-Usage: python -m tests.monitor.replaced_run {before import, after import, in the run}
+Usage: python -m tests.monitor.replaced_run {before import, after import}
 
 Prints, as JSON, for each model whether the watched run's weights are the unwatched one's, and
-whether the function makes a difference to them at all.
+whether the function makes a difference to them at all; after the import also of runs in which the
+function comes in at the third step.
 """
 
 import json
@@ -37,14 +38,14 @@ from tests.monitor.support.test_architectures import ZOO, randomize  # noqa: E40
 
 
 def trained(name, replaced_at, is_watched):
-    """Weights after four steps; from which step another function is in place, None for never."""
+    """Weights after three steps; from which step another function is in place, None for never."""
     architecture = ZOO[name]
     torch.manual_seed(0)
     model, batch = randomize(architecture.build(None)).train(), architecture.batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     F.scaled_dot_product_attention = in_fp32 if replaced_at == 0 else TORCHS
     session = guardbit.MonitorSession(model, every_n_train_steps=1) if is_watched else None
-    for step in range(4):
+    for step in range(3):
         if step == replaced_at != 0:
             F.scaled_dot_product_attention = in_fp32
         if session is not None:
@@ -65,13 +66,16 @@ def trained(name, replaced_at, is_watched):
 
 def main(when):
     """Prints the answers."""
-    replaced_at, results = 2 if when == "in the run" else 0, {}
+    results = {}
     for name in MODELS:
         stock = trained(name, None, is_watched=False)
-        plain, watched = (trained(name, replaced_at, is_watched) for is_watched in (False, True))
-        results[name] = [
-            all(map(torch.equal, plain, watched)), not all(map(torch.equal, plain, stock))
-        ]  # fmt: skip
+        for replaced_at in (0,) if when == "before import" else (0, 2):
+            plain, watched = (
+                trained(name, replaced_at, is_watched) for is_watched in (False, True)
+            )
+            results[f"{name}, {replaced_at}"] = [
+                all(map(torch.equal, plain, watched)), not all(map(torch.equal, plain, stock))
+            ]  # fmt: skip
     print(json.dumps(results))
 
 

@@ -161,6 +161,7 @@ def test_a_state_taken_in_between_resumes_the_run_to_the_bit(tmp_path, waits, la
     assert torch.equal(whole.weights(), resumed.weights())
     pd.testing.assert_frame_equal(read_run(tmp_path / "whole"), read_run(tmp_path / "parts"))
     assert events(tmp_path / "whole") == events(tmp_path / "parts")
+    assert ("switch", 1, "compensated") in events(tmp_path / "whole")
 
 
 def test_a_state_taken_within_a_step_leaves_the_step_as_it_began(waits):

@@ -170,13 +170,19 @@ def make_fail(monkeypatch, entry, error):
     monkeypatch.setattr(owner, name, failing)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("entry", BELOW)
+#: Each entry with an error, in turn, as the guard treats all alike; one of a step and one of a call
+#: with every error.
+FAULTS = {(entry, n % len(ERRORS)) for n, entry in enumerate(BELOW)} | {
+    (entry, n) for entry in ("end_step: samples", "call: noting it") for n in range(len(ERRORS))
+}
+
+
+@pytest.mark.parametrize(("entry", "error"), sorted(FAULTS))
 def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
     entry, error, unwatched, tmp_path, monkeypatch, caplog
 ):
     # Of a type of its own: outside of sessions the first error of a type is told.
-    error = type(type(error).__name__, (type(error),), {})(*error.args)
+    error = type("Injected", (type(ERRORS[error]),), {})(*ERRORS[error].args)
 
     def session_of(model):
         session = MonitorSession(
@@ -199,10 +205,12 @@ def test_a_fault_changes_no_bit_is_told_once_and_leaves_nothing(
     assert all(str(error) in line for line in failed)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
-    "below", [(records, "forget"), (hooks, "_hook_entries"), (references, "setattr")], ids=str
-)
+    ("below", "error"),
+    [((records, "forget"), ERRORS[0]), ((hooks, "_hook_entries"), ERRORS[1]),
+     ((references, "setattr"), ERRORS[4])],
+    ids=str,
+)  # fmt: skip
 def test_what_close_could_not_take_out_a_second_close_does(error, below, monkeypatch, caplog):
     model = nn.Sequential(Attention(), Attention())
     session = MonitorSession(model)

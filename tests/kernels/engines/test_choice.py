@@ -1,6 +1,7 @@
 """PyTorch's attention taken apart has the very bits of PyTorch's attention."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -30,6 +31,27 @@ SHAPES = [
 ]
 
 
+def masks(shape, dtype, generator):
+    """By name: every way in which PyTorch's function takes a mask."""
+    batch, heads, _, rows, keys, _ = shape
+    if 0 in shape:
+        return {"none": None, "causal": None}
+    tril = torch.ones(rows, keys, dtype=torch.bool).tril()
+    padding = torch.ones(batch, 1, 1, keys, dtype=torch.bool)
+    padding[0, ..., keys - keys // 4 :] = False
+    nothing = tril.clone()
+    nothing[: rows // 2] = False  # rows that see no key
+    return {
+        "none": None,
+        "causal": None,
+        "two axes": tril,
+        "padding": padding,
+        "rows without keys": nothing,
+        "additive": torch.randn(1, heads, rows, keys, generator=generator).to(dtype),
+        "additive padding": torch.where(padding, 0.0, -math.inf).to(dtype),
+    }  # fmt: skip
+
+
 def memory(batch, heads, length, width, by_rows, dtype, generator):
     shape = (batch, length, heads, width) if by_rows else (batch, heads, length, width)
     return torch.randn(shape, generator=generator).to(dtype)
@@ -42,12 +64,9 @@ def results(attention, tensors, d_out, by_rows, **options):
 
 
 @pytest.mark.parametrize("by_rows", [True, False], ids=["rows", "heads"])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("backend", ["chosen", "math"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(
-    dtype, backend, is_causal, by_rows
-):
+def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(dtype, backend, by_rows):
     for shape in SHAPES:
         batch, heads, kv_heads, rows, keys, width = shape
         generator = torch.Generator().manual_seed(rows)
@@ -55,24 +74,25 @@ def test_nothing_switched_has_the_bits_and_the_layout_of_pytorch(
         q = memory(batch, heads, rows, width, **common)
         k, v = (memory(batch, kv_heads, keys, width, **common) for _ in range(2))
         d_out = torch.randn(batch, heads, rows, width, generator=generator).to(dtype)
-        forced = sdpa_kernel(SDPBackend.MATH) if backend == "math" else contextlib.nullcontext()
-        with forced:
-            theirs = results(
-                F.scaled_dot_product_attention, (q, k, v), d_out, by_rows,
-                is_causal=is_causal, enable_gqa=heads != kv_heads,
-            )  # fmt: skip
-            ours = results(
-                lambda q, k, v: switchable_attention(
-                    q, k, v, SITE, is_causal=is_causal, scale=None
-                ),
-                (q, k, v), d_out, by_rows,
-            )  # fmt: skip
-        for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
-            torch.testing.assert_close(
-                mine, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n} {m}"
-            )
-            if other.numel():
-                assert mine.stride() == other.stride(), (name, shape)
+        for kind, mask in masks(shape, dtype, generator).items():
+            call = (q, k, v), d_out, by_rows
+            options = {"attn_mask": mask, "is_causal": kind == "causal"}
+            forced = sdpa_kernel(SDPBackend.MATH) if backend == "math" else contextlib.nullcontext()
+            with forced:
+                theirs = results(
+                    F.scaled_dot_product_attention, *call, enable_gqa=heads != kv_heads, **options
+                )
+                ours = results(
+                    lambda *x, **o: switchable_attention(*x, SITE, scale=None, **o),
+                    *call, **options,
+                )  # fmt: skip
+            for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
+                where = (kind, name, shape)
+                torch.testing.assert_close(
+                    mine, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, w=where: f"{w} {m}"
+                )
+                if other.numel():
+                    assert mine.stride() == other.stride(), where
 
 
 @pytest.mark.parametrize("scale", [0.5, -1.0, 0.0])

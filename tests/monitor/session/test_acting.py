@@ -247,6 +247,7 @@ def test_what_somebody_switches_after_the_policy_is_not_taken_back(tmp_path, sco
         policy=Policy("compensated", scope=scope, quiet_steps=6),
     )  # fmt: skip
     loop.run(range(3), close=False)
+    assert loop.session.instrumentation.stabilizers()[SITES[1]][1] == "compensated"
     loop.session.instrumentation.switch(SITES[1], "row_max", heads=[1])
     loop.run(range(3, 8), close=False)
     left = loop.session.instrumentation.stabilizers()

@@ -42,6 +42,9 @@ def test_always_corrects_what_is_called_later_and_what_is_resumed(tmp_path):
     again.session.load_state_dict(loop.session.state_dict())
     loop.session.close()
     again.run(range(4, 7), close=False)
+    for name in SITES:
+        launches = again.session.instrumentation.sites[name].launches
+        assert launches["backward", "exact_delta"] == 3, "in the first step too, as it was saved"
     ran = again.session.instrumentation.stabilizers().values()
     assert all({*names} == {"exact_delta"} for names in ran)
     assert [event[:3] for event in switches(tmp_path / "again")] == [
