@@ -40,9 +40,9 @@ def doctor(
 ) -> None:
     """Examine whether attention is sound on this machine; exit code 1 if something is broken."""
     from guardbit.doctor import text
-    from guardbit.doctor.call import parse_shape, parse_window
+    from guardbit.doctor.inputs import parse_shape, parse_window
     from guardbit.doctor.machine import this_machine
-    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner, examine_shapes
+    from guardbit.doctor.preflight import COMMON, COMMON_MASKS, Examiner
 
     machine = this_machine()
     with refusing(ValueError):
@@ -50,7 +50,7 @@ def doctor(
         for name in mask or ():
             parse_window(name)
         examiner = Examiner(machine.device, seconds, all_units=shape is not None)
-        result = examine_shapes(shapes, mask or COMMON_MASKS, dtype, examiner)
+        result = examiner.shapes(shapes, mask or COMMON_MASKS, dtype)
     if as_json:
         typer.echo(json.dumps({"machine": machine.as_json(), **result.as_json()}))
     else:

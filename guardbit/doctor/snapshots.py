@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from guardbit.diagnosis.head import HeadInputs
+from guardbit.doctor.attention import HeadInputs
+from guardbit.store import is_run, read_events, read_metadata
 from guardbit.store.files import publish
 
 _FORMAT = 1
@@ -22,23 +23,14 @@ _NAME = re.compile(r"snapshot-(\d+)\.pt")
 
 
 class KeptHead(NamedTuple):
-    """One head at one step.
+    """One head at one step."""
 
-    Attributes:
-        step: Optimizer step.
-        site: Name of the attention module.
-        head: Number of the head.
-        stabilizer: What ran in it; unless "none", the kernel's output and dQ are not kept.
-        inputs: The head, in the host's memory.
-        kernel: Name of the engine that ran it, "" where it is not known.
-    """
-
-    step: int
-    site: str
-    head: int
-    stabilizer: str
-    inputs: HeadInputs
-    kernel: str = ""
+    step: int  # optimizer step
+    site: str  # name of the attention module
+    head: int  # number of the head
+    stabilizer: str  # what ran in it; unless "none", the kernel's output and dQ are not kept
+    inputs: HeadInputs  # the head, in the host's memory
+    kernel: str = ""  # name of the engine that ran it, "" where it is not known
 
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
@@ -88,3 +80,50 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
             why = str(error).partition("\n")[0]
             raise ValueError(f"the snapshot {path} cannot be read: {why}") from error
     return found
+
+
+def heads_of_run(folder: Path, wanted: Sequence[str] = ()) -> list[list[KeptHead]]:
+    """Reads the snapshots of a run, head by head, the first that was kept first."""
+    if folder.is_file():
+        raise ValueError(
+            f"cannot read a run from the file {folder}: the run's folder is needed, which holds the"
+            " inputs of alarmed heads"
+        )
+    heads: dict[str, list[KeptHead]] = {}
+    for snapshot in read_snapshots(folder):
+        heads.setdefault(f"{snapshot.site}:{snapshot.head}", []).append(snapshot)
+    if not heads:
+        raise ValueError(f"{_why_none(folder)}; session.snapshot(site, heads) keeps any head")
+    for name in wanted:
+        if name not in heads:
+            raise ValueError(f"there is no snapshot of {name}; there are {', '.join(heads)}")
+    chosen = []
+    for name, snapshots in heads.items():
+        if not wanted or name in wanted:
+            stock = [one for one in snapshots if one.stabilizer == "none"]
+            chosen.append(stock or snapshots)
+    return chosen
+
+
+def last_verdict(folder: Path) -> str:
+    """Returns the verdict that the run ends with, and why; "none" if it has none."""
+    events = read_events(folder)
+    verdicts = events[events["kind"] == "verdict"]
+    if verdicts.empty:
+        return "none"
+    last = verdicts.iloc[-1]
+    return f"{last['verdict']}: {last['why']}"
+
+
+def _why_none(folder: Path) -> str:
+    noted = read_metadata(folder).get("snapshots")
+    if not noted and is_run(folder) and not _names_heads(folder):
+        return "no head of this run was alarmed, so there is nothing to diagnose"
+    reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
+    return f"the run at {folder} holds no snapshots: {reason}"
+
+
+def _names_heads(folder: Path) -> bool:
+    """Whether a head was alarmed, or named by an advisory."""
+    events = read_events(folder)
+    return any(events.loc[events["kind"].isin(("alarm", "advisory")), "heads"].map(len))

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from guardbit.diagnosis.arithmetic import FLASH
-from guardbit.diagnosis.row_error import take_apart
-from tests.diagnosis.kernel import head_of, kernel, peaked, spec_of
+from guardbit.doctor.attention import FLASH
+from guardbit.doctor.roots import take_apart
+from tests.doctor.kernel import head_of, kernel, peaked, spec_of
 from tests.oracle import attend
 
 ROW = 41
