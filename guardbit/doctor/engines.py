@@ -40,7 +40,6 @@ class OwnKernels(Engine):
 
     backend = SDPBackend.OVERRIDEABLE
     name = "guardbit"  # pyright: ignore[reportAssignmentType]
-    title = "the kernel of guardbit.flash_attention"  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def forward(self, inputs: Inputs, training: bool) -> tuple[Tensor, Tensor | None]:
         """See `Engine.forward`."""
@@ -72,7 +71,6 @@ class Flex(Engine):
 
     backend = SDPBackend.OVERRIDEABLE
     name = "flex_attention"  # pyright: ignore[reportAssignmentType]
-    title = "the kernel of flex_attention"  # pyright: ignore[reportIncompatibleMethodOverride]
     reads_out = False
 
     def __init__(self, is_compiled: bool) -> None:

@@ -8,7 +8,7 @@ and with their worst signs, so that a sound kernel is never outside, whatever th
 
 - u is half a unit in the last place of 1, eta the smallest step of the format, f that of FP32;
 - a product of D terms is off by D f |x| |y|, a tile's sum by a number of steps f, `_SUMS`;
-- exponentials are off by `_EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
+- exponentials are off by `EXPONENTIAL`, S and L so much that P is off by e P, e of each row;
 - |dO - exact| <= (u + e) P |V| + 2 u |O|, the second u for a sum of rounded P;
 - |ddV| <= (u + e) P^T |dO| + u |dV|;
 - |ddS| <= P (e |dP - delta| + |ddP| + |ddelta|) + 2 u |dS|, from which dQ and dK;
@@ -37,10 +37,10 @@ TENSORS = ("out", "lse", "dq", "dk", "dv")
 OF_KEYS = ("dk", "dv")
 
 # Relative error of FP32's rounding.
-_FLOAT32 = 2.0**-24
+FLOAT32 = 2.0**-24
 # Kernels may compute exponentials as polynomials, to what the format of P can tell: PyTorch's on
 # CPUs are 5.3e-5 off (2.13, AVX-512), FlashAttention-4's of degree 3 less than 1e-4.
-_EXPONENTIAL = 1e-4
+EXPONENTIAL = 1e-4
 # GPUs' own tanh is 2^-10.99 of itself off (PTX ISA, tanh.approx.f32); the slope has twice that.
 _TANH, _SLOPE = 2.0**-10.9, 2.0**-9.8
 # A running sum is rescaled once a tile: steps of FP32 apart from one for every so many keys, as
@@ -111,8 +111,8 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     u, eta = info.eps / 2, info.smallest_normal * info.eps
     if call.q.dtype == torch.bfloat16:
         eta = info.smallest_normal  # GPUs flush what is below to zero
-    products = q.size(-1) * _FLOAT32
-    sums = (_STEPS + keys / _KEYS_A_STEP) * _FLOAT32
+    products = q.size(-1) * FLOAT32
+    sums = (_STEPS + keys / _KEYS_A_STEP) * FLOAT32
     q_norm, k_norm, v_norm, d_norm = (x.norm(dim=-1) for x in (q, k, v, d_out))
 
     out, out_bound, out_sum, dq, dq_bound, dq_sum, push, push_size = (
@@ -152,15 +152,15 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
         largest = scores.abs().where(p > 0, 0.0).amax(-1, keepdim=True)
         largest = largest.maximum(log_sum.abs().nan_to_num(0.0, posinf=0.0, neginf=0.0))
         sizes = q_norm[:, present, None] * k_norm[seen].max() * spec.scale
-        score_error = products * sizes + 4 * _FLOAT32 * largest
+        score_error = products * sizes + 4 * FLOAT32 * largest
         if spec.softcap > 0:
             score_error = score_error + _TANH * chunk.capped.abs().amax(-1, keepdim=True)
-        e = 2 * (score_error + _EXPONENTIAL) + sums
+        e = 2 * (score_error + EXPONENTIAL) + sums
         out[:, present] = exact.out
         out_sum[:, present] = p @ vs.abs()
         out_bound[:, present] = (u + e) * out_sum[:, present]
         lse[:, present] = log_sum[..., 0]
-        lse_bound[:, present] = (score_error + _EXPONENTIAL + sums + 4 * _FLOAT32 * largest)[..., 0]
+        lse_bound[:, present] = (score_error + EXPONENTIAL + sums + 4 * FLOAT32 * largest)[..., 0]
         delta[:, present] = exact.delta
         push[:, present] = p * chunk.slope @ ks * -spec.scale
         push_size[:, present] = p @ ks.abs() * spec.scale
@@ -190,7 +190,7 @@ def exactly(call: Call, unit: Unit, chunk_bytes: int = 2**28) -> Exact:
     dq_bound += u * dq.abs() + scaled * (1 + k.abs().sum(0))
     dk_bound += u * dk.abs() + scaled * (1 + q.abs().sum(1, keepdim=True))
     dv_bound += u * dv.abs() + eta * (1 + d_out.abs().sum(1, keepdim=True))
-    row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * _FLOAT32
+    row_sums = (_STEPS + rows * call.group / _KEYS_A_STEP) * FLOAT32
     dk_bound, dv_bound = dk_bound + row_sums * dk_sum, dv_bound + row_sums * dv_sum
     values = {"out": out, "lse": lse, "dq": dq, "dk": dk.sum(0), "dv": dv.sum(0)}
     bounds = {

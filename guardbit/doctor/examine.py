@@ -29,6 +29,16 @@ _ROUNDED = 0.2
 
 _WORDS = {"out": "the output", "lse": "logsumexp", "dq": "dQ", "dk": "dK", "dv": "dV"}
 
+_SENTENCES = {
+    "nonfinite": "{are} NaN or infinite from finite inputs{where}.",
+    "race": (
+        "two runs differ in {named} by more than another order of sums can{where}: it is a race."
+    ),
+    "truncation": "{are} too small as rounding toward zero makes it{where}.",
+    "off": "{are} outside the bounds of rounding{where}",
+    "order": "{are} added in another order each time, within rounding.",
+}
+
 #: What can be found. "nonfinite" to "off" break training; "order" and "delta" are how an engine
 #: works; a "carrier" that is not honoured keeps `exact_delta` from it.
 Fault = Literal[
@@ -244,26 +254,17 @@ class Examination:
         for why in dict.fromkeys(self._failures.values()):
             kinds = tuple(kind for kind, reason in self._failures.items() if reason == why)
             found.append(self._finding("fails", kinds, {}, f"it fails: {why}."))
-        nonfinite, race, order = (self._gathered(x) for x in ("nonfinite", "race", "order"))
-        if nonfinite:
-            kinds, tensors = nonfinite
-            say = f"{_list(tensors)} NaN or infinite from finite inputs"
-            found.append(self._finding("nonfinite", kinds, tensors, f"{say}{_where(tensors)}."))
-        if race:
-            kinds, tensors = race
-            say = f"two runs differ in {_names(tensors)} by more than another order of sums can"
-            found.append(
-                self._finding("race", kinds, tensors, f"{say}{_where(tensors)}: it is a race.")
-            )
-        cause = self._cause_of_off(bool(nonfinite or race))
+        noted = {what: self._gathered(what) for what in ("nonfinite", "race", "order")}
+        for what in ("nonfinite", "race"):
+            if shown := noted[what]:
+                found.append(self._finding(what, *shown, _say(what, shown[1])))
+        cause = self._cause_of_off(bool(noted["nonfinite"] or noted["race"]))
         found += [cause] if cause else []
         if self._carrier is not None and not any(finding.is_broken for finding in found):
             why, is_broken = self._carrier
             found.append(self._finding("carrier", (TIED,), {}, why, is_broken))
-        if order and not race and not nonfinite:
-            kinds, tensors = order
-            say = f"{_list(tensors)} added in another order each time"
-            found.append(self._finding("order", kinds, tensors, f"{say}, within rounding.", False))
+        if (order := noted["order"]) and not noted["race"] and not noted["nonfinite"]:
+            found.append(self._finding("order", *order, _say("order", order[1]), False))
         return found
 
     def _cause_of_off(self, is_known: bool) -> Finding | None:
@@ -284,8 +285,7 @@ class Examination:
             return self._finding("factor", (DRAWN,), names, f"returned is {say} the exact one.")
         if self._truncated:
             names = self._truncated
-            say = f"{_list(names)} too small as rounding toward zero makes it"
-            return self._finding("truncation", (DRAWN,), names, f"{say}{_where(names)}.")
+            return self._finding("truncation", (DRAWN,), names, _say("truncation", names))
         fit = self._delta_fit
         if off is None or is_known:
             return None
@@ -294,9 +294,9 @@ class Examination:
             size = f"it is off by {fit.left:.2g} units in the last place in the mean square"
             return self._finding("delta", kinds, tensors, f"{say}: {size}{_where(tensors)}.")
         worst = max(self.rows, key=lambda row: row.of_bound)
-        say = f"{_list(tensors)} outside the bounds of rounding{_where(tensors)}"
         size = f"at worst {worst.of_bound:.2g} times, {worst.tensor} of head {worst.worst_head}"
-        return self._finding("off", kinds, tensors, f"{say}: {size}, row {worst.worst_row}.")
+        why = f"{_say('off', tensors)}: {size}, row {worst.worst_row}."
+        return self._finding("off", kinds, tensors, why)
 
     def _gathered(self, what: str) -> tuple[tuple[str, ...], _Heads] | None:
         """The kinds of inputs that showed something, and the tensors with their heads."""
@@ -390,14 +390,11 @@ def _heads(exact: Exact, tensor: str, bad: Tensor | None = None) -> set[int]:
     return {exact.unit.kv_head * group + member for member in members}
 
 
-def _names(tensors: Iterable[str]) -> str:
+def _say(fault: Fault, tensors: _Heads) -> str:
     names = [_WORDS[name] for name in tensors]
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _list(tensors: Collection[str]) -> str:
-    """Names tensors, and says that they are."""
-    return f"{_names(tensors)} {'is' if len(tensors) == 1 else 'are'}"
+    named = " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+    are = f"{named} {'is' if len(names) == 1 else 'are'}"
+    return _SENTENCES[fault].format(named=named, are=are, where=_where(tensors))
 
 
 def _where(tensors: _Heads) -> str:

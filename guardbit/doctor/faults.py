@@ -76,18 +76,13 @@ def scale_used(call: Call, exact: Exact, results: Results) -> float | None:
         p = (products * (call.spec.scale * factor) + mask).softmax(-1).nan_to_num(0.0)
         return (p @ v - found).square().sum().item()
 
-    grid = torch.logspace(-5, 5, 81, base=2, dtype=torch.float32).tolist()
-    best = min(range(len(grid)), key=lambda n: distance(grid[n]))
-    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-    for _ in range(30):  # golden section
-        step = (math.sqrt(5) - 1) / 2 * (high - low)
-        if distance(high - step) < distance(low + step):
-            high = low + step
-        else:
-            low = high - step
-    middle = (low + high) / 2
-    explained = distance(middle) < 0.1 * distance(1.0)
-    return middle if explained and abs(middle - 1) > 0.005 else None
+    best, width = 0.0, 5.0  # of the factor's logarithm to base 2
+    for _ in range(4):  # each time in steps of 1/40 of the last
+        grid = torch.linspace(best - width, best + width, 81, dtype=torch.float64)
+        best = min(grid.tolist(), key=lambda power: distance(2**power))
+        width /= 40
+    explained = distance(2**best) < 0.1 * distance(1.0)
+    return 2**best if explained and abs(2**best - 1) > 0.005 else None
 
 
 def _mask_of(call: Call, unit: Unit, rows: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from guardbit.doctor.attention import (
     over_rows,
     spread,
 )
+from guardbit.doctor.exact import EXPONENTIAL, FLOAT32
 
 Kind = Literal["rounded", "truncated", "dropped", "rows"]
 
@@ -41,8 +42,6 @@ _AGREEING = 0.75
 _SAME = 0.02
 # How many standard deviations of its roundings a row of dQ may lie from the arithmetic.
 _FAR = 4.0
-# Relative error of FP32's rounding, and of exponentials by polynomials (`exact`).
-_FLOAT32, _EXPONENTIAL = 2.0**-24, 1e-4
 
 _FORWARD: tuple[Operation, ...] = ("S", "P", "PV", "O")
 _BACKWARD: tuple[Operation, ...] = ("S", "delta", "dP", "dS", "dQ")
@@ -97,8 +96,8 @@ def wrong_rows(head: HeadInputs, arithmetic: Arithmetic) -> Tensor:
         p, dp = chunk.probabilities, chunk.d_probabilities
         scores = chunk.scores.masked_fill(chunk.scores.isinf(), 0.0).abs().amax(-1)
         # Of P in FP32, of delta in FP32, and of dS and dQ rounded once, to either side.
-        of_p = _EXPONENTIAL + _FLOAT32 * (scores * 4 + head.q.size(-1))
-        of_delta = _FLOAT32 * head.v.size(-1) * d_out * expected.out.norm(dim=-1)
+        of_p = EXPONENTIAL + FLOAT32 * (scores * 4 + head.q.size(-1))
+        of_delta = FLOAT32 * head.v.size(-1) * d_out * expected.out.norm(dim=-1)
         parts = p * (of_p[..., None] * (dp - expected.delta[..., None]).abs() + of_delta[..., None])
         deviations = (u * expected.d_scores * keys).square().sum(-1).sqrt()
         size = head.scale * ((parts * keys).sum(-1) + deviations) + u * expected.dq.norm(dim=-1)

@@ -167,7 +167,7 @@ class RowError(NamedTuple):
 def take_apart(head: HeadInputs, arithmetic: Arithmetic, sequence: int, row: int) -> RowError:
     """Takes one row of a head apart."""
     chunk = Chunk(head.take(slice(row, row + 1)))
-    out = chunk.forward(arithmetic) if head.out is None else chunk.wide("out")
+    out = chunk.forward(arithmetic) if chunk.own_out is None else chunk.own_out
     error = (out - chunk.exact.out)[sequence, 0]
     d_out = chunk.wide("d_out")[sequence, 0]
     column = int((d_out * error).abs().argmax())

@@ -35,16 +35,10 @@ class KeptHead(NamedTuple):
 
 def write_snapshots(folder: Path, step: int, snapshots: Sequence[KeptHead]) -> Path:
     """Writes the snapshots of one step, or nothing at all."""
-    heads = [
-        {
-            "site": one.site,
-            "head": one.head,
-            "stabilizer": one.stabilizer,
-            "kernel": one.kernel,
-            **{field.name: getattr(one.inputs, field.name) for field in fields(HeadInputs)},
-        }
-        for one in snapshots
-    ]
+    # Of each head what it is, and its inputs beside that.
+    heads = [{**one._asdict(), **vars(one.inputs)} for one in snapshots]
+    for head in heads:
+        del head["step"], head["inputs"]
     path = folder / f"snapshot-{step:09d}.pt"
     publish(path, lambda stream: torch.save({"format": _FORMAT, "heads": heads}, stream))
     return path
@@ -71,9 +65,8 @@ def read_snapshots(folder: Path) -> list[KeptHead]:
                 raise ValueError("it is of another version of GuardBit")
             for one in held["heads"]:
                 inputs = HeadInputs(**{name: one[name] for name in names})
-                kept = KeptHead(step, one["site"], one["head"], one["stabilizer"], inputs)
-                # Files of the first days do not say which kernel it was.
-                found.append(kept._replace(kernel=one.get("kernel", "")))
+                what = {name: one[name] for name in ("site", "head", "stabilizer", "kernel")}
+                found.append(KeptHead(step, **what, inputs=inputs))
         except OSError:
             raise
         except Exception as error:  # whatever unpickling a broken file raises
@@ -117,13 +110,9 @@ def last_verdict(folder: Path) -> str:
 
 def _why_none(folder: Path) -> str:
     noted = read_metadata(folder).get("snapshots")
-    if not noted and is_run(folder) and not _names_heads(folder):
+    events = read_events(folder)
+    named = events.loc[events["kind"].isin(("alarm", "advisory")), "heads"]
+    if not noted and is_run(folder) and not any(named.map(len)):
         return "no head of this run was alarmed, so there is nothing to diagnose"
     reason = noted or "no head was alarmed with a sampled step to come, or snapshot_megabytes was 0"
     return f"the run at {folder} holds no snapshots: {reason}"
-
-
-def _names_heads(folder: Path) -> bool:
-    """Whether a head was alarmed, or named by an advisory."""
-    events = read_events(folder)
-    return any(events.loc[events["kind"].isin(("alarm", "advisory")), "heads"].map(len))
