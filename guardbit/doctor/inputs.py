@@ -189,7 +189,7 @@ class _Drawing:
 
     def signs(self, heads: int) -> Tensor:
         """(B, heads, N, 1): -1 or 1."""
-        return torch.where(self._drawn(torch.rand, heads, 1) < 0.5, 1.0, -1.0)
+        return (self._drawn(torch.rand, heads, 1) < 0.5).float() * 2 - 1
 
     def one_hot(self, heads: int) -> Tensor:
         """A 1 at a place drawn for each token, else 0."""
