@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -52,7 +53,7 @@ def doctor(
         examiner = Examiner(machine.device, seconds, all_units=shape is not None)
         result = examiner.shapes(shapes, mask or COMMON_MASKS, dtype)
     if as_json:
-        typer.echo(json.dumps({"machine": machine.as_json(), **result.as_json()}))
+        typer.echo(json.dumps({"machine": asdict(machine), **result.as_json()}))
     else:
         for lines in (text.describe_machine(machine), text.table(result), text.explain(result)):
             for line in lines:

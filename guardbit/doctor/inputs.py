@@ -174,8 +174,10 @@ def packed_spec(shape: Shape, mask: str, device: str) -> tuple[AttentionSpec, Sh
 class _Drawing:
     """Draws FP32 tensors (B, heads, N, D), always the same."""
 
-    def __init__(self, shape: Shape, device: str, seed: int) -> None:
-        self.shape, self.device = shape, device
+    def __init__(
+        self, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str, seed: int
+    ) -> None:
+        self.shape, self.spec, self.dtype, self.device = shape, spec, dtype, device
         self.heads, self.kv_heads = shape.heads, shape.kv_heads
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -209,12 +211,7 @@ class _Drawing:
         return made.transpose(1, 2)
 
 
-def _drawn(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
-    """Standard normal."""
-    return draw.plain()
-
-
-def _peaked(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
+def _peaked(draw: _Drawing) -> _Tensors:
     """Each token attends mostly to itself: q has some of k in it."""
     q, k, v, d_out = draw.plain()
     k *= 1.4
@@ -222,7 +219,7 @@ def _peaked(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors
     return q, k, v, d_out
 
 
-def _tied(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
+def _tied(draw: _Drawing) -> _Tensors:
     """Keys twice, so that maxima tie; keys, values and gradients that have much in common."""
     k = 2 + 0.5 * draw.normal(draw.kv_heads)
     k[:, :, 1::2] = k[:, :, : k.size(2) - 1 : 2]
@@ -230,42 +227,40 @@ def _tied(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
     return q, k, -2 - draw.uniform(draw.kv_heads), 1 + draw.uniform(draw.heads)
 
 
-def _far(score: float, draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
+def _far(score: float, draw: _Drawing) -> _Tensors:
     """All scores near one: queries point along all keys, or away from them."""
     q, k, v, d_out = draw.plain()
     q *= 0.1
     k *= 0.1
-    q[..., 0], k[..., 0] = 1, score / spec.scale
+    q[..., 0], k[..., 0] = 1, score / draw.spec.scale
     return q, k, v, d_out
 
 
-def _scaled(
-    powers: Mapping[torch.dtype, int], draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype
-) -> _Tensors:
+def _scaled(powers: Mapping[torch.dtype, int], draw: _Drawing) -> _Tensors:
     """Gradients of the output that are huge, or tiny, for their format."""
     q, k, v, d_out = draw.plain()
-    return q, k, v, d_out * 2.0 ** powers[dtype]
+    return q, k, v, d_out * 2.0 ** powers[draw.dtype]
 
 
-def _keys_counted(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
+def _keys_counted(draw: _Drawing) -> _Tensors:
     """Equal scores and keys and values that are 1 at one place: out and dQ count visible keys."""
     places = draw.one_hot(draw.kv_heads)
     features = draw.normal(draw.heads)[:, :, :1].sign()
-    d_out = _seen(draw, spec) * features
+    d_out = _seen(draw) * features
     return torch.zeros_like(d_out), places, places, d_out
 
 
-def _rows_counted(draw: _Drawing, spec: AttentionSpec, dtype: torch.dtype) -> _Tensors:
+def _rows_counted(draw: _Drawing) -> _Tensors:
     """Equal scores and queries and gradients that are 1 at one place: dK and dV count rows."""
     places = draw.one_hot(draw.heads)
     k = torch.ones_like(draw.normal(draw.kv_heads))
     v = draw.signs(draw.kv_heads) * torch.ones_like(k)
-    return places, k, v, _seen(draw, spec) * places
+    return places, k, v, _seen(draw) * places
 
 
-def _seen(draw: _Drawing, spec: AttentionSpec) -> Tensor:
+def _seen(draw: _Drawing) -> Tensor:
     """How many keys each query sees, FP32 (B or 1, H or 1, N, 1), 1 where none."""
-    s = draw.shape
+    s, spec = draw.shape, draw.spec
     if spec.mask is None:
         ranges = visible_range(spec, (s.batch, s.heads, s.length, s.length), draw.device)
         counts = (ranges.end - ranges.first)[None, None]
@@ -281,8 +276,8 @@ def _seen(draw: _Drawing, spec: AttentionSpec) -> Tensor:
 
 
 #: By the names that findings have.
-KINDS: dict[str, Callable[[_Drawing, AttentionSpec, torch.dtype], _Tensors]] = {
-    "as drawn": _drawn,
+KINDS: dict[str, Callable[[_Drawing], _Tensors]] = {
+    "as drawn": _Drawing.plain,
     "keys counted": _keys_counted,
     "rows counted": _rows_counted,
     "tied maxima": _tied,
@@ -296,6 +291,6 @@ KINDS: dict[str, Callable[[_Drawing, AttentionSpec, torch.dtype], _Tensors]] = {
 
 def make(kind: str, shape: Shape, spec: AttentionSpec, dtype: torch.dtype, device: str) -> Call:
     """Makes the inputs of a kind."""
-    draw = _Drawing(shape, device, seed=list(KINDS).index(kind))
-    q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw, spec, dtype))
+    draw = _Drawing(shape, spec, dtype, device, seed=list(KINDS).index(kind))
+    q, k, v, d_out = (x.to(dtype) for x in KINDS[kind](draw))
     return Call(q, k, v, d_out, spec)

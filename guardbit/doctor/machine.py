@@ -7,10 +7,9 @@ import platform
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
-from typing import Any
 
 import torch
 from torch.torch_version import TorchVersion
@@ -92,10 +91,6 @@ class Machine:
     cuda: str | None  # the CUDA that PyTorch was made with
     versions: dict[str, str]  # of installed packages, by pip's names, and cudnn
     known: list[KnownFault] = field(default_factory=list)  # known faults of these versions
-
-    def as_json(self) -> dict[str, Any]:
-        """All of it, for `json.dumps`."""
-        return asdict(self)
 
 
 def this_machine() -> Machine:
